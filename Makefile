@@ -1,0 +1,78 @@
+# `make` lists the targets. The environment is built once, and again when its two inputs change.
+
+PYTHON ?=
+VENV   ?= .venv
+ARGS   ?=
+
+EXTRAS := lm,plots,torchdeq,dev
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# A Python that starts, is new enough and can make an environment. Being on PATH is not enough:
+# version managers put shims there for versions that are switched off.
+USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
+
+.DEFAULT_GOAL := help
+.SUFFIXES:
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format-check lint types format venv clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo '  ARGS="..." is passed on by demo and test; PYTHON=... and VENV=... choose the environment.'
+
+demo: $(STAMP) ## train and show a small state-tracking model (CPU)
+	@$(BIN)/python -m deqseq.tasks.state_tracking demo $(ARGS)
+
+# Two workers with one thread each: they would otherwise fight over the same cores.
+test: $(STAMP) ## run the tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+check: format-check lint types ## check format, lint and types
+
+format-check: $(STAMP)
+	@$(BIN)/ruff format --check --quiet . || { echo 'format: run `make format`' >&2; exit 1; }
+
+lint: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+
+types: $(STAMP)
+	@$(BIN)/mypy --no-error-summary -p deqseq
+
+format: $(STAMP) ## format, and repair what lint can repair
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format --quiet .
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@python=; \
+	if [ -n '$(PYTHON)' ]; then \
+	    if '$(PYTHON)' -c '$(USABLE)' >/dev/null 2>&1; then python='$(PYTHON)'; fi; \
+	else \
+	    IFS=:; \
+	    for name in python3.11 python3.12 python3; do \
+	        for folder in $$PATH; do \
+	            if [ -x "$$folder/$$name" ] && "$$folder/$$name" -c '$(USABLE)' >/dev/null 2>&1; then \
+	                python="$$folder/$$name"; break 2; \
+	            fi; \
+	        done; \
+	    done; \
+	    unset IFS; \
+	fi; \
+	if [ -z "$$python" ]; then \
+	    echo 'deqseq needs Python 3.11 or newer that has the venv and ensurepip modules.' >&2; \
+	    if [ -n '$(PYTHON)' ]; then echo 'Not usable: $(PYTHON)' >&2; \
+	    else echo 'No usable python3.11, python3.12 or python3 on PATH.' >&2; fi; \
+	    echo 'Name one: make PYTHON=/path/to/python3.11' >&2; \
+	    exit 1; \
+	fi; \
+	echo "Installing into $(VENV) with $$("$$python" --version) (once, a few minutes) ..."; \
+	"$$python" -m venv '$(VENV)' && \
+	'$(BIN)/python' -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch '$@'
+
+clean: ## remove the environment, caches and build products
+	@if [ -f '$(VENV)/pyvenv.cfg' ]; then rm -rf '$(VENV)'; fi
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	@find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

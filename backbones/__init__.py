@@ -1,0 +1,7 @@
+"""Backbones: causal maps f(z, x), parallel over tokens. A new one subclasses :class:`deqseq.Backbone`."""
+
+from deqseq.backbones.llama import LlamaBackbone
+from deqseq.backbones.mamba2 import Mamba2Backbone
+from deqseq.backbones.module import ModuleBackbone
+
+__all__ = ["LlamaBackbone", "Mamba2Backbone", "ModuleBackbone"]

@@ -1,0 +1,76 @@
+"""Pieces that backbones share: the injection, gated MLPs, argument checks.
+
+Modules here are evaluated with effective weights read beforehand, once a forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deqseq.convergence import check_count
+
+RMS_EPS = 1e-5
+
+
+class Injection(nn.Module):
+    """W RMSNorm(x) + b: how the layer's input x (B, L, D) enters every block, (B, L, width)."""
+
+    def __init__(self, d_model: int, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.linear = nn.Linear(d_model, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.norm(x))
+        return out
+
+
+class MLPWeights(NamedTuple):
+    """Effective weights of a gated MLP: ``into`` (2 * hidden, D), ``out`` (D, hidden)."""
+
+    into: Tensor
+    out: Tensor
+
+
+class ValueGateMLP(nn.Module):
+    """fc2(value * silu(gate)) with (value, gate) = fc1(x); hidden width a multiple of 128, no biases."""
+
+    def __init__(self, d_model: int, d_inner: int) -> None:
+        super().__init__()
+        hidden = -(-d_inner // 128) * 128
+        self.fc1 = nn.Linear(d_model, 2 * hidden, bias=False)
+        self.fc2 = nn.Linear(hidden, d_model, bias=False)
+
+    def weights(self) -> MLPWeights:
+        return MLPWeights(self.fc1.weight, self.fc2.weight)
+
+    def forward(self, x: Tensor, weights: MLPWeights) -> Tensor:
+        value, gate = F.linear(x, weights.into).chunk(2, dim=-1)
+        return F.linear(value * F.silu(gate), weights.out)
+
+
+class SwiGLU(nn.Module):
+    """fc2(silu(w1 x) * w3 x) with hidden width int(2 d_inner / 3), no biases (Shazeer, 2020)."""
+
+    def __init__(self, d_model: int, d_inner: int) -> None:
+        super().__init__()
+        hidden = 2 * d_inner // 3
+        self.w1 = nn.Linear(d_model, hidden, bias=False)
+        self.w3 = nn.Linear(d_model, hidden, bias=False)
+        self.fc2 = nn.Linear(hidden, d_model, bias=False)
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.w1.weight, self.w3.weight, self.fc2.weight
+
+    def forward(self, x: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        w1, w3, fc2 = weights
+        return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), fc2)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise ``ValueError`` for a size that is not a whole number of at least 1."""
+    for name, value in sizes.items():
+        check_count(name, value)

@@ -1,0 +1,237 @@
+"""Llama attention as the body of an implicit layer: a stack of pre-norm blocks and a final norm.
+
+Shapes: B sequences, W tokens, D width, H query heads, J key/value heads, P = D / H head dim, S slots of
+the key/value state.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deqseq.backbone import Backbone, Context, State, Trace
+from deqseq.backbones.blocks import RMS_EPS, Injection, SwiGLU, check_sizes
+from deqseq.normalisation import normalise_weights
+
+
+class _MixerWeights(NamedTuple):
+    qkv: Tensor  # (D + 2 J P, D)
+    out_proj: Tensor  # (D, D)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped key/value heads, no biases."""
+
+    def __init__(self, d_model: int, n_head: int, n_kv_head: int) -> None:
+        super().__init__()
+        self.n_head = n_head
+        self.n_kv_head = n_kv_head
+        self.headdim = d_model // n_head
+        self.wq = nn.Linear(d_model, d_model, bias=False)
+        self.wk = nn.Linear(d_model, n_kv_head * self.headdim, bias=False)
+        self.wv = nn.Linear(d_model, n_kv_head * self.headdim, bias=False)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.n_head + 2 * self.n_kv_head) * self.headdim
+
+    def weights(self) -> _MixerWeights:
+        return _MixerWeights(
+            torch.cat([self.wq.weight, self.wk.weight, self.wv.weight]), self.out_proj.weight
+        )
+
+    def forward(
+        self,
+        u: Tensor,
+        weights: _MixerWeights,
+        injection: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        state: tuple[Tensor, ...] | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        qkv = F.linear(u, weights.qkv)
+        if injection is not None:
+            qkv = qkv + injection
+        qkv = qkv.unflatten(-1, (-1, self.headdim)).transpose(1, 2)  # (B, H + 2 J, W, P)
+        q, k, v = qkv.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        trace = (k, v)
+        if state is not None:
+            k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=self.n_kv_head != self.n_head
+        )
+        return F.linear(y.transpose(1, 2).flatten(2), weights.out_proj), trace
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021) on ``x`` (B, H, W, P), tables (B, 1, W, P): halves are pairs."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class LlamaBlock(nn.Module):
+    """Pre-norm attention and pre-norm SwiGLU, each added to the stream."""
+
+    def __init__(self, d_model: int, n_head: int, n_kv_head: int, d_inner: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.mixer = Attention(d_model, n_head, n_kv_head)
+        self.norm2 = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.mlp = SwiGLU(d_model, d_inner)
+
+    def weights(self) -> tuple[_MixerWeights, tuple[Tensor, Tensor, Tensor]]:
+        return self.mixer.weights(), self.mlp.weights()
+
+    def forward(
+        self,
+        z: Tensor,
+        weights: tuple[_MixerWeights, tuple[Tensor, Tensor, Tensor]],
+        injection: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        state: tuple[Tensor, ...] | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        mixed, trace = self.mixer(self.norm(z), weights[0], injection, rotary, state, mask)
+        z = z + mixed
+        return z + self.mlp(self.norm2(z), weights[1]), trace
+
+
+class LlamaBackbone(Backbone):
+    """f(z, x): a stack of Llama blocks and a final norm, with x injected into every block.
+
+    One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer.
+
+    Args:
+        d_model: width D.
+        n_layer: blocks.
+        n_head: query heads H; divides ``d_model`` into an even head dim.
+        n_kv_head: key/value heads J; divides H; H by default.
+        d_inner: MLP width before SwiGLU's 2/3: hidden units are int(2 d_inner / 3). 4 D by default.
+        rope_theta: base of the rotary positions.
+        weight_norm: weight normalisation of every linear map.
+        injection: ``False`` for explicit use, where x enters as z.
+
+    Raises:
+        ValueError: sizes below 1, or that do not divide as said.
+    """
+
+    d_model: int
+
+    def __init__(
+        self,
+        d_model: int,
+        n_layer: int,
+        n_head: int,
+        n_kv_head: int | None = None,
+        d_inner: int | None = None,
+        rope_theta: float = 5e5,
+        weight_norm: bool = True,
+        injection: bool = True,
+    ) -> None:
+        super().__init__()
+        n_kv_head = n_head if n_kv_head is None else n_kv_head
+        d_inner = 4 * d_model if d_inner is None else d_inner
+        check_sizes(
+            d_model=d_model, n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_inner=d_inner
+        )
+        if d_model % n_head or (d_model // n_head) % 2:
+            raise ValueError(
+                f"n_head must divide d_model = {d_model} into an even head dim, got {n_head}"
+            )
+        if n_head % n_kv_head:
+            raise ValueError(f"n_kv_head must divide n_head = {n_head}, got {n_kv_head}")
+        if d_inner < 2:
+            raise ValueError(f"d_inner must be at least 2, got {d_inner}")
+        if not rope_theta > 0:
+            raise ValueError(f"rope_theta must be positive, got {rope_theta}")
+        self.d_model = d_model
+        self.rope_theta = rope_theta
+        self.layers = nn.ModuleList(
+            LlamaBlock(d_model, n_head, n_kv_head, d_inner) for _ in range(n_layer)
+        )
+        self.norm_f = nn.RMSNorm(d_model, eps=RMS_EPS)
+        width = self.layers[0].mixer.qkv_width
+        self.injection = Injection(d_model, width) if injection else None
+        if weight_norm:
+            normalise_weights(self)
+
+    def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        headdim = self.layers[0].mixer.headdim
+        power = torch.arange(0, headdim, 2, device=x.device, dtype=torch.float32) / headdim
+        angle = position_ids[..., None].float() * self.rope_theta**-power  # (B, L, P / 2)
+        angle = torch.cat([angle, angle], -1)
+        tokens = [angle.cos().to(x.dtype), angle.sin().to(x.dtype)]
+        if self.injection is not None:
+            tokens.append(self.injection(x))
+        return Context(tuple(tokens), [layer.weights() for layer in self.layers])
+
+    def evaluate(
+        self, z: Tensor, context: Context, state: State | None = None
+    ) -> tuple[Tensor, Trace]:
+        cos, sin, *injected = context.tokens
+        injection = injected[0] if injected else None
+        rotary = (cos[:, None], sin[:, None])
+        mask = None if state is None else self._mask(z.shape[1], state)
+        traces = []
+        for i, layer in enumerate(self.layers):
+            before = None if state is None else state.layers[i]
+            z, trace = layer(z, context.shared[i], injection, rotary, before, mask)
+            traces.append(trace)
+        return self.norm_f(z), traces
+
+    def _mask(self, width: int, state: State) -> Tensor:
+        """(B, 1, W, S + W) bool: a token sees the slots that are filled, and the window up to itself."""
+        slots = torch.arange(state.layers[0][0].shape[2], device=state.seen.device)
+        filled = (slots < state.seen[:, None])[:, None, None].expand(-1, 1, width, -1)
+        inside = torch.ones(width, width, dtype=torch.bool, device=state.seen.device).tril()
+        return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
+
+    def initial_state(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """No slots yet: per layer keys and values (B, J, 0, P)."""
+        mixer = self.layers[0].mixer
+        device = self.norm_f.weight.device if device is None else device
+        dtype = self.norm_f.weight.dtype if dtype is None else dtype
+        empty = torch.zeros(
+            batch_size, mixer.n_kv_head, 0, mixer.headdim, device=device, dtype=dtype
+        )
+        seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        return State(seen, ((empty, empty),) * len(self.layers))
+
+    def reserve(self, state: State, z: Tensor) -> State:
+        """Add a slot for every token of ``z``."""
+        grow = (0, 0, 0, z.shape[1])
+        layers = tuple(tuple(F.pad(t, grow) for t in layer) for layer in state.layers)
+        return State(state.seen, layers)
+
+    def advance(self, trace: Trace, state: State, count: Tensor) -> State:
+        # Every token of the window is written behind those seen; what is not counted stays invisible
+        # and is written over later. Tokens that would fall behind the last slot were not counted.
+        slots = state.layers[0][0].shape[2]
+        width = trace[0][0].shape[2]
+        offset = torch.arange(width, device=count.device)
+        index = state.seen[:, None] + offset
+        source = (torch.arange(slots, device=count.device) - state.seen[:, None]).clamp(0, width - 1)
+        write = (torch.arange(slots, device=count.device) >= state.seen[:, None]) & (
+            torch.arange(slots, device=count.device) < state.seen[:, None] + count[:, None]
+        )
+        layers = []
+        for old, new in zip(state.layers, trace, strict=True):
+            pair = []
+            for kept, fresh in zip(old, new, strict=True):
+                gather = source[:, None, :, None].expand(-1, kept.shape[1], -1, kept.shape[3])
+                moved = fresh.to(kept.dtype).gather(2, gather)
+                pair.append(torch.where(write[:, None, :, None], moved, kept))
+            layers.append(tuple(pair))
+        return State(state.seen + count, tuple(layers))

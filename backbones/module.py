@@ -1,0 +1,71 @@
+"""Any causal module as a backbone."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
+
+
+class ModuleBackbone(Backbone):
+    """f(z, x) = module(z + x) for any causal module (B, L, D) -> (B, L, D).
+
+    Causality is the module's promise; ``check_causal`` tests it. The module keeps no state of its own, so
+    with a window or carried state its past inputs are kept and it runs over all of them in every
+    evaluation: correct for any module, but the work saved by a window is lost. A recurrent module is
+    better served by a :class:`~deqseq.backbone.Backbone` with a state.
+
+    Args:
+        module: the causal map; its output has the shape of its input.
+        injection: module applied to x before it is added, once a forward pass; the identity by default.
+        d_model: width D, to check inputs against; any by default.
+    """
+
+    def __init__(
+        self, module: nn.Module, injection: nn.Module | None = None, d_model: int | None = None
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.inject = nn.Identity() if injection is None else injection
+        self.d_model = d_model
+
+    def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        return Context((self.inject(x),))
+
+    def evaluate(
+        self, z: Tensor, context: Context, state: State | None = None
+    ) -> tuple[Tensor, Trace]:
+        inputs = z + context.tokens[0]
+        if state is None:
+            return self.module(inputs), inputs
+        # Past and present inputs of every sequence, each behind its own past.
+        past = state.layers[0][0].to(inputs.dtype)
+        past = past if past.shape[1] else inputs.new_zeros(inputs.shape[0], 0, inputs.shape[2])
+        line = F.pad(past, (0, 0, 0, inputs.shape[1]))
+        index = state.seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
+        line = line.scatter(1, index[..., None].expand_as(inputs), inputs)
+        return take_tokens(self.module(line), index), inputs
+
+    def initial_state(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """No past inputs yet, (B, 0, 0)."""
+        empty = torch.zeros(batch_size, 0, 0, device=device, dtype=dtype)
+        return State(torch.zeros(batch_size, dtype=torch.int64, device=device), ((empty,),))
+
+    def reserve(self, state: State, z: Tensor) -> State:
+        past = state.layers[0][0]
+        room = z.new_zeros(z.shape)
+        return State(state.seen, ((torch.cat([past, room], 1) if past.shape[1] else room,),))
+
+    def advance(self, trace: Trace, state: State, count: Tensor) -> State:
+        (past,) = state.layers[0]
+        line = F.pad(past, (0, 0, 0, trace.shape[1]))
+        index = state.seen[:, None] + torch.arange(trace.shape[1], device=trace.device)
+        line = line.scatter(1, index[..., None].expand_as(trace), trace.to(past.dtype))
+        return State(state.seen + count, ((line[:, : past.shape[1]],),))

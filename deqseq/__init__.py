@@ -1,0 +1,51 @@
+"""Deep-equilibrium sequence models: any causal backbone, solver, gradient and convergence policy.
+
+Start with :class:`ImplicitSequenceLayer`. Importing this package needs torch and einops only.
+"""
+
+from deqseq.backbone import Backbone, Context, State
+from deqseq.convergence import (
+    Both,
+    ConvergencePolicy,
+    Either,
+    FixedIterations,
+    Judgement,
+    Quantile,
+    Residual,
+)
+from deqseq.gradients import GradientStrategy, ImplicitDifferentiation, Phantom, Unrolled
+from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer, LayerOutput
+from deqseq.loop import Problem, iterate
+from deqseq.regularisation import jacobian_penalty, spectral_radius
+from deqseq.solution import Solution, Status
+from deqseq.solver import Progress, Solver
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backbone",
+    "Both",
+    "Context",
+    "ConvergencePolicy",
+    "Either",
+    "ExplicitSequenceLayer",
+    "FixedIterations",
+    "GradientStrategy",
+    "ImplicitDifferentiation",
+    "ImplicitSequenceLayer",
+    "Judgement",
+    "LayerOutput",
+    "Phantom",
+    "Problem",
+    "Progress",
+    "Quantile",
+    "Residual",
+    "Solution",
+    "Solver",
+    "State",
+    "Status",
+    "Unrolled",
+    "iterate",
+    "jacobian_penalty",
+    "spectral_radius",
+]

@@ -1,0 +1,255 @@
+"""Convergence policies: when a token has converged, how much may be spent, how often the host looks.
+
+A policy judges one evaluation on the device; it never moves z and never reads the host. Training,
+evaluation and generation differ in the policy object only.
+
+Shapes: B sequences, W tokens in the window, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deqseq.registry import Registry
+
+Scope = Literal["token", "sequence"]
+
+
+def check_scope(scope: str) -> None:
+    """Raise ``ValueError`` unless ``scope`` is ``"token"`` or ``"sequence"``."""
+    if scope not in ("token", "sequence"):
+        raise ValueError(f"scope must be 'token' or 'sequence', got {scope!r}")
+
+
+class Judgement(NamedTuple):
+    """residual (B, W) float32, relative; converged (B, W) bool, of each token by itself."""
+
+    residual: Tensor
+    converged: Tensor
+
+
+class ConvergencePolicy(ABC):
+    """Decides when tokens have converged. Combine with ``&`` (both) and ``|`` (either).
+
+    Attributes:
+        max_iter: evaluations a token may take part in.
+        causal: whether the verdict on a token depends on nothing later in its sequence.
+        tests_residual: whether the residual matters; if not, a solve is a fixed number of iterations.
+        check_every: passes between two looks of the host at the device; ``None``: every pass on the CPU,
+            where looking is free, every fourth elsewhere. Settled tokens are frozen, so the interval
+            never changes a result.
+    """
+
+    max_iter: int
+    causal: bool = True
+    tests_residual: bool = True
+    check_every: int | None = None
+
+    @abstractmethod
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        """Judge the evaluation ``fz = f(z)``.
+
+        Args:
+            z, fz: (B, W, D).
+            iterations: (B, W) evaluations each token has taken part in, this one included.
+            active: (B, W) bool, tokens that are neither settled nor padding.
+        """
+
+    def __and__(self, other: ConvergencePolicy) -> ConvergencePolicy:
+        return Both(self, other)
+
+    def __or__(self, other: ConvergencePolicy) -> ConvergencePolicy:
+        return Either(self, other)
+
+
+def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
+    """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W), at least float32."""
+    dtype = torch.promote_types(z.dtype, torch.float32)
+    change = torch.linalg.vector_norm(fz - z, dim=-1, dtype=dtype)
+    size = torch.linalg.vector_norm(fz, dim=-1, dtype=dtype)
+    return change, size
+
+
+def relative(change: Tensor, size: Tensor) -> Tensor:
+    """``change / size`` as float32; 0 where both vanish."""
+    return (change / size.clamp_min(torch.finfo(size.dtype).tiny)).float()
+
+
+@dataclass(frozen=True)
+class Residual(ConvergencePolicy):
+    """Converged when ``||f(z) - z|| <= atol + rtol * ||f(z)||``.
+
+    Args:
+        rtol: relative tolerance.
+        atol: absolute tolerance. At least one of the two is positive.
+        max_iter: evaluations a token may take part in.
+        scope: ``"token"``: every token has its own norm. ``"sequence"``: one norm over the tokens of a
+            sequence (the reference implementation's rule); a token's last iteration then depends on
+            later tokens, so training refuses it unless asked (``ImplicitSequenceLayer(causal=False)``).
+        check_every: see :class:`ConvergencePolicy`.
+
+    Raises:
+        ValueError: tolerances that are negative, not finite or both zero; ``max_iter`` or ``check_every``
+            below 1; an unknown scope.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    max_iter: int = 32
+    scope: Scope = "token"
+    check_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
+        if self.rtol == 0 and self.atol == 0:
+            raise ValueError("Residual needs a tolerance: rtol > 0 or atol > 0, got 0 for both")
+        check_count("max_iter", self.max_iter)
+        if self.check_every is not None:
+            check_count("check_every", self.check_every)
+        check_scope(self.scope)
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return self.scope == "token"
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        change, size = residual_norms(z, fz)
+        if self.scope == "sequence":
+            change = _over_sequence(change, active)
+            size = _over_sequence(size, active)
+        return Judgement(relative(change, size), change <= self.atol + self.rtol * size)
+
+
+def _over_sequence(norms: Tensor, active: Tensor) -> Tensor:
+    total = torch.linalg.vector_norm(norms.where(active, norms.new_zeros(())), dim=1, keepdim=True)
+    return total.expand_as(norms)
+
+
+@dataclass(frozen=True)
+class FixedIterations(ConvergencePolicy):
+    """Every token takes part in exactly ``iterations`` evaluations; no residual is tested.
+
+    Combined with another policy it sets a bound: ``Residual(rtol=1e-3) & FixedIterations(4)`` does at
+    least four.
+
+    Raises:
+        ValueError: ``iterations`` below 1.
+    """
+
+    iterations: int
+
+    def __post_init__(self) -> None:
+        check_count("iterations", self.iterations)
+
+    @property
+    def max_iter(self) -> int:  # type: ignore[override]
+        return self.iterations
+
+    @property
+    def tests_residual(self) -> bool:  # type: ignore[override]
+        return False
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        return Judgement(relative(*residual_norms(z, fz)), iterations >= self.iterations)
+
+
+@dataclass(frozen=True)
+class Quantile(ConvergencePolicy):
+    """A sequence is done when ``share`` of its tokens have converged by the inner policy.
+
+    The few slow tokens then do not hold up the rest. When they are cut depends on later tokens, so
+    training refuses it unless asked (``ImplicitSequenceLayer(causal=False)``).
+
+    Raises:
+        ValueError: ``share`` outside (0, 1].
+    """
+
+    policy: ConvergencePolicy
+    share: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be in (0, 1], got {self.share}")
+
+    @property
+    def max_iter(self) -> int:  # type: ignore[override]
+        return self.policy.max_iter
+
+    @property
+    def check_every(self) -> int | None:  # type: ignore[override]
+        return self.policy.check_every
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return False
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        residual, converged = self.policy.judge(z, fz, iterations, active)
+        reached = (converged & active).sum(1) >= self.share * active.sum(1)
+        return Judgement(residual, converged | reached[:, None])
+
+
+class _Combined(ConvergencePolicy):
+    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
+        self.first = first
+        self.second = second
+        self.causal = first.causal and second.causal
+        self.tests_residual = first.tests_residual or second.tests_residual
+        looks = [p.check_every for p in (first, second) if p.check_every is not None]
+        self.check_every = min(looks) if looks else None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.first!r}, {self.second!r})"
+
+
+class Both(_Combined):
+    """Converged when both policies say so; the larger budget counts. Written ``first & second``."""
+
+    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
+        super().__init__(first, second)
+        self.max_iter = max(first.max_iter, second.max_iter)
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        residual, converged = self.first.judge(z, fz, iterations, active)
+        return Judgement(
+            residual, converged & self.second.judge(z, fz, iterations, active).converged
+        )
+
+
+class Either(_Combined):
+    """Converged when one of two policies says so; the smaller budget counts. ``first | second``."""
+
+    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
+        super().__init__(first, second)
+        self.max_iter = min(first.max_iter, second.max_iter)
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        residual, converged = self.first.judge(z, fz, iterations, active)
+        return Judgement(
+            residual, converged | self.second.judge(z, fz, iterations, active).converged
+        )
+
+
+def check_count(name: str, value: int) -> None:
+    """Raise ``ValueError`` unless ``value`` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+policies: Registry[ConvergencePolicy] = Registry(
+    "convergence policy",
+    "deqseq.policies",
+    {
+        "residual": "deqseq.convergence:Residual",
+        "fixed": "deqseq.convergence:FixedIterations",
+    },
+)

@@ -1,0 +1,269 @@
+"""Gradient strategies: which evaluations carry a graph.
+
+A strategy receives the problem and decides how the loop is run on it. Forward and backward are two solves
+of one kind.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from deqseq.backbone import Context, State, Trace
+from deqseq.convergence import ConvergencePolicy, FixedIterations, Residual, check_count, policies
+from deqseq.loop import Map, Problem, iterate
+from deqseq.registry import Registry
+from deqseq.solution import Solution, Status
+from deqseq.solver import Solver, solvers
+
+logger = logging.getLogger(__name__)
+
+
+class GradientStrategy(ABC):
+    """Solves a problem so that gradients reach its context (inputs and parameters)."""
+
+    #: whether the strategy searches for the fixed point with the problem's solver and policy
+    searches: bool = True
+
+    @abstractmethod
+    def solve(self, problem: Problem) -> Solution:
+        """Solve; gradients flow through ``solution.z``."""
+
+
+def search(problem: Problem) -> Solution:
+    """The fixed point without a graph."""
+    with torch.no_grad():
+        return iterate(problem)
+
+
+def _parallel(problem: Problem, z0: Tensor, **changes: Any) -> Problem:
+    """The same map on all tokens at once from ``z0``: how the steps with a graph are run."""
+    return replace(problem, z0=z0, window=None, carry=False, **changes)
+
+
+@dataclass(frozen=True)
+class Phantom(GradientStrategy):
+    """Phantom gradient: after the search, ``steps`` damped iterations with a graph.
+
+    z <- (1 - damping) z + damping f(z) (Geng et al., 2021, arXiv 2111.05177). One undamped step is the
+    Jacobian-free gradient (JFB). Tends to the exact gradient as ``steps`` grows.
+
+    Args:
+        steps: iterations with a graph, each an evaluation of f on all tokens.
+        damping: in (0, 1].
+        checkpoint: recompute each step in the backward pass instead of storing its activations.
+
+    Raises:
+        ValueError: ``steps`` below 1, ``damping`` outside (0, 1].
+    """
+
+    steps: int = 4
+    damping: float = 0.8
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        self._picard()
+
+    def _picard(self) -> Solver:
+        return solvers.create({"name": "picard", "damping": self.damping})
+
+    def solve(self, problem: Problem) -> Solution:
+        found = search(problem)
+        refined = iterate(
+            _parallel(
+                problem,
+                found.z,
+                map=_Checkpointed(problem.map) if self.checkpoint else problem.map,
+                solver=self._picard(),
+                policy=FixedIterations(self.steps),
+            )
+        )
+        z = _first_order(refined.z, "Phantom")
+        return replace(found, z=z, nfe=found.nfe + refined.nfe)
+
+
+@dataclass(frozen=True)
+class Unrolled(GradientStrategy):
+    """Back-propagation through ``iterations`` steps of the layer's solver from the initial guess.
+
+    No search: the layer's policy and window play no part while gradients are wanted. Coefficients of
+    Anderson and Broyden are treated as constants; with these a second derivative raises.
+
+    Args:
+        iterations: evaluations of f on all tokens, each with a graph.
+        checkpoint: recompute each step in the backward pass instead of storing its activations.
+
+    Raises:
+        ValueError: ``iterations`` below 1.
+    """
+
+    iterations: int
+    checkpoint: bool = False
+    searches = False
+
+    def __post_init__(self) -> None:
+        check_count("iterations", self.iterations)
+
+    def solve(self, problem: Problem) -> Solution:
+        unrolled = replace(
+            problem,
+            map=_Checkpointed(problem.map) if self.checkpoint else problem.map,
+            policy=FixedIterations(self.iterations),
+            window=None,
+        )
+        solution = iterate(unrolled)
+        if not problem.solver.differentiable:
+            solution.z = _first_order(solution.z, f"Unrolled({problem.solver})")
+        return solution
+
+
+class ImplicitDifferentiation(GradientStrategy):
+    """The exact gradient at the fixed point, by the implicit function theorem.
+
+    The cotangent u = v + (df/dz)^T u is found by the same loop as the fixed point itself, on the
+    vector-Jacobian product (Bai et al., 2019, arXiv 1909.01377). f is causal, so this system is
+    anti-causal: it is solved on the reversed sequence. Differentiating twice raises ``RuntimeError``.
+
+    Args:
+        solver: solver of the backward system; a name or an object. ``None``: the layer's.
+        convergence: its policy. ``None``: ``Residual(rtol=1e-4, max_iter=...)`` with the budget of the
+            layer's policy, at least 64.
+    """
+
+    def __init__(
+        self,
+        solver: Solver | str | Mapping[str, Any] | None = None,
+        convergence: ConvergencePolicy | str | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.solver = None if solver is None else solvers.create(solver)
+        self.convergence = None if convergence is None else policies.create(convergence)
+
+    def __repr__(self) -> str:
+        return f"ImplicitDifferentiation(solver={self.solver}, convergence={self.convergence})"
+
+    def solve(self, problem: Problem) -> Solution:
+        found = search(problem)
+        guess = found.z.detach().requires_grad_()
+        picard = solvers.create("picard")
+        once = iterate(_parallel(problem, guess, solver=picard, policy=FixedIterations(1)))
+        solution = replace(found, nfe=found.nfe + once.nfe)
+        backward = Problem(
+            map=_Adjoint(once.z, guess),
+            context=Context(),
+            z0=guess.detach(),
+            solver=self.solver or problem.solver,
+            policy=self.convergence
+            or Residual(rtol=1e-4, max_iter=max(64, problem.policy.max_iter)),
+            lengths=None,
+            group=problem.group,
+        )
+        attached: Tensor = _ImplicitFunction.apply(once.z, backward, solution)
+        solution.z = attached
+        return solution
+
+
+class _Adjoint:
+    """u -> v + (df/dz)^T u on the reversed sequence, which makes it causal. It needs no state."""
+
+    def __init__(self, fz: Tensor, z: Tensor) -> None:
+        self.fz = fz
+        self.z = z
+        self.cotangent = torch.zeros_like(z)  # v, reversed
+
+    def evaluate(
+        self, z: Tensor, context: Context, state: State | None = None
+    ) -> tuple[Tensor, Trace]:
+        product = torch.autograd.grad(self.fz, self.z, z.flip(1), retain_graph=True)[0]
+        return self.cotangent + product.flip(1), None
+
+
+class _ImplicitFunction(torch.autograd.Function):
+    """The identity on f(z*), whose backward pass solves for the cotangent.
+
+    The gradient then flows on through the evaluation of f to inputs and parameters by ordinary autograd,
+    so hooks on them (DDP's) fire as always.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, fz: Tensor, backward: Problem, solution: Solution) -> Tensor:
+        ctx.problem = backward
+        ctx.solution = solution
+        return fz.view_as(fz)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        _refuse_second_derivative("ImplicitDifferentiation")
+        problem: Problem = ctx.problem
+        adjoint = problem.map
+        assert isinstance(adjoint, _Adjoint)
+        adjoint.cotangent = grad.flip(1)
+        solved = search(replace(problem, z0=adjoint.cotangent))
+        ctx.solution.adjoint = solved
+        if logger.isEnabledFor(logging.INFO):
+            unsolved = (solved.status != Status.CONVERGED).float().mean().item()
+            if unsolved:
+                logger.info("backward system: %.1f %% of tokens not converged", 100 * unsolved)
+        return solved.z.flip(1), None, None
+
+
+class _FirstOrder(torch.autograd.Function):
+    """The identity; its derivative may be taken once only."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        _refuse_second_derivative(ctx.name)
+        return grad, None
+
+
+def _first_order(z: Tensor, name: str) -> Tensor:
+    marked: Tensor = _FirstOrder.apply(z, name)
+    return marked
+
+
+def _refuse_second_derivative(name: str) -> None:
+    # Autograd enables gradients inside a backward pass exactly when a graph of it is asked for.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"the second derivative through {name} would be wrong, because its search has no graph: "
+            "call backward without create_graph, or use Unrolled with the Picard solver"
+        )
+
+
+class _Checkpointed:
+    """A map whose activations are recomputed in the backward pass instead of stored."""
+
+    def __init__(self, inner: Map) -> None:
+        self.inner = inner
+
+    def evaluate(
+        self, z: Tensor, context: Context, state: State | None = None
+    ) -> tuple[Tensor, Trace]:
+        fz, trace = checkpoint(self.inner.evaluate, z, context, state, use_reentrant=False)
+        return fz, trace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+gradients: Registry[GradientStrategy] = Registry(
+    "gradient strategy",
+    "deqseq.gradients",
+    {
+        "phantom": "deqseq.gradients:Phantom",
+        "implicit": "deqseq.gradients:ImplicitDifferentiation",
+        "unrolled": "deqseq.gradients:Unrolled",
+    },
+)

@@ -1,0 +1,260 @@
+"""The implicit layer: a backbone, a solver, a gradient strategy and a convergence policy, assembled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deqseq.backbone import Backbone, State, backbones
+from deqseq.convergence import ConvergencePolicy, Residual, check_count, policies
+from deqseq.gradients import GradientStrategy, gradients, search
+from deqseq.loop import Problem
+from deqseq.padding import Packing
+from deqseq.solution import Solution
+from deqseq.solver import Solver, solvers
+
+PolicySpec = ConvergencePolicy | str | Mapping[str, Any]
+
+
+@dataclass
+class LayerOutput:
+    """What a sequence layer returns. Shapes: B sequences, L tokens, D width.
+
+    Attributes:
+        z: (B, L, D); zero at padding.
+        state: to pass to the next call; there if the call was given one. Detached.
+        solution: how every token was solved; ``None`` for an explicit layer.
+    """
+
+    z: Tensor
+    state: State | None = None
+    solution: Solution | None = None
+
+
+class SequenceLayer(nn.Module):
+    """What implicit and explicit layers share: a backbone, and inputs without padding."""
+
+    def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
+        super().__init__()
+        self.backbone = backbones.create(backbone)
+
+    def _inputs(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        state: State | None,
+        z0: Tensor | None,
+    ) -> _Inputs:
+        """Check the arguments of a call, take out its padding and number its tokens."""
+        _check_x(x, self.backbone.d_model)
+        for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+            if value is not None and value.shape != x.shape[:2]:
+                raise ValueError(
+                    f"{name} must have x's shape (B, L) = {tuple(x.shape[:2])}, "
+                    f"got {tuple(value.shape)}"
+                )
+        if z0 is not None and z0.shape != x.shape:
+            raise ValueError(f"z0 must have x's shape {tuple(x.shape)}, got {tuple(z0.shape)}")
+        if state is not None and state.batch_size != x.shape[0]:
+            raise ValueError(f"state holds {state.batch_size} sequences, but x has {x.shape[0]}")
+        packing = None if attention_mask is None else Packing.of(attention_mask)
+        if packing is not None:
+            x = packing.pack(x)
+            z0 = None if z0 is None else packing.pack(z0)
+            position_ids = None if position_ids is None else packing.pack(position_ids)
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+            if state is not None:
+                position_ids = position_ids + state.seen[:, None]
+        return _Inputs(x, z0, position_ids, packing)
+
+
+class _Inputs(NamedTuple):
+    x: Tensor
+    z0: Tensor | None
+    position_ids: Tensor
+    packing: Packing | None
+
+
+class ImplicitSequenceLayer(SequenceLayer):
+    """z* = f(z*, x) for a causal map f: the layer whose output is its own fixed point.
+
+    (Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
+
+    Every part is an object, a registered name, or a mapping ``{"name": ..., **options}``.
+
+    Args:
+        backbone: the map f.
+        solver: proposes iterates; ``"picard"``, ``"anderson"``, ``"broyden"``, ``"torchdeq:<name>"``.
+        gradient: which evaluations carry a graph; ``"phantom"``, ``"implicit"``, ``Unrolled(n)``.
+        convergence: one policy, or a pair (training, evaluation). The default tolerance, 5 % in at most
+            32 iterations, is the paper's for training language models.
+        window: tokens solved at a time: ``None``: all together (the paper's simultaneous mode); 1: one
+            by one (sequential mode); w: a window that slides as tokens settle. The fixed point is the
+            same; the work is not. In training the window serves the search: steps with a graph run on
+            all tokens in parallel.
+        causal: refuse, in training, solvers and policies through which a token's value could depend on
+            later tokens. ``False`` allows them.
+        group: process group in which all ranks must evaluate f equally often (FSDP); they then stop
+            together.
+
+    Raises:
+        ValueError: unknown names or options; a window below 1.
+
+    Example::
+
+        layer = ImplicitSequenceLayer(Mamba2Backbone(d_model=64, n_layer=1), solver="anderson")
+        out = layer(torch.randn(2, 128, 64))
+        out.z, out.solution.iterations
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone | Mapping[str, Any],
+        solver: Solver | str | Mapping[str, Any] = "picard",
+        gradient: GradientStrategy | str | Mapping[str, Any] = "phantom",
+        convergence: PolicySpec | tuple[PolicySpec, PolicySpec] | None = None,
+        window: int | None = None,
+        causal: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(backbone)
+        self.solver = solvers.create(solver)
+        self.gradient = gradients.create(gradient)
+        self.set_convergence(
+            Residual(rtol=0.05, max_iter=32) if convergence is None else convergence
+        )
+        self.window = _checked_window(window)
+        self.causal = causal
+        self.group = group
+
+    def set_convergence(self, convergence: PolicySpec | tuple[PolicySpec, PolicySpec]) -> None:
+        """Set the policy of both modes, or those of training and evaluation."""
+        pair = convergence if isinstance(convergence, tuple) else (convergence, convergence)
+        if len(pair) != 2:
+            raise ValueError(f"convergence takes one policy or two, got {len(pair)}")
+        self.train_convergence = policies.create(pair[0])
+        self.eval_convergence = policies.create(pair[1])
+
+    @property
+    def convergence(self) -> ConvergencePolicy:
+        """The policy of the present mode."""
+        return self.train_convergence if self.training else self.eval_convergence
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        state: State | None = None,
+        z0: Tensor | None = None,
+        window: int | Literal["layer"] | None = "layer",
+    ) -> LayerOutput:
+        """Solve for the equilibrium of every token of ``x``.
+
+        Args:
+            x: (B, L, D) input.
+            attention_mask: (B, L), non-zero for real tokens; padding may stand anywhere.
+            position_ids: (B, L) int64; by default each sequence's real tokens count on from ``state``.
+            state: backbone state before the first token; the output then has the one after the last.
+            z0: (B, L, D) initial guess, zero by default.
+            window: overrides the layer's window for this call.
+
+        Raises:
+            ValueError: shapes that do not fit; a part that is not causal, in training.
+        """
+        self._check_causal()
+        window = self.window if window == "layer" else _checked_window(window)
+        x, z0, position_ids, packing = self._inputs(x, attention_mask, position_ids, state, z0)
+        problem = Problem(
+            map=self.backbone,
+            context=self.backbone.prepare(x, position_ids),
+            z0=torch.zeros_like(x) if z0 is None else z0,
+            solver=self.solver,
+            policy=self.convergence,
+            window=window,
+            lengths=None if packing is None else packing.lengths,
+            state=state,
+            carry=state is not None,
+            group=self.group,
+        )
+        with_graph = torch.is_grad_enabled()
+        solution = self.gradient.solve(problem) if with_graph else search(problem)
+        if packing is not None:
+            for name in ("z", "residual", "iterations", "status"):
+                setattr(solution, name, packing.unpack(getattr(solution, name)))
+        return LayerOutput(solution.z, solution.state, solution)
+
+    def extra_repr(self) -> str:
+        return (
+            f"solver={self.solver}, gradient={self.gradient}, convergence=({self.train_convergence}, "
+            f"{self.eval_convergence}), window={self.window}, causal={self.causal}"
+        )
+
+    def _check_causal(self) -> None:
+        if not (self.training and self.causal):
+            return
+        searching = self.gradient.searches or not torch.is_grad_enabled()
+        for part in (self.solver, self.convergence if searching else None):
+            if part is not None and not part.causal:
+                raise ValueError(
+                    f"{part} lets a token's value depend on later tokens, which leaks the future in "
+                    "causal training: use token scope, or allow it with "
+                    "ImplicitSequenceLayer(causal=False)"
+                )
+
+
+class ExplicitSequenceLayer(SequenceLayer):
+    """The same backbone applied once to its input: the explicit twin of an implicit model.
+
+    Args:
+        backbone: built with ``injection=False``; x enters as z.
+
+    Raises:
+        ValueError: the backbone has an injection, which nothing would feed.
+    """
+
+    def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
+        super().__init__(backbone)
+        if getattr(self.backbone, "injection", None) is not None:
+            raise ValueError("an explicit layer needs a backbone built with injection=False")
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        state: State | None = None,
+    ) -> LayerOutput:
+        """Apply the stack to ``x`` (B, L, D); arguments as in :class:`ImplicitSequenceLayer`."""
+        x, _, position_ids, packing = self._inputs(x, attention_mask, position_ids, state, None)
+        z, trace = self.backbone.evaluate(x, self.backbone.prepare(x, position_ids), state)
+        if state is not None:
+            length = torch.full_like(state.seen, x.shape[1])
+            count = length if packing is None else packing.lengths
+            state = self.backbone.advance(trace, self.backbone.reserve(state, x), count).detach()
+        if packing is not None:
+            z = packing.unpack(z) * attention_mask[..., None].bool()
+        return LayerOutput(z, state)
+
+
+def _check_x(x: Tensor, d_model: int | None) -> None:
+    """Raise ``ValueError`` unless ``x`` is a floating (B, L, D) with L >= 1 and the backbone's D."""
+    if x.dim() != 3 or 0 in x.shape:
+        raise ValueError(f"x must have shape (B, L, D) without zeros, got {tuple(x.shape)}")
+    if d_model is not None and x.shape[-1] != d_model:
+        raise ValueError(f"x has width {x.shape[-1]}, but the backbone's d_model is {d_model}")
+    if not x.is_floating_point():
+        raise ValueError(f"x must be of a floating-point type, got {x.dtype}")
+
+
+def _checked_window(window: int | str | None) -> int | None:
+    if window is not None:
+        check_count("window", window)  # type: ignore[arg-type]
+    return window  # type: ignore[return-value]

@@ -1,0 +1,310 @@
+"""The one loop that evaluates f.
+
+Every solve, forward and backward, training, evaluation and generation, runs through :func:`iterate`, so
+that evaluations are counted, tokens frozen, non-finite values caught and processes stopped together in
+one place.
+
+Shapes: B sequences, L tokens, W tokens in the window (W = L without one), D width.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deqseq.backbone import Context, State, Trace, take_tokens
+from deqseq.convergence import ConvergencePolicy
+from deqseq.solution import Solution, Status
+from deqseq.solver import Progress, Solver
+
+
+class Map(Protocol):
+    """A fixed-point map; every :class:`~deqseq.backbone.Backbone` is one.
+
+    Solving in a window, or carrying state, takes the backbone's state methods too.
+    """
+
+    def evaluate(
+        self, z: Tensor, context: Context, state: State | None = None
+    ) -> tuple[Tensor, Trace]:
+        """f(z) and the trace it leaves."""
+        ...
+
+
+class StatefulMap(Map, Protocol):
+    """A map over a state that can move on; methods as in :class:`~deqseq.backbone.Backbone`."""
+
+    def initial_state(
+        self, batch_size: int, device: torch.device, dtype: torch.dtype
+    ) -> State: ...
+
+    def reserve(self, state: State, z: Tensor) -> State: ...
+
+    def advance(self, trace: Trace, state: State, count: Tensor) -> State: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fixed-point problem and how to solve it; gradient strategies derive their solves from it.
+
+    Attributes:
+        map: the map f.
+        context: what ``map.evaluate`` needs besides z.
+        z0: (B, L, D) the initial guess.
+        solver, policy: the next iterate, and when to stop.
+        window: tokens solved at a time; ``None``: all of them.
+        lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
+        state: backbone state before the first token; ``None``: the sequences start here.
+        carry: return the state after the last token.
+        group: process group whose members stop together; ``None``: each stops on its own.
+    """
+
+    map: Map
+    context: Context
+    z0: Tensor
+    solver: Solver
+    policy: ConvergencePolicy
+    window: int | None = None
+    lengths: Tensor | None = None
+    state: State | None = None
+    carry: bool = False
+    group: dist.ProcessGroup | None = None
+
+
+def iterate(problem: Problem) -> Solution:
+    """Iterate to the fixed point of ``problem``.
+
+    Evaluate, judge, step, until every token has settled. A token settles when it and every token before
+    it have converged in the same evaluation, or when its budget has ended. Its input z is frozen from
+    then on, and what it returns is f(z) at that z, so it depends on nothing after it. In a window,
+    settled tokens leave on the left: the trace of the very evaluation that settled them moves the
+    backbone's state on, at no further evaluation, and as many new tokens enter on the right.
+
+    With a policy that tests no residual the solver's last iterate is returned instead of f(z), so that
+    a fixed number of damped steps is what its name says.
+
+    Whether the evaluations carry a graph is the caller's choice (``torch.no_grad`` around the call).
+    """
+    if problem.window is None or problem.window >= problem.z0.shape[1]:
+        return _iterate_all(problem)
+    return _iterate_window(problem)
+
+
+def _iterate_all(problem: Problem) -> Solution:
+    """All tokens at once: settled ones stay in place, frozen."""
+    solver, policy, state = problem.solver, problem.policy, problem.state
+    z = problem.z0
+    valid = _valid(problem)
+    tokens = _Tokens.enter(valid)
+    solver_state = solver.init(z)
+    for passes in itertools.count(1):
+        fz, trace = problem.map.evaluate(z, problem.context, state)
+        tokens.count()
+        ends = passes == policy.max_iter
+        # A fixed number of iterations needs no verdict on the way: nothing settles before its end.
+        if policy.tests_residual or ends:
+            tokens.judge(z, fz, policy)
+        if policy.tests_residual and (ends or _stop(tokens.settled, passes, problem)):
+            break
+        proposal, solver_state = solver.step(z, fz, solver_state, tokens.progress(policy))
+        z = torch.where(tokens.hold[..., None], z, proposal) if policy.tests_residual else proposal
+        if ends:
+            break
+    value = fz if policy.tests_residual else z
+    if problem.lengths is not None:
+        value = value.where(valid[..., None], value.new_zeros(()))
+    end = None
+    if problem.carry and state is not None:
+        stateful = cast(StatefulMap, problem.map)
+        room = stateful.reserve(state, z)
+        end = stateful.advance(trace, room, valid.sum(1)).detach()
+    return tokens.solution(value, valid, passes, end)
+
+
+def _iterate_window(problem: Problem) -> Solution:
+    """W tokens at a time, each sequence with a window position of its own."""
+    solver, policy, state, z0 = problem.solver, problem.policy, problem.state, problem.z0
+    assert problem.window is not None
+    if not solver.windowed:
+        raise ValueError(f"{solver} solves whole sequences only: use window=None")
+    stateful = cast(StatefulMap, problem.map)
+    width, length = problem.window, z0.shape[1]
+    if state is None:
+        state = stateful.initial_state(z0.shape[0], device=z0.device, dtype=z0.dtype)
+    state = stateful.reserve(state, z0)
+    valid = _valid(problem)
+    ends = valid.sum(1)
+    start = torch.zeros_like(ends)
+    offsets = torch.arange(width, device=z0.device)
+
+    def enter(start: Tensor) -> tuple[Tensor, Tensor]:
+        """Where in the sequence (B, W) the window's tokens are, and which of them exist."""
+        index = start[:, None] + offsets
+        return index.clamp_max(length - 1), index < ends[:, None]
+
+    index, inside = enter(start)
+    context, z = problem.context.take(index), take_tokens(z0, index)
+    tokens = _Tokens.enter(inside)
+    solver_state = solver.init(z)
+    record = _Record(z0, width)
+    for passes in itertools.count(1):
+        fz, trace = problem.map.evaluate(z, context, state)
+        tokens.count()
+        tokens.judge(z, fz, policy)
+        proposal, solver_state = solver.step(z, fz, solver_state, tokens.progress(policy))
+        record.write(start[:, None] + offsets, fz if policy.tests_residual else proposal, tokens)
+        leaving = (tokens.settled & inside).sum(1)
+        state = stateful.advance(trace, state, leaving)
+        start = start + leaving
+        if _stop(start >= ends, passes, problem):
+            break
+        z = torch.where(tokens.hold[..., None], z, proposal)
+        moved = offsets + leaving[:, None]
+        stays, source = moved < width, moved.clamp_max(width - 1)
+        index, inside = enter(start)
+        context = problem.context.take(index)
+        z = torch.where(stays[..., None], take_tokens(z, source), take_tokens(z0, index))
+        tokens = tokens.slide(source, stays, inside)
+        solver_state = _slide_state(solver_state, source)
+    z, tokens = record.read(length)
+    z = z.where(valid[..., None], z.new_zeros(()))
+    return tokens.solution(z, valid, passes, state.detach() if problem.carry else None)
+
+
+@dataclass
+class _Tokens:
+    """The loop's knowledge of the tokens in the window; every tensor (B, W)."""
+
+    settled: Tensor  # it and all before it are done, or it is padding: frozen
+    iterations: Tensor
+    residual: Tensor
+    status: Tensor
+    hold: Tensor  # z must not move: the token is settled, or its evaluation is not finite
+
+    @classmethod
+    def enter(cls, inside: Tensor) -> _Tokens:
+        count = torch.zeros(inside.shape, dtype=torch.int64, device=inside.device)
+        residual = torch.zeros(inside.shape, dtype=torch.float32, device=inside.device)
+        status = torch.full_like(count, int(Status.RUNNING))
+        return cls(~inside, count, residual, status, ~inside)
+
+    def count(self) -> None:
+        """An evaluation has been made."""
+        self.iterations = self.iterations + ~self.settled
+
+    @torch.no_grad()
+    def judge(self, z: Tensor, fz: Tensor, policy: ConvergencePolicy) -> None:
+        """Find out which tokens settle with the evaluation ``fz``."""
+        active = ~self.settled
+        self.residual, converged = policy.judge(z, fz, self.iterations, active)
+        finite = torch.isfinite(self.residual)
+        # A value that is not finite is final only once no token before it can still change it.
+        failed = ~finite & _all_before(self.settled)
+        exhausted = self.iterations >= policy.max_iter
+        self.settled = _all_up_to(self.settled | (converged & finite) | exhausted | failed)
+        met = Status.CONVERGED if policy.tests_residual else Status.COMPLETED
+        code = torch.where(converged, int(met), int(Status.BUDGET_EXHAUSTED))
+        code = torch.where(finite, code, int(Status.NON_FINITE))
+        self.status = torch.where(self.settled & active, code, self.status)
+        self.hold = self.settled | ~finite
+
+    def progress(self, policy: ConvergencePolicy) -> Progress:
+        tests = policy.tests_residual
+        return Progress(
+            residual=self.residual if tests else None,
+            active=~self.settled,
+            entered=self.iterations <= 1,
+            shifting=~_all_before(self.settled) if tests else torch.zeros_like(self.settled),
+            last=self.iterations + 1 == policy.max_iter,
+        )
+
+    def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> _Tokens:
+        """The tokens after the settled ones have left; ``source`` (B, W) is where each was before."""
+        return _Tokens(
+            settled=~inside,
+            iterations=self.iterations.gather(1, source) * stays,
+            residual=self.residual.gather(1, source),
+            status=self.status.gather(1, source) * stays,
+            hold=~inside,
+        )
+
+    def solution(self, z: Tensor, valid: Tensor, nfe: int, state: State | None) -> Solution:
+        nothing_to_solve = torch.full_like(self.status, int(Status.CONVERGED))
+        return Solution(
+            z=z,
+            residual=self.residual.where(valid, self.residual.new_zeros(())),
+            iterations=self.iterations * valid,
+            status=self.status.where(valid, nothing_to_solve),
+            nfe=nfe,
+            state=state,
+        )
+
+
+class _Record:
+    """What tokens had when they left the window.
+
+    Every pass writes the whole window: what stands at a token in the end is from its last pass there.
+    """
+
+    def __init__(self, z: Tensor, width: int) -> None:
+        batch, length, depth = z.shape
+        self._z = z.new_zeros(batch, length + width, depth)
+        everywhere = torch.ones(batch, length + width, dtype=torch.bool, device=z.device)
+        self._tokens = _Tokens.enter(everywhere)
+
+    def write(self, index: Tensor, z: Tensor, tokens: _Tokens) -> None:
+        self._z.scatter_(1, index[..., None].expand_as(z), z.to(self._z.dtype))
+        for name in ("iterations", "residual", "status"):
+            getattr(self._tokens, name).scatter_(1, index, getattr(tokens, name))
+
+    def read(self, length: int) -> tuple[Tensor, _Tokens]:
+        fields = {name: value[:, :length] for name, value in vars(self._tokens).items()}
+        return self._z[:, :length], _Tokens(**fields)
+
+
+def _valid(problem: Problem) -> Tensor:
+    """(B, L) bool, tokens that are not padding."""
+    batch, length, _ = problem.z0.shape
+    position = torch.arange(length, device=problem.z0.device)
+    if problem.lengths is None:
+        return torch.ones(batch, length, dtype=torch.bool, device=problem.z0.device)
+    return position < problem.lengths[:, None]
+
+
+def _all_up_to(done: Tensor) -> Tensor:
+    """(B, W) bool: the token and all before it are done."""
+    return (~done).cumsum(1) == 0
+
+
+def _all_before(done: Tensor) -> Tensor:
+    """(B, W) bool: all tokens before this one are done."""
+    return (~done).cumsum(1) - (~done).long() == 0
+
+
+def _slide_state(state: Any, source: Tensor) -> Any:
+    """Gather every tensor of a solver's state along the window."""
+    if isinstance(state, Tensor):
+        return take_tokens(state, source)
+    if isinstance(state, (list, tuple)):
+        items = [_slide_state(item, source) for item in state]
+        return type(state)(*items) if hasattr(state, "_fields") else type(state)(items)
+    return state
+
+
+def _stop(done: Tensor, passes: int, problem: Problem) -> bool:
+    """Whether everything is ``done``, on all ranks of the group; looked at every few passes."""
+    policy = problem.policy
+    every = policy.check_every or (1 if done.device.type == "cpu" else 4)
+    if passes % every:
+        return False
+    finished = done.all()
+    if problem.group is not None:
+        # Ranks that stop at different passes would wait for each other's collectives for ever.
+        finished = finished.to(torch.int32)
+        dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=problem.group)
+    return bool(finished)

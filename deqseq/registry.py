@@ -1,0 +1,99 @@
+"""Names for interchangeable parts: solvers, gradient strategies, convergence policies, backbones.
+
+A part is given as an object, as a name (``"anderson"``), as a name with an argument
+(``"torchdeq:anderson"``), or as a mapping ``{"name": "anderson", "memory": 3}``. Names come from this
+package and from the entry points of any installed one, so a third party adds a part without touching
+this repository::
+
+    [project.entry-points."deqseq.solvers"]
+    mann = "my_package:Mann"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+Part = TypeVar("Part")
+
+
+class Registry(Generic[Part]):
+    """Builds the parts of one kind from names.
+
+    Args:
+        kind: what a part is called in error messages, e.g. ``"solver"``.
+        group: the entry-point group in which other packages announce theirs.
+        builtin: our own parts, ``name -> "module:attribute"``; imported on first use.
+    """
+
+    def __init__(self, kind: str, group: str, builtin: Mapping[str, str]) -> None:
+        self.kind = kind
+        self.group = group
+        self._builtin = dict(builtin)
+
+    def names(self) -> list[str]:
+        """All known names, sorted."""
+        return sorted({*self._builtin, *(point.name for point in entry_points(group=self.group))})
+
+    def lookup(self, name: str) -> type[Part]:
+        """The class registered under ``name``.
+
+        Raises:
+            ValueError: no part of that name; the message lists the known ones.
+        """
+        if name in self._builtin:
+            module, _, attribute = self._builtin[name].partition(":")
+            found: type[Part] = getattr(import_module(module), attribute)
+            return found
+        points: tuple[EntryPoint, ...] = tuple(entry_points(group=self.group, name=name))
+        if points:
+            loaded: type[Part] = points[0].load()
+            return loaded
+        raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+
+    def create(self, spec: Part | str | Mapping[str, Any]) -> Part:
+        """Build a part from ``spec``; an object that is neither a name nor a mapping passes through.
+
+        Raises:
+            ValueError: unknown name, or options that the part does not take.
+        """
+        if isinstance(spec, str):
+            name, _, argument = spec.partition(":")
+            return self._build(name, (argument,) if argument else (), {})
+        if isinstance(spec, Mapping):
+            options = dict(spec)
+            if "name" not in options:
+                raise ValueError(f"a {self.kind} given as a mapping needs a 'name'; got {options}")
+            name, _, argument = str(options.pop("name")).partition(":")
+            return self._build(name, (argument,) if argument else (), options)
+        if isinstance(spec, type):
+            raise ValueError(f"{self.kind} must be an object or a name, got the class {spec}")
+        return spec
+
+    def spec(self, part: Part) -> dict[str, Any]:
+        """The mapping from which :meth:`create` builds an equal part; what configurations save.
+
+        Raises:
+            ValueError: the part is not a registered dataclass, so it has no such form.
+        """
+        for name in self.names():
+            if type(part) is self.lookup(name) and dataclasses.is_dataclass(part):
+                fields = dataclasses.fields(part)
+                return {"name": name, **{f.name: getattr(part, f.name) for f in fields}}
+        raise ValueError(
+            f"{part!r} cannot be written to a configuration: "
+            f"a {self.kind} must be a dataclass registered under a name"
+        )
+
+    def _build(self, name: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Part:
+        factory = self.lookup(name)
+        signature = inspect.signature(factory)
+        try:
+            signature.bind(*arguments, **options)
+        except TypeError as error:
+            raise ValueError(f"{self.kind} {name!r}: {error}; it takes {signature}") from None
+        return factory(*arguments, **options)

@@ -1,0 +1,76 @@
+"""Diagnostics and penalties on the Jacobian of a fixed-point map.
+
+Both take a map of z alone: ``lambda z: backbone(z, context)``. Shapes: B sequences, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deqseq.convergence import check_count
+
+
+def jacobian_penalty(
+    f: Callable[[Tensor], Tensor], z: Tensor, samples: int = 1, generator: torch.Generator | None = None
+) -> Tensor:
+    """Hutchinson's estimate of ``||df/dz||_F^2 / (B L D)``, a scalar to add to a loss.
+
+    (Bai et al., *Stabilizing Equilibrium Models by Jacobian Regularization*, 2021, arXiv 2106.14342.)
+
+    Args:
+        f: the map, (B, L, D) -> (B, L, D); gradients of the penalty reach what it closes over.
+        z: (B, L, D) where to take the Jacobian, usually the equilibrium; taken as a constant.
+        samples: Gaussian probes; one vector-Jacobian product each.
+
+    Raises:
+        ValueError: ``samples`` below 1.
+    """
+    check_count("samples", samples)
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        fz = f(z)
+        total = fz.new_zeros(())
+        for _ in range(samples):
+            probe = torch.randn(fz.shape, generator=generator, device=fz.device, dtype=fz.dtype)
+            (product,) = torch.autograd.grad(fz, z, probe, create_graph=True)
+            total = total + product.square().sum()
+    return total / (samples * fz.numel())
+
+
+def spectral_radius(
+    f: Callable[[Tensor], Tensor],
+    z: Tensor,
+    iterations: int = 20,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Estimate by the power method of the spectral radius of df/dz of every sequence, (B,).
+
+    Iteration z <- f(z) contracts near a fixed point if and only if the radius is below 1. The estimate is
+    the mean growth over the second half of the iterations, so that complex leading eigenvalues, whose
+    growth oscillates, average out. For a causal map the matrix is block-triangular: its eigenvalues are
+    those of the single tokens' Jacobians, but growth of up to L steps can precede the asymptotic rate.
+
+    Args:
+        f: the map, (B, L, D) -> (B, L, D), with sequences independent of each other.
+        z: (B, L, D) where to take the Jacobian.
+        iterations: vector-Jacobian products.
+
+    Raises:
+        ValueError: ``iterations`` below 2.
+    """
+    if iterations < 2:
+        raise ValueError(f"iterations must be at least 2, got {iterations}")
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        fz = f(z)
+    probe = torch.randn(fz.shape, generator=generator, device=fz.device, dtype=fz.dtype)
+    tiny = torch.finfo(fz.dtype).tiny
+    growth = []
+    for step in range(iterations):
+        probe = probe / torch.linalg.vector_norm(probe, dim=(1, 2), keepdim=True).clamp_min(tiny)
+        (probe,) = torch.autograd.grad(fz, z, probe, retain_graph=step + 1 < iterations)
+        growth.append(torch.linalg.vector_norm(probe, dim=(1, 2)))
+    return torch.stack(growth[iterations // 2 :]).clamp_min(tiny).log().mean(0).exp()

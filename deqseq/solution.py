@@ -1,0 +1,86 @@
+"""What a solve returns: the equilibrium and, for every token, how it was reached."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from deqseq.backbone import State
+
+
+class Status(enum.IntEnum):
+    """Why the iteration of a token ended. ``Status(code).message`` says what to try."""
+
+    RUNNING = 0
+    CONVERGED = 1
+    BUDGET_EXHAUSTED = 2
+    NON_FINITE = 3
+    COMPLETED = 4
+
+    @property
+    def message(self) -> str:
+        """One sentence on what happened and what to try."""
+        return _MESSAGES[self]
+
+
+_MESSAGES = {
+    Status.RUNNING: "The token is still being iterated.",
+    Status.CONVERGED: "The residual of the token and of all tokens before it met the tolerance.",
+    Status.BUDGET_EXHAUSTED: (
+        "The evaluation budget ended above the tolerance: raise max_iter, loosen the tolerance, use a "
+        "smaller window, damp the solver, or train with more iterations or Jacobian regularisation."
+    ),
+    Status.NON_FINITE: (
+        "The iterate became infinite or NaN: look for NaN in the inputs or weights, lower the learning "
+        "rate, normalise the weights, or damp the solver."
+    ),
+    Status.COMPLETED: "The requested number of iterations was done; no tolerance was asked for.",
+}
+
+
+@dataclass
+class Solution:
+    """The result of one solve. Shapes: B sequences, L tokens, D width.
+
+    Attributes:
+        z: (B, L, D) the equilibrium.
+        residual: (B, L) float32, relative, ``||f(z) - z|| / ||f(z)||`` where the search ended.
+        iterations: (B, L) int64, evaluations each token took part in while it was unsettled.
+        status: (B, L) int64 codes of :class:`Status`.
+        nfe: number of function evaluations: calls of f over all tokens of a window, gradient steps
+            included.
+        state: backbone state after the last token, detached; ``None`` unless the solve started from one.
+        adjoint: the solution of the backward system, there after the backward pass of
+            :class:`~deqseq.gradients.ImplicitDifferentiation`.
+    """
+
+    z: Tensor
+    residual: Tensor
+    iterations: Tensor
+    status: Tensor
+    nfe: int
+    state: State | None = None
+    adjoint: Solution | None = None
+
+    def summary(self, valid: Tensor | None = None) -> dict[str, float]:
+        """Means for a log: iterations, residual and the share of tokens of each final status.
+
+        Args:
+            valid: (B, L) bool, tokens to count; all by default.
+        """
+        keep = valid.bool() if valid is not None else self.status >= 0
+        count = keep.sum().clamp_min(1)
+        residual = self.residual.where(keep, self.residual.new_zeros(()))
+        means = {
+            "nfe": float(self.nfe),
+            "iterations": float((self.iterations * keep).sum() / count),
+            "residual": float(residual.sum() / count),
+        }
+        for status in (Status.CONVERGED, Status.BUDGET_EXHAUSTED, Status.NON_FINITE):
+            share = ((self.status == status) & keep).sum() / count
+            means[f"share_{status.name.lower()}"] = float(share)
+        return means

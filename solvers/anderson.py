@@ -1,0 +1,118 @@
+"""Anderson acceleration (Walker & Ni, 2011, difference form), one small system per token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deqseq.convergence import Scope, check_count, check_scope
+from deqseq.solver import Progress, Solver, SolverState
+from deqseq.solvers.history import combine, dots, guarded, restarted, valid_slots
+from deqseq.solvers.picard import check_damping, damped
+
+
+class _State(NamedTuple):
+    residuals: list[Tensor]  # M slots (B, W, D): r_{i+1} - r_i with r = f(z) - z
+    iterates: list[Tensor]  # M slots (B, W, D): u_{i+1} - u_i with u = z + damping * r
+    gram: Tensor  # (B, W, M, M) dot products of the residual differences
+    age: Tensor  # (B, W) valid differences
+    residual: Tensor  # (B, W, D) r of the step before
+    iterate: Tensor  # (B, W, D) u of the step before
+    pairs: Tensor  # (B, W) evaluations since the last restart
+    written: int
+
+
+@dataclass(frozen=True)
+class Anderson(Solver):
+    """Anderson acceleration: the next iterate extrapolates the last ``memory`` differences.
+
+    z <- z + β r - Σ γ_i (Δz_i + β Δr_i),  γ = argmin ||r - Σ γ_i Δr_i||² + λ Σ ||Δr_i||² γ_i².
+
+    In token scope every token has its own coefficients, so the iterates stay causal. A token's history
+    counts from when all tokens before it have settled: until then its map was another one, and mixing
+    across maps slows the search down. The systems are solved in float32 or better whatever the dtype of
+    z; a token whose step comes out non-finite or huge takes a (damped) Picard step instead.
+
+    Args:
+        memory: differences kept, at least 1.
+        damping: β in (0, 1].
+        regularisation: λ, relative to the size of the differences.
+        scope: ``"token"``, or ``"sequence"``: coefficients from all tokens of a sequence, which leaks
+            the future and is refused in causal training.
+
+    Raises:
+        ValueError: a value outside these ranges.
+    """
+
+    memory: int = 5
+    damping: float = 1.0
+    regularisation: float = 1e-5
+    scope: Scope = "token"
+
+    # Longest step, in lengths of the residual. A contraction of rate ρ needs 1 / (1 - ρ).
+    _reach = 100.0
+
+    def __post_init__(self) -> None:
+        check_count("memory", self.memory)
+        check_damping(self.damping)
+        if not (math.isfinite(self.regularisation) and self.regularisation >= 0):
+            raise ValueError(f"regularisation must be finite and >= 0, got {self.regularisation}")
+        check_scope(self.scope)
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return self.scope == "token"
+
+    def init(self, z: Tensor) -> SolverState:
+        dtype = torch.promote_types(z.dtype, torch.float32)
+        nothing = torch.zeros_like(z)
+        count = torch.zeros(z.shape[:2], dtype=torch.int64, device=z.device)
+        gram = torch.zeros(*z.shape[:2], self.memory, self.memory, dtype=dtype, device=z.device)
+        slots = [nothing] * self.memory
+        return _State(slots, slots, gram, count, nothing, nothing, count, 0)
+
+    def step(
+        self, z: Tensor, fz: Tensor, state: SolverState, progress: Progress
+    ) -> tuple[Tensor, SolverState]:
+        residual = fz - z
+        if self.scope == "sequence":
+            residual = residual.where(progress.active[..., None], residual.new_zeros(()))
+        picard = damped(z, fz, self.damping)
+        with torch.no_grad():
+            pairs = state.pairs.where(~restarted(progress, self.scope), state.pairs.new_zeros(()))
+        slot = state.written % self.memory
+        residuals, iterates = list(state.residuals), list(state.iterates)
+        residuals[slot] = residual - state.residual
+        iterates[slot] = picard - state.iterate
+        with torch.no_grad():
+            row = dots(residuals, residuals[slot], self.scope)
+            gram = state.gram.clone()
+            gram[..., slot, :] = row
+            gram[..., :, slot] = row
+            age = pairs.clamp_max(self.memory)
+            mine = valid_slots(age, state.written + 1, self.memory)
+            weights = self._weights(gram, dots(residuals, residual, self.scope), mine)
+            size = torch.linalg.vector_norm(residual, dim=-1, dtype=gram.dtype)
+        proposal = picard - combine(iterates, weights)
+        z_next = guarded(z, proposal, picard, self._reach * size)
+        state = _State(
+            residuals, iterates, gram, age, residual, picard, pairs + 1, state.written + 1
+        )
+        return z_next, state
+
+    def _weights(self, gram: Tensor, target: Tensor, mine: Tensor) -> Tensor:
+        """γ (B, W, M) from the normal equations of differences scaled to unit length."""
+        diagonal = gram.diagonal(dim1=-2, dim2=-1)
+        usable = mine & (diagonal > 0) & torch.isfinite(diagonal)
+        scale = torch.where(usable, diagonal.clamp_min(torch.finfo(gram.dtype).tiny).rsqrt(), 0.0)
+        system = gram * scale[..., :, None] * scale[..., None, :]
+        system = torch.where(usable[..., :, None] & usable[..., None, :], system, 0.0)
+        ridge = torch.where(usable, self.regularisation, 1.0)
+        system = system + torch.diag_embed(ridge.to(gram.dtype))
+        right = torch.where(usable, target * scale, 0.0)
+        weights, _ = torch.linalg.solve_ex(system, right)
+        return weights * scale

@@ -1,0 +1,65 @@
+"""Best-so-far as a wrapper around any solver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deqseq.convergence import Scope, check_scope, relative, residual_norms
+from deqseq.solver import Progress, Solver, SolverState, solvers
+
+
+class _State(NamedTuple):
+    inner: SolverState
+    z: Tensor  # (B, W, D) the best iterate
+    residual: Tensor  # (B, W) its residual
+
+
+class BestIterate(Solver):
+    """Spend the last evaluation of the budget on the iterate with the smallest residual so far.
+
+    Iterations that do not converge wander; this returns the best of what they saw, re-evaluated.
+
+    Args:
+        solver: the solver to wrap, an object or a name.
+        scope: ``"token"``: best of each token, counted from when the tokens before it had settled;
+            ``"sequence"``: best of the whole sequence (the reference implementation's rule), which leaks
+            the future and is refused in causal training.
+
+    Raises:
+        ValueError: an unknown solver or scope.
+    """
+
+    def __init__(self, solver: Solver | str | Mapping[str, Any], scope: Scope = "token") -> None:
+        check_scope(scope)
+        self.solver = solvers.create(solver)
+        self.scope: Scope = scope
+        self.causal = self.solver.causal and scope == "token"
+
+    def __repr__(self) -> str:
+        return f"BestIterate({self.solver}, scope={self.scope!r})"
+
+    def init(self, z: Tensor) -> SolverState:
+        worst = torch.full(z.shape[:2], torch.inf, device=z.device)
+        return _State(self.solver.init(z), z, worst)
+
+    def step(
+        self, z: Tensor, fz: Tensor, state: SolverState, progress: Progress
+    ) -> tuple[Tensor, SolverState]:
+        proposal, inner = self.solver.step(z, fz, state.inner, progress)
+        change, size = residual_norms(z, fz)
+        forget = progress.fresh
+        if self.scope == "sequence":
+            change = change.square().where(progress.active, 0.0).sum(1, keepdim=True).sqrt()
+            size = size.square().where(progress.active, 0.0).sum(1, keepdim=True).sqrt()
+            forget = progress.entered.any(1, keepdim=True)
+        residual = relative(change, size).expand(z.shape[:2])
+        better = (residual < state.residual) | forget
+        best = torch.where(better[..., None], z, state.z)
+        least = torch.where(better, residual, state.residual)
+        z_next = torch.where(progress.last[..., None], best, proposal)
+        return z_next, _State(inner, best, least)

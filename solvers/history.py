@@ -1,0 +1,64 @@
+"""What the solvers with a memory share: per-token slots, masked dot products, a guarded step.
+
+The memory is a list of ``memory`` slots, each a tensor (B, W, D), written in turn. Every token has an age,
+the number of slots that hold valid entries of its own: a token that starts afresh drops to zero, and its
+old slots are masked out of the small systems. Lists instead of one buffer keep a step free of in-place
+writes, so that it can be unrolled with a graph.
+
+Shapes: B sequences, W tokens in the window, D width, M memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deqseq.convergence import Scope
+from deqseq.solver import Progress
+
+
+def dots(slots: list[Tensor], vector: Tensor, scope: Scope) -> Tensor:
+    """Dot products of every slot with ``vector`` (B, W, D): (B, W, M), at least float32.
+
+    In sequence scope they run over all tokens of a sequence, and every token gets the same.
+    """
+    dtype = torch.promote_types(vector.dtype, torch.float32)
+    vector = vector.to(dtype)
+    products = torch.stack([(slot.to(dtype) * vector).sum(-1) for slot in slots], dim=-1)
+    return products.sum(1, keepdim=True).expand_as(products) if scope == "sequence" else products
+
+
+def combine(slots: list[Tensor], weights: Tensor) -> Tensor:
+    """Sum of the slots weighted by (B, W, M): (B, W, D)."""
+    weights = weights.to(slots[0].dtype)
+    total = slots[0] * weights[..., 0:1]
+    for i, slot in enumerate(slots[1:], start=1):
+        total = torch.addcmul(total, slot, weights[..., i : i + 1])
+    return total
+
+
+def valid_slots(age: Tensor, written: int, memory: int) -> Tensor:
+    """(B, W, M) bool: which slots are a token's own, ``written`` being the number written so far."""
+    slot = torch.arange(memory, device=age.device)
+    distance = (written - 1 - slot) % memory  # 0 for the latest
+    return distance < age[..., None]
+
+
+def restarted(progress: Progress, scope: Scope) -> Tensor:
+    """(B, W) bool: tokens that must forget their history.
+
+    A single token forgets while its map still shifts under it. A whole sequence forgets only when its
+    tokens are others: what shifts inside it is part of the system it solves.
+    """
+    if scope == "token":
+        return progress.fresh
+    moved = (progress.entered & progress.active).any(1, keepdim=True)
+    return moved.expand_as(progress.entered)
+
+
+def guarded(z: Tensor, proposal: Tensor, fallback: Tensor, limit: Tensor) -> Tensor:
+    """``proposal`` where it is finite and at most ``limit`` (B, W) away from z, else ``fallback``."""
+    with torch.no_grad():
+        length = torch.linalg.vector_norm(proposal - z, dim=-1, dtype=limit.dtype)
+        good = length <= limit  # false for NaN
+    return torch.where(good[..., None], proposal, fallback)

@@ -1,0 +1,49 @@
+"""Picard iteration: apply f again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deqseq.solver import Progress, Solver, SolverState
+
+
+@dataclass(frozen=True)
+class Picard(Solver):
+    """z <- z + damping (f(z) - z).
+
+    Args:
+        damping: in (0, 1]; 1 is the plain iteration.
+
+    Raises:
+        ValueError: ``damping`` outside (0, 1].
+    """
+
+    damping: float = 1.0
+
+    differentiable = True
+
+    def __post_init__(self) -> None:
+        check_damping(self.damping)
+
+    def init(self, z: Tensor) -> SolverState:
+        return ()
+
+    def step(
+        self, z: Tensor, fz: Tensor, state: SolverState, progress: Progress
+    ) -> tuple[Tensor, SolverState]:
+        return damped(z, fz, self.damping), state
+
+
+def damped(z: Tensor, fz: Tensor, damping: float) -> Tensor:
+    """z + damping (f(z) - z), without the arithmetic where damping is 1."""
+    return fz if damping == 1 else torch.lerp(z, fz, damping)
+
+
+def check_damping(damping: float) -> None:
+    """Raise ``ValueError`` unless ``damping`` is in (0, 1]."""
+    if not (math.isfinite(damping) and 0 < damping <= 1):
+        raise ValueError(f"damping must be in (0, 1], got {damping}; 1 is undamped")

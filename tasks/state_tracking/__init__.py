@@ -1,0 +1,1 @@
+"""State tracking: running products in a finite group or monoid (the word problem)."""

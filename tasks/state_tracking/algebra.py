@@ -1,0 +1,268 @@
+"""Finite groups and monoids as Cayley tables, and running products in them.
+
+A token is the index of an element. Permutations are 0-based tuples and multiply as functions,
+``(a·b)(i) = a[b[i]]``: the right factor acts first. Products of algebras number their elements
+left-major, so in ``A4xZ5`` the element ``(a, z)`` has index ``5·a + z``.
+
+Shapes: B batch, L tokens, N elements.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, reduce
+from itertools import pairwise, permutations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_ELEMENTS = 5040
+"""Largest vocabulary allowed: S7, whose table of 25 million entries takes 200 MB."""
+
+_KNOWN_FORMS = (
+    "Zn (n ≥ 2), Sn (n ≥ 2), An (n ≥ 3), M, and direct products such as A5xM or A4_x_Z5, "
+    f"with at most {MAX_ELEMENTS} elements"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Algebra:
+    """A finite monoid, often a group, given by its Cayley table.
+
+    Attributes:
+        name: how :func:`algebra` spells it, for example ``"A5xM"``.
+        elements: the N elements in token order: permutations as 0-based tuples, integers for
+            Z_n, letters for M, tuples of components for products.
+        table: (N, N) int64 on the CPU; ``table[a, b]`` is the index of a·b.
+        identity: index of the identity.
+        factors: the factors of a direct product from left to right, empty otherwise.
+
+    Compared and hashed by identity, so that derived tables can be cached.
+    """
+
+    name: str
+    elements: tuple[Any, ...]
+    table: Tensor
+    identity: int
+    factors: tuple["Algebra", ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.elements)
+
+    @cached_property
+    def is_group(self) -> bool:
+        """Whether every element has an inverse."""
+        if self.factors:
+            return all(factor.is_group for factor in self.factors)
+        return bool((self.table == self.identity).any(dim=1).all())
+
+    @cached_property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The group part and the monoid part, as indices of elements.
+
+        The first tensor lists the elements that are the identity in every factor that is not a
+        group, the second those that are the identity in every factor that is one. Both are int64
+        on the CPU and sorted. Every element is the product of one of each, with index
+        ``group + monoid - identity``, because indices are left-major.
+        """
+        group = monoid = torch.zeros(1, dtype=torch.int64)
+        for factor in self.factors or (self,):
+            every = torch.arange(len(factor))
+            only = torch.tensor([factor.identity])
+            group_digit, monoid_digit = (every, only) if factor.is_group else (only, every)
+            group = (group[:, None] * len(factor) + group_digit).flatten()
+            monoid = (monoid[:, None] * len(factor) + monoid_digit).flatten()
+        return group, monoid
+
+    def validate(self) -> None:
+        """Check closure, the identity and associativity; O(N³) time, so meant for tests.
+
+        Raises:
+            ValueError: naming the first law broken and where.
+        """
+        n, table = len(self), self.table
+        if table.shape != (n, n) or table.dtype != torch.int64:
+            raise ValueError(
+                f"{self.name}: table is {tuple(table.shape)} {table.dtype}, must be ({n}, {n}) "
+                "torch.int64"
+            )
+        if not bool(((table >= 0) & (table < n)).all()):
+            raise ValueError(f"{self.name}: not closed, table entries must lie in [0, {n})")
+        indices = torch.arange(n)
+        if not (
+            0 <= self.identity < n
+            and torch.equal(table[self.identity], indices)
+            and torch.equal(table[:, self.identity], indices)
+        ):
+            raise ValueError(f"{self.name}: element {self.identity} is not a two-sided identity")
+        for middle in range(n):  # (a·m)·b against a·(m·b) for all a, b at once
+            if not torch.equal(table[table[:, middle]], table[:, table[middle]]):
+                raise ValueError(f"{self.name}: not associative around element {middle}")
+
+
+def _cyclic(name: str, n: int) -> Algebra:
+    indices = torch.arange(n)
+    return Algebra(name, tuple(range(n)), (indices[:, None] + indices) % n, identity=0)
+
+
+def _permutation_group(name: str, n: int, even_only: bool) -> Algebra:
+    elements = torch.tensor(list(permutations(range(n))))
+    if even_only:
+        first, second = torch.triu_indices(n, n, offset=1)
+        inversions = (elements[:, first] > elements[:, second]).sum(dim=1)
+        elements = elements[inversions % 2 == 0]
+    # Read as numbers in base n, permutations in lexicographic order are sorted.
+    place_values = n ** torch.arange(n - 1, -1, -1)
+    keys = (elements * place_values).sum(dim=1)
+    table = torch.empty(len(elements), len(elements), dtype=torch.int64)
+    for row, left in zip(table, elements, strict=True):  # by rows, to keep intermediates small
+        row.copy_(torch.searchsorted(keys, (left[elements] * place_values).sum(dim=1)))
+    return Algebra(name, tuple(tuple(p) for p in elements.tolist()), table, identity=0)
+
+
+def _aperiodic_monoid(name: str) -> Algebra:
+    # A·A is the absorbing X, and so is A·B: once there, a product never leaves.
+    elements = "EABX"
+    rows = ("EABX", "AXXX", "BABX", "XXXX")
+    table = torch.tensor([[elements.index(entry) for entry in row] for row in rows])
+    return Algebra(name, tuple(elements), table, identity=0)
+
+
+def _direct_product(factors: Sequence[Algebra]) -> Algebra:
+    def multiply(left: Tensor, right: Tensor) -> Tensor:
+        n, m = len(left), len(right)
+        return (left[:, None, :, None] * m + right[None, :, None, :]).reshape(n * m, n * m)
+
+    elements: list[tuple[object, ...]] = [()]
+    identity = 0
+    for factor in factors:
+        elements = [(*rest, element) for rest in elements for element in factor.elements]
+        identity = identity * len(factor) + factor.identity
+    return Algebra(
+        name="x".join(factor.name for factor in factors),
+        elements=tuple(elements),
+        table=reduce(multiply, (factor.table for factor in factors)),
+        identity=identity,
+        factors=tuple(factors),
+    )
+
+
+def _size(name: str) -> int:
+    """Number of elements of a simple algebra, 0 for a name that is none."""
+    if name == "M":
+        return 4
+    match = re.fullmatch(r"([ZSA])([1-9][0-9]{0,3})", name)
+    if match is None:
+        return 0
+    kind, n = match[1], int(match[2])
+    if n < (3 if kind == "A" else 2):  # trivial groups have nothing to track
+        return 0
+    if kind == "Z":
+        return n
+    size = math.factorial(min(n, 20))  # far beyond the cap already
+    return size // 2 if kind == "A" else size
+
+
+@cache
+def _build(names: tuple[str, ...]) -> Algebra:
+    if len(names) > 1:
+        return _direct_product([_build((name,)) for name in names])
+    (name,) = names
+    if name == "M":
+        return _aperiodic_monoid(name)
+    if name[0] == "Z":
+        return _cyclic(name, int(name[1:]))
+    return _permutation_group(name, int(name[1:]), even_only=name[0] == "A")
+
+
+def algebra(name: str) -> Algebra:
+    """The algebra of that name; built once, then shared, so treat it as read-only.
+
+    Known are the cyclic groups ``Z60`` …, the symmetric groups ``S5`` … (permutations in
+    lexicographic order), the alternating groups ``A5`` … (even permutations in lexicographic
+    order), the four-element aperiodic monoid ``M``, and direct products of any number of these,
+    joined by ``x`` or ``_x_``: ``A5xM`` has 240 elements.
+
+    Raises:
+        ValueError: for any other name, and for more than ``MAX_ELEMENTS`` elements.
+    """
+    names = tuple(re.split(r"_x_|x", name))
+    sizes = [_size(factor) for factor in names]
+    if 0 in sizes:
+        raise ValueError(f"unknown algebra {name!r}: must be one of {_KNOWN_FORMS}")
+    if math.prod(sizes) > MAX_ELEMENTS:
+        raise ValueError(f"algebra {name!r} is too large: must be one of {_KNOWN_FORMS}")
+    return _build(names)
+
+
+@cache
+def _flat_table(algebra: Algebra, device: torch.device) -> Tensor:
+    return algebra.table.flatten().to(device, torch.int32)
+
+
+def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
+    """Running products ``y[:, 0] = x[:, 0]``, ``y[:, t] = y[:, t-1] · x[:, t]``.
+
+    A scan in two levels: chunks of about √L tokens are scanned side by side, then the chunks'
+    products, and each chunk is multiplied by what came before it. That is 2√L table look-ups in
+    a row instead of L, for twice the work.
+
+    Args:
+        algebra: where to multiply.
+        tokens: (B, L) integers in [0, N), on any device.
+
+    Returns:
+        (B, L) int64 on the same device.
+
+    Raises:
+        ValueError: if ``tokens`` is not a matrix of integers in that range.
+    """
+    n = len(algebra)
+    if tokens.ndim != 2 or tokens.is_floating_point():
+        raise ValueError(f"tokens are {tuple(tokens.shape)} {tokens.dtype}, must be (B, L) integer")
+    if tokens.numel() == 0:
+        return tokens.to(torch.int64)
+    low, high = (int(bound) for bound in torch.aminmax(tokens))
+    if low < 0 or high >= n:
+        raise ValueError(f"tokens span [{low}, {high}], must lie in [0, {n}) for {algebra.name}")
+    return unchecked_prefix_products(algebra, tokens)
+
+
+def unchecked_prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
+    """:func:`prefix_products` for tokens known to be in range: never waits for the device.
+
+    Args:
+        algebra: where to multiply.
+        tokens: (B, L) integers in [0, N), with B and L positive.
+
+    Returns:
+        (B, L) int64 on the same device.
+    """
+    n, (batch, length) = len(algebra), tokens.shape
+    table = _flat_table(algebra, tokens.device)
+    steps = math.isqrt(length - 1) + 1  # tokens in a chunk: √L rounded up
+    chunks = -(-length // steps)
+    # Positions lead and the batch is contiguous, so each step reads and writes one block.
+    products = tokens.new_full((steps, chunks, batch), algebra.identity, dtype=torch.int32)
+    whole = length // steps
+    products[:, :whole] = tokens[:, : whole * steps].view(batch, whole, steps).permute(2, 1, 0)
+    if whole < chunks:
+        products[: length % steps, whole] = tokens[:, whole * steps :].t()
+
+    def scan(rows: Tensor) -> None:
+        """Running products of the rows of a (R, C) tensor, in place."""
+        index = torch.empty_like(rows[0])
+        for before, row in pairwise(rows):
+            torch.add(row, before, alpha=n, out=index)
+            torch.index_select(table, 0, index, out=row)
+
+    scan(products.view(steps, chunks * batch))
+    carry = products[-1].clone()
+    scan(carry)
+    rest = products[:, 1:]
+    index = torch.add(rest, carry[:-1], alpha=n)
+    rest.copy_(table.index_select(0, index.flatten()).view_as(rest))
+    flat = products.permute(2, 1, 0).reshape(batch, chunks * steps)
+    return flat[:, :length].to(torch.int64, memory_format=torch.contiguous_format)

@@ -1,0 +1,29 @@
+"""Implicit and explicit causal language models for transformers.
+
+Importing this package registers them, so that ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM``
+load them like any other model. It needs the ``lm`` extra: ``pip install 'deqseq[lm]'``.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from deqseq.causal_lm.configuration import ImplicitConfig
+from deqseq.causal_lm.modeling import (
+    ImplicitCausalLMOutput,
+    ImplicitForCausalLM,
+    ImplicitModel,
+    ImplicitModelOutput,
+    ImplicitPreTrainedModel,
+)
+
+AutoConfig.register(ImplicitConfig.model_type, ImplicitConfig, exist_ok=True)
+AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
+AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
+
+__all__ = [
+    "ImplicitCausalLMOutput",
+    "ImplicitConfig",
+    "ImplicitForCausalLM",
+    "ImplicitModel",
+    "ImplicitModelOutput",
+    "ImplicitPreTrainedModel",
+]

@@ -1,0 +1,88 @@
+"""The configuration of implicit and explicit causal language models."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from deqseq.backbone import backbones
+from deqseq.convergence import check_count, policies
+from deqseq.gradients import gradients
+from deqseq.solver import solvers
+
+
+def _default_backbone() -> dict[str, Any]:
+    return {"name": "mamba2", "d_model": 256, "n_layer": 1}
+
+
+def _default_policy() -> dict[str, Any]:
+    return {"name": "residual", "rtol": 0.05, "max_iter": 32}
+
+
+@strict
+class ImplicitConfig(PreTrainedConfig):
+    """A causal language model over any backbone, implicit or explicit.
+
+    Parts are written as mappings ``{"name": ..., **options}`` or plain names, as
+    :class:`~deqseq.ImplicitSequenceLayer` takes them; unknown names and options raise.
+
+    Args:
+        vocab_size: tokens.
+        backbone: the body, ``{"name": "mamba2", "d_model": 256, "n_layer": 1, ...}``.
+        implicit: ``False`` for the explicit twin: the same stack applied once, without injection.
+        solver, gradient: parts of the implicit layer.
+        convergence: policy in training.
+        eval_convergence: policy in evaluation and generation; as in training by default.
+        window: tokens solved at a time; all by default.
+        initializer_range: standard deviation of the embeddings at the start.
+        tie_word_embeddings: share the embeddings with the output layer.
+
+    Raises:
+        ValueError: unknown parts or options, a window below 1, a backbone without a width.
+    """
+
+    model_type = "implicit_lm"
+
+    vocab_size: int = 50277
+    backbone: dict | None = None
+    implicit: bool = True
+    solver: str | dict = "picard"
+    gradient: str | dict = "phantom"
+    convergence: str | dict | None = None
+    eval_convergence: str | dict | None = None
+    window: int | None = None
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    use_cache: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.backbone = dict(self.backbone or _default_backbone())
+        self.convergence = self.convergence or _default_policy()
+        self.eval_convergence = self.eval_convergence or self.convergence
+        if not isinstance(self.backbone.get("d_model"), int):
+            raise ValueError(f"backbone needs a d_model, got {self.backbone}")
+        check_count("vocab_size", self.vocab_size)
+        if self.window is not None:
+            check_count("window", self.window)
+        # Built once here, so that a wrong option is reported where it was written.
+        backbones.lookup(str(self.backbone.get("name")))
+        solvers.create(self.solver)
+        gradients.create(self.gradient)
+        policies.create(self.convergence)
+        policies.create(self.eval_convergence)
+        super().__post_init__(**kwargs)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D."""
+        assert self.backbone is not None
+        return int(self.backbone["d_model"])
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Blocks of the body."""
+        assert self.backbone is not None
+        return int(self.backbone.get("n_layer", 1))

@@ -1,0 +1,71 @@
+"""A curriculum: which gradient strategy and convergence policy a layer trains with, and when.
+
+Layers hold no counters. The schedule belongs to the trainer, which applies it before every step and saves
+it in its checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deqseq.convergence import policies
+from deqseq.gradients import gradients
+from deqseq.layer import ImplicitSequenceLayer
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of training.
+
+    Attributes:
+        until: share of the steps after which it ends, in (0, 1].
+        gradient: gradient strategy, as a name or mapping.
+        convergence: policy of the search, as a name or mapping; ``None`` where nothing is searched.
+        window: tokens searched at a time; all by default.
+    """
+
+    until: float
+    gradient: str | Mapping[str, Any]
+    convergence: str | Mapping[str, Any] | None = None
+    window: int | None = None
+
+
+class Curriculum:
+    """Stages in order; the last one ends at 1.
+
+    Raises:
+        ValueError: no stages, ends that do not grow to 1, unknown parts or options.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        ends = [stage.until for stage in stages]
+        if not ends or ends != sorted(set(ends)) or ends[0] <= 0 or ends[-1] != 1:
+            raise ValueError(f"stages must end at growing shares of training up to 1, got {ends}")
+        for stage in stages:
+            gradients.create(stage.gradient)
+            if stage.convergence is not None:
+                policies.create(stage.convergence)
+        self.stages = list(stages)
+
+    def at(self, step: int, steps: int) -> Stage:
+        """The stage of step number ``step``, from 0, out of ``steps``."""
+        return next((s for s in self.stages if step < round(s.until * steps)), self.stages[-1])
+
+    @staticmethod
+    def apply(stage: Stage, layer: ImplicitSequenceLayer) -> None:
+        """Set the layer up for ``stage``; its evaluation policy stays."""
+        layer.gradient = gradients.create(stage.gradient)
+        layer.window = stage.window
+        if stage.convergence is not None:
+            layer.train_convergence = policies.create(stage.convergence)
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """The stages as plain data, for checkpoints and configurations."""
+        return [asdict(stage) for stage in self.stages]
+
+    @classmethod
+    def from_list(cls, stages: Sequence[Mapping[str, Any]]) -> Curriculum:
+        """The inverse of :meth:`to_list`."""
+        return cls([Stage(**stage) for stage in stages])

@@ -1,0 +1,150 @@
+"""What the training runs share: transformers' Trainer with a curriculum and a watch on the solves.
+
+Shapes: B sequences, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from deqseq.curriculum import Curriculum
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.solution import Solution, Status
+
+
+class CurriculumCallback(TrainerCallback, ExportableState):
+    """Applies a curriculum to every implicit layer of the model; saved in checkpoints.
+
+    A stage is a function of the step alone, so a resumed run is in the right one at once. That the
+    checkpoint's curriculum is this one is checked.
+    """
+
+    def __init__(self, curriculum: Curriculum) -> None:
+        self.curriculum = curriculum
+        self._stage: object = None
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"stages": self.curriculum.to_list()}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and isinstance(saved, dict):
+            stages = saved["attributes"]["stages"]
+            if stages != self.curriculum.to_list():
+                raise ValueError(
+                    f"the checkpoint was trained with another curriculum: {stages}, "
+                    f"now it is {self.curriculum.to_list()}"
+                )
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        stage = self.curriculum.at(state.global_step, state.max_steps)
+        if stage is self._stage or model is None:
+            return
+        self._stage = stage
+        for module in model.modules():
+            if isinstance(module, ImplicitSequenceLayer):
+                self.curriculum.apply(stage, module)
+
+
+class SolveWatch:
+    """Means of iterations, residual and settled share over the solves since the last look."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self._solves = 0
+
+    def add(self, solution: Solution) -> None:
+        """Take in one solve; stays on the device."""
+        sums = torch.stack(
+            [
+                solution.iterations.float().mean(),
+                solution.residual.mean(),
+                (solution.status == Status.BUDGET_EXHAUSTED).float().mean(),
+                solution.iterations.new_tensor(solution.nfe, dtype=torch.float32),
+            ]
+        )
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._solves += 1
+
+    def read(self) -> dict[str, float]:
+        """The means, by name; starts afresh."""
+        if self._sums is None:
+            return {}
+        means = (self._sums / self._solves).tolist()
+        self._sums, self._solves = None, 0
+        names = ("iterations", "residual", "share_exhausted", "nfe")
+        return {name: round(value, 5) for name, value in zip(names, means, strict=True)}
+
+
+class _StreamPosition(TrainerCallback):
+    """Moves an endless stream to the batch at which a resumed run goes on."""
+
+    def __init__(self, stream: IterableDataset[Any]) -> None:
+        self.stream = stream
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.stream.start = state.global_step * args.gradient_accumulation_steps
+
+
+class AlignedTrainer(Trainer):
+    """Trainer for targets that stand at their inputs: label t belongs to logit t, nothing is shifted.
+
+    Trains on a stream that yields whole batches and can start at any (``stream.start``), and logs how
+    the solves went beside the loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        stream: IterableDataset[Any],
+        curriculum: Curriculum | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        args.ignore_data_skip = True  # the stream starts where it should by itself
+        callbacks = [*(callbacks or []), _StreamPosition(stream)]
+        if curriculum is not None:
+            callbacks.append(CurriculumCallback(curriculum))
+        super().__init__(model=model, args=args, train_dataset=stream, callbacks=callbacks)
+        self.model_accepts_loss_kwargs = False  # the loss is the mean of its own batch
+        self.watch = SolveWatch()
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train_dataset, batch_size=None)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        labels = inputs["labels"]
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        if outputs.solution is not None:
+            self.watch.add(outputs.solution)
+        loss = F.cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs = {**logs, **self.watch.read()}
+        super().log(logs, start_time)

@@ -6,7 +6,7 @@ the key/value state.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,6 @@ class Attention(nn.Module):
         self.wk = nn.Linear(d_model, n_kv_head * self.headdim, bias=False)
         self.wv = nn.Linear(d_model, n_kv_head * self.headdim, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-
-    @property
-    def qkv_width(self) -> int:
-        return (self.n_head + 2 * self.n_kv_head) * self.headdim
 
     def weights(self) -> _MixerWeights:
         return _MixerWeights(
@@ -136,13 +132,9 @@ class LlamaBackbone(Backbone):
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
         d_inner = 4 * d_model if d_inner is None else d_inner
-        check_sizes(
-            d_model=d_model, n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_inner=d_inner
-        )
+        check_sizes(d_model=d_model, n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_inner=d_inner)
         if d_model % n_head or (d_model // n_head) % 2:
-            raise ValueError(
-                f"n_head must divide d_model = {d_model} into an even head dim, got {n_head}"
-            )
+            raise ValueError(f"n_head must divide d_model = {d_model} into an even head dim, got {n_head}")
         if n_head % n_kv_head:
             raise ValueError(f"n_kv_head must divide n_head = {n_head}, got {n_kv_head}")
         if d_inner < 2:
@@ -150,31 +142,28 @@ class LlamaBackbone(Backbone):
         if not rope_theta > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
         self.d_model = d_model
+        self.headdim = d_model // n_head
+        self.n_kv_head = n_kv_head
         self.rope_theta = rope_theta
-        self.layers = nn.ModuleList(
-            LlamaBlock(d_model, n_head, n_kv_head, d_inner) for _ in range(n_layer)
-        )
+        self.layers = nn.ModuleList(LlamaBlock(d_model, n_head, n_kv_head, d_inner) for _ in range(n_layer))
         self.norm_f = nn.RMSNorm(d_model, eps=RMS_EPS)
-        width = self.layers[0].mixer.qkv_width
-        self.injection = Injection(d_model, width) if injection else None
+        qkv_width = (n_head + 2 * n_kv_head) * self.headdim
+        self.injection = Injection(d_model, qkv_width) if injection else None
         if weight_norm:
             normalise_weights(self)
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         if position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        headdim = self.layers[0].mixer.headdim
-        power = torch.arange(0, headdim, 2, device=x.device, dtype=torch.float32) / headdim
-        angle = position_ids[..., None].float() * self.rope_theta**-power  # (B, L, P / 2)
+        pair = torch.arange(0, self.headdim, 2, device=x.device, dtype=torch.float32)
+        angle = position_ids[..., None].float() * self.rope_theta ** -(pair / self.headdim)  # (B, L, P / 2)
         angle = torch.cat([angle, angle], -1)
         tokens = [angle.cos().to(x.dtype), angle.sin().to(x.dtype)]
         if self.injection is not None:
             tokens.append(self.injection(x))
-        return Context(tuple(tokens), [layer.weights() for layer in self.layers])
+        return Context(tuple(tokens), [cast(LlamaBlock, layer).weights() for layer in self.layers])
 
-    def evaluate(
-        self, z: Tensor, context: Context, state: State | None = None
-    ) -> tuple[Tensor, Trace]:
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         cos, sin, *injected = context.tokens
         injection = injected[0] if injected else None
         rotary = (cos[:, None], sin[:, None])
@@ -200,12 +189,9 @@ class LlamaBackbone(Backbone):
         dtype: torch.dtype | None = None,
     ) -> State:
         """No slots yet: per layer keys and values (B, J, 0, P)."""
-        mixer = self.layers[0].mixer
         device = self.norm_f.weight.device if device is None else device
         dtype = self.norm_f.weight.dtype if dtype is None else dtype
-        empty = torch.zeros(
-            batch_size, mixer.n_kv_head, 0, mixer.headdim, device=device, dtype=dtype
-        )
+        empty = torch.zeros(batch_size, self.n_kv_head, 0, self.headdim, device=device, dtype=dtype)
         seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
         return State(seen, ((empty, empty),) * len(self.layers))
 
@@ -216,22 +202,18 @@ class LlamaBackbone(Backbone):
         return State(state.seen, layers)
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
-        # Every token of the window is written behind those seen; what is not counted stays invisible
-        # and is written over later. Tokens that would fall behind the last slot were not counted.
-        slots = state.layers[0][0].shape[2]
-        width = trace[0][0].shape[2]
-        offset = torch.arange(width, device=count.device)
-        index = state.seen[:, None] + offset
-        source = (torch.arange(slots, device=count.device) - state.seen[:, None]).clamp(0, width - 1)
-        write = (torch.arange(slots, device=count.device) >= state.seen[:, None]) & (
-            torch.arange(slots, device=count.device) < state.seen[:, None] + count[:, None]
+        # Slot s takes the window's token s - seen, if that is one of the first ``count``.
+        slots = torch.arange(state.layers[0][0].shape[2], device=count.device)
+        token = slots - state.seen[:, None]  # (B, S)
+        write = ((token >= 0) & (token < count[:, None]))[:, None, :, None]
+        source = token.clamp(0, trace[0][0].shape[2] - 1)[:, None, :, None]
+
+        def written(kept: Tensor, new: Tensor) -> Tensor:
+            moved = new.to(kept.dtype).gather(2, source.expand_as(kept))
+            return torch.where(write, moved, kept)
+
+        layers = tuple(
+            tuple(written(kept, new) for kept, new in zip(before, left, strict=True))
+            for before, left in zip(state.layers, trace, strict=True)
         )
-        layers = []
-        for old, new in zip(state.layers, trace, strict=True):
-            pair = []
-            for kept, fresh in zip(old, new, strict=True):
-                gather = source[:, None, :, None].expand(-1, kept.shape[1], -1, kept.shape[3])
-                moved = fresh.to(kept.dtype).gather(2, gather)
-                pair.append(torch.where(write[:, None, :, None], moved, kept))
-            layers.append(tuple(pair))
-        return State(state.seen + count, tuple(layers))
+        return State(state.seen + count, layers)

@@ -7,7 +7,7 @@ N = d_state, G = n_groups, K = d_conv.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -187,13 +187,9 @@ class Mamba2Backbone(Backbone):
         if d_inner < 0:
             raise ValueError(f"d_inner must be 0 (no MLP) or positive, got {d_inner}")
         if expand * d_model % headdim:
-            raise ValueError(
-                f"headdim must divide expand * d_model = {expand * d_model}, got {headdim}"
-            )
+            raise ValueError(f"headdim must divide expand * d_model = {expand * d_model}, got {headdim}")
         if (expand * d_model // headdim) % n_groups:
-            raise ValueError(
-                f"n_groups must divide the {expand * d_model // headdim} heads, got {n_groups}"
-            )
+            raise ValueError(f"n_groups must divide the {expand * d_model // headdim} heads, got {n_groups}")
         self.d_model = d_model
         self.layers = nn.ModuleList(
             Mamba2Block(
@@ -204,18 +200,20 @@ class Mamba2Backbone(Backbone):
             for _ in range(n_layer)
         )
         self.norm_f = nn.RMSNorm(d_model, eps=RMS_EPS)
-        width = self.layers[0].mixer.in_proj.out_features
+        width = self._mixer.in_proj.out_features
         self.injection = Injection(d_model, width) if injection else None
         if weight_norm:
             normalise_weights(self)
 
+    @property
+    def _mixer(self) -> Mamba2Mixer:
+        return cast(Mamba2Block, self.layers[0]).mixer
+
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         tokens = () if self.injection is None else (self.injection(x),)
-        return Context(tokens, [layer.weights() for layer in self.layers])
+        return Context(tokens, [cast(Mamba2Block, layer).weights() for layer in self.layers])
 
-    def evaluate(
-        self, z: Tensor, context: Context, state: State | None = None
-    ) -> tuple[Tensor, Trace]:
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         injection = context.tokens[0] if context.tokens else None
         traces = []
         for i, layer in enumerate(self.layers):
@@ -231,15 +229,13 @@ class Mamba2Backbone(Backbone):
         dtype: torch.dtype | None = None,
     ) -> State:
         """Zeros: per layer the convolution's tail (B, K-1, E + 2 G N) and the SSM state (B, H, P, N)."""
-        mixer = self.layers[0].mixer
+        mixer = self._mixer
         device = self.norm_f.weight.device if device is None else device
         dtype = self.norm_f.weight.dtype if dtype is None else dtype
         kernel = mixer.conv1d.kernel_size[0]
         layer = (
             torch.zeros(batch_size, kernel - 1, mixer.conv_width, device=device, dtype=dtype),
-            torch.zeros(
-                batch_size, mixer.heads, mixer.headdim, mixer.d_state, device=device, dtype=dtype
-            ),
+            torch.zeros(batch_size, mixer.heads, mixer.headdim, mixer.d_state, device=device, dtype=dtype),
         )
         seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
         return State(seen, (layer,) * len(self.layers))
@@ -249,7 +245,5 @@ class Mamba2Backbone(Backbone):
         for (tail, ssm), left in zip(state.layers, trace, strict=True):
             inputs = torch.cat([tail, left.conv.to(tail.dtype)], 1)
             last = torch.arange(tail.shape[1], device=tail.device) + count[:, None]
-            layers.append(
-                (take_tokens(inputs, last), ssd_advance(left.x, left.a, left.b, ssm, count))
-            )
+            layers.append((take_tokens(inputs, last), ssd_advance(left.x, left.a, left.b, ssm, count)))
         return State(state.seen + count, tuple(layers))

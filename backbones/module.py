@@ -34,9 +34,7 @@ class ModuleBackbone(Backbone):
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         return Context((self.inject(x),))
 
-    def evaluate(
-        self, z: Tensor, context: Context, state: State | None = None
-    ) -> tuple[Tensor, Trace]:
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         inputs = z + context.tokens[0]
         if state is None:
             return self.module(inputs), inputs

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 
-def ssd(
-    x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None, chunk: int = 64
-) -> Tensor:
+def ssd(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None, chunk: int = 64) -> Tensor:
     """The recurrence over all tokens, in chunks: quadratic inside a chunk, linear in L.
 
     Args:
@@ -34,43 +33,35 @@ def ssd(
     if padding:
         x, b, c = (F.pad(t, (0, 0, 0, 0, 0, padding)) for t in (x, b, c))
         a = F.pad(a, (0, 0, 0, padding))
-    # (B, C, Q, ...) chunks; heads in front of the tokens for batched products
-    x, a, b, c = (t.unflatten(1, (-1, chunk)) for t in (x, a, b, c))
-    heads, groups = x.shape[3], b.shape[3]
-    x = x.transpose(2, 3)  # (B, C, H, Q, P)
-    b, c = b.transpose(2, 3), c.transpose(2, 3)  # (B, C, G, Q, N)
-    total = a.transpose(2, 3).cumsum(-1)  # (B, C, H, Q) log decay since the chunk's start
+    groups = b.shape[2]
+    x = rearrange(x, "b (c q) (g h) p -> b c g h q p", q=chunk, g=groups)
+    total = rearrange(a, "b (c q) (g h) -> b c g h q", q=chunk, g=groups).cumsum(-1)
+    b = rearrange(b, "b (c q) g n -> b c g 1 q n", q=chunk)
+    c = rearrange(c, "b (c q) g n -> b c g 1 q n", q=chunk)
 
     # Inside a chunk: y_q = sum_{k <= q} exp(total_q - total_k) (c_q . b_k) x_k
-    score = c @ b.transpose(-1, -2)  # (B, C, G, Q, Q)
     future = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill_(future, -torch.inf).exp_()
-    weight = decay.unflatten(2, (groups, -1)) * score[:, :, :, None]
-    y = weight.flatten(2, 3).to(x.dtype) @ x  # (B, C, H, Q, P)
+    y = (decay * (c @ b.transpose(-1, -2))).to(x.dtype) @ x
 
-    chunks = x.shape[1]
-    if chunks > 1 or state is not None:
-        # Between chunks: what each adds to the state, the state each starts from, and what that gives.
+    if x.shape[1] > 1 or state is not None:
+        # Between chunks: what each adds to the state, the state each starts from, what that gives.
         left = (total[..., -1:] - total).exp().to(x.dtype)  # decay from a token to its chunk's end
-        added = ((x * left[..., None]).unflatten(2, (groups, -1)).transpose(-1, -2)) @ b[:, :, :, None]
-        added = added.flatten(2, 3)  # (B, C, H, P, N)
-        through = total[..., -1, None, None].exp().to(x.dtype)  # (B, C, H, 1, 1)
-        current = torch.zeros_like(added[:, 0]) if state is None else state.to(x.dtype)
-        starts = []
-        for i in range(chunks):
-            starts.append(current)
-            if i + 1 < chunks:
-                current = current * through[:, i] + added[:, i]
-        start = torch.stack(starts, 1).unflatten(2, (groups, -1))  # (B, C, G, H/G, P, N)
-        carried = c[:, :, :, None] @ start.transpose(-1, -2)  # (B, C, G, H/G, Q, P)
-        y = torch.addcmul(y, carried.flatten(2, 3), total.exp().to(x.dtype)[..., None])
-    y = y.transpose(2, 3).flatten(1, 2)
+        added = (x * left[..., None]).transpose(-1, -2) @ b  # (B, C, G, H/G, P, N)
+        kept = total[..., -1].exp().to(x.dtype)[..., None, None]  # decay through a chunk
+        current = torch.zeros_like(added[:, 0])
+        if state is not None:
+            current = rearrange(state, "b (g h) p n -> b g h p n", g=groups).to(x.dtype)
+        starts = [current]
+        for i in range(x.shape[1] - 1):
+            starts.append(starts[i] * kept[:, i] + added[:, i])
+        carried = c @ torch.stack(starts, 1).transpose(-1, -2)
+        y = torch.addcmul(y, carried, total.exp().to(x.dtype)[..., None])
+    y = rearrange(y, "b c g h q p -> b (c q) (g h) p")
     return y[:, :length] if padding else y
 
 
-def ssd_advance(
-    x: Tensor, a: Tensor, b: Tensor, state: Tensor, count: Tensor
-) -> Tensor:
+def ssd_advance(x: Tensor, a: Tensor, b: Tensor, state: Tensor, count: Tensor) -> Tensor:
     """The state (B, H, P, N) after the first ``count`` (B,) of the tokens; arguments as in :func:`ssd`."""
     position = torch.arange(x.shape[1], device=x.device)
     consumed = position < count[:, None]  # (B, L)
@@ -78,7 +69,7 @@ def ssd_advance(
     total = a.cumsum(1)
     left = (total[:, -1:] - total).exp()  # decay from a token to the end, 1 for what is not consumed
     left = left.where(consumed[..., None], left.new_zeros(()))
-    weighted = (x * left.to(x.dtype)[..., None]).unflatten(2, (b.shape[2], -1))  # (B, L, G, H/G, P)
+    weighted = rearrange(x * left.to(x.dtype)[..., None], "b l (g h) p -> b l g h p", g=b.shape[2])
     added = torch.einsum("blghp,blgn->bghpn", weighted, b).flatten(1, 2)
     return state * total[:, -1].exp().to(state.dtype)[..., None, None] + added.to(state.dtype)
 

@@ -75,9 +75,7 @@ def main() -> None:
         )
     )
     parser.add_argument("--device", default="cpu", help="where to make them (default: cpu)")
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="time to spend on each line (default: 2)"
-    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="time to spend on each line (default: 2)")
     parser.add_argument(
         "--output",
         type=Path,

@@ -91,9 +91,7 @@ class Backbone(nn.Module, ABC):
         """
 
     @abstractmethod
-    def evaluate(
-        self, z: Tensor, context: Context, state: State | None = None
-    ) -> tuple[Tensor, Trace]:
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         """One evaluation: f(z) (B, W, D) of the tokens that follow ``state``, and its trace.
 
         The trace is what :meth:`advance` needs to consume tokens at exactly these z, so that moving

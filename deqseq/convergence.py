@@ -130,7 +130,8 @@ class Residual(ConvergencePolicy):
 
 
 def _over_sequence(norms: Tensor, active: Tensor) -> Tensor:
-    total = torch.linalg.vector_norm(norms.where(active, norms.new_zeros(())), dim=1, keepdim=True)
+    counted = norms.where(active, norms.new_zeros(()))
+    total: Tensor = torch.linalg.vector_norm(counted, dim=1, keepdim=True)
     return total.expand_as(norms)
 
 
@@ -220,9 +221,7 @@ class Both(_Combined):
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         residual, converged = self.first.judge(z, fz, iterations, active)
-        return Judgement(
-            residual, converged & self.second.judge(z, fz, iterations, active).converged
-        )
+        return Judgement(residual, converged & self.second.judge(z, fz, iterations, active).converged)
 
 
 class Either(_Combined):
@@ -234,9 +233,7 @@ class Either(_Combined):
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         residual, converged = self.first.judge(z, fz, iterations, active)
-        return Judgement(
-            residual, converged | self.second.judge(z, fz, iterations, active).converged
-        )
+        return Judgement(residual, converged | self.second.judge(z, fz, iterations, active).converged)
 
 
 def check_count(name: str, value: int) -> None:

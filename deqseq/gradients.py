@@ -7,6 +7,7 @@ of one kind.
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -58,29 +59,39 @@ class Phantom(GradientStrategy):
     Args:
         steps: iterations with a graph, each an evaluation of f on all tokens.
         damping: in (0, 1].
+        noise: in training, perturb what the search found by Gaussian noise of this size, relative to the
+            root mean square of each token, before the steps. The steps then learn to pull z back, which
+            makes the fixed points attract: errors of state stop adding up over long sequences.
         checkpoint: recompute each step in the backward pass instead of storing its activations.
 
     Raises:
-        ValueError: ``steps`` below 1, ``damping`` outside (0, 1].
+        ValueError: ``steps`` below 1, ``damping`` outside (0, 1], ``noise`` negative.
     """
 
     steps: int = 4
     damping: float = 0.8
+    noise: float = 0.0
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
         self._picard()
+        if not (math.isfinite(self.noise) and self.noise >= 0):
+            raise ValueError(f"noise must be finite and >= 0, got {self.noise}")
 
     def _picard(self) -> Solver:
         return solvers.create({"name": "picard", "damping": self.damping})
 
     def solve(self, problem: Problem) -> Solution:
         found = search(problem)
+        start = found.z
+        if self.noise and problem.training:
+            size = start.square().mean(-1, keepdim=True).sqrt()
+            start = torch.addcmul(start, size, torch.randn_like(start), value=self.noise)
         refined = iterate(
             _parallel(
                 problem,
-                found.z,
+                start,
                 map=_Checkpointed(problem.map) if self.checkpoint else problem.map,
                 solver=self._picard(),
                 policy=FixedIterations(self.steps),
@@ -160,12 +171,11 @@ class ImplicitDifferentiation(GradientStrategy):
             context=Context(),
             z0=guess.detach(),
             solver=self.solver or problem.solver,
-            policy=self.convergence
-            or Residual(rtol=1e-4, max_iter=max(64, problem.policy.max_iter)),
+            policy=self.convergence or Residual(rtol=1e-4, max_iter=max(64, problem.policy.max_iter)),
             lengths=None,
             group=problem.group,
         )
-        attached: Tensor = _ImplicitFunction.apply(once.z, backward, solution)
+        attached: Tensor = _ImplicitFunction.apply(once.z, backward, solution)  # type: ignore[no-untyped-call]
         solution.z = attached
         return solution
 
@@ -178,9 +188,7 @@ class _Adjoint:
         self.z = z
         self.cotangent = torch.zeros_like(z)  # v, reversed
 
-    def evaluate(
-        self, z: Tensor, context: Context, state: State | None = None
-    ) -> tuple[Tensor, Trace]:
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         product = torch.autograd.grad(self.fz, self.z, z.flip(1), retain_graph=True)[0]
         return self.cotangent + product.flip(1), None
 
@@ -199,7 +207,7 @@ class _ImplicitFunction(torch.autograd.Function):
         return fz.view_as(fz)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _refuse_second_derivative("ImplicitDifferentiation")
         problem: Problem = ctx.problem
         adjoint = problem.map
@@ -223,13 +231,13 @@ class _FirstOrder(torch.autograd.Function):
         return z.view_as(z)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         _refuse_second_derivative(ctx.name)
         return grad, None
 
 
 def _first_order(z: Tensor, name: str) -> Tensor:
-    marked: Tensor = _FirstOrder.apply(z, name)
+    marked: Tensor = _FirstOrder.apply(z, name)  # type: ignore[no-untyped-call]
     return marked
 
 
@@ -248,9 +256,7 @@ class _Checkpointed:
     def __init__(self, inner: Map) -> None:
         self.inner = inner
 
-    def evaluate(
-        self, z: Tensor, context: Context, state: State | None = None
-    ) -> tuple[Tensor, Trace]:
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         fz, trace = checkpoint(self.inner.evaluate, z, context, state, use_reentrant=False)
         return fz, trace
 

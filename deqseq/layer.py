@@ -56,8 +56,7 @@ class SequenceLayer(nn.Module):
         for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
             if value is not None and value.shape != x.shape[:2]:
                 raise ValueError(
-                    f"{name} must have x's shape (B, L) = {tuple(x.shape[:2])}, "
-                    f"got {tuple(value.shape)}"
+                    f"{name} must have x's shape (B, L) = {tuple(x.shape[:2])}, got {tuple(value.shape)}"
                 )
         if z0 is not None and z0.shape != x.shape:
             raise ValueError(f"z0 must have x's shape {tuple(x.shape)}, got {tuple(z0.shape)}")
@@ -127,9 +126,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         super().__init__(backbone)
         self.solver = solvers.create(solver)
         self.gradient = gradients.create(gradient)
-        self.set_convergence(
-            Residual(rtol=0.05, max_iter=32) if convergence is None else convergence
-        )
+        self.set_convergence(Residual(rtol=0.05, max_iter=32) if convergence is None else convergence)
         self.window = _checked_window(window)
         self.causal = causal
         self.group = group
@@ -182,6 +179,7 @@ class ImplicitSequenceLayer(SequenceLayer):
             lengths=None if packing is None else packing.lengths,
             state=state,
             carry=state is not None,
+            training=self.training,
             group=self.group,
         )
         with_graph = torch.is_grad_enabled()
@@ -240,7 +238,8 @@ class ExplicitSequenceLayer(SequenceLayer):
             count = length if packing is None else packing.lengths
             state = self.backbone.advance(trace, self.backbone.reserve(state, x), count).detach()
         if packing is not None:
-            z = packing.unpack(z) * attention_mask[..., None].bool()
+            real = torch.arange(x.shape[1], device=x.device) < packing.lengths[:, None]
+            z = packing.unpack(z.where(real[..., None], z.new_zeros(())))
         return LayerOutput(z, state)
 
 

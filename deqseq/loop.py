@@ -29,9 +29,7 @@ class Map(Protocol):
     Solving in a window, or carrying state, takes the backbone's state methods too.
     """
 
-    def evaluate(
-        self, z: Tensor, context: Context, state: State | None = None
-    ) -> tuple[Tensor, Trace]:
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         """f(z) and the trace it leaves."""
         ...
 
@@ -39,9 +37,7 @@ class Map(Protocol):
 class StatefulMap(Map, Protocol):
     """A map over a state that can move on; methods as in :class:`~deqseq.backbone.Backbone`."""
 
-    def initial_state(
-        self, batch_size: int, device: torch.device, dtype: torch.dtype
-    ) -> State: ...
+    def initial_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> State: ...
 
     def reserve(self, state: State, z: Tensor) -> State: ...
 
@@ -61,6 +57,7 @@ class Problem:
         lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
         state: backbone state before the first token; ``None``: the sequences start here.
         carry: return the state after the last token.
+        training: whether strategies may do what helps training only, such as adding noise.
         group: process group whose members stop together; ``None``: each stops on its own.
     """
 
@@ -73,6 +70,7 @@ class Problem:
     lengths: Tensor | None = None
     state: State | None = None
     carry: bool = False
+    training: bool = False
     group: dist.ProcessGroup | None = None
 
 

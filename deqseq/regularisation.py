@@ -14,7 +14,10 @@ from deqseq.convergence import check_count
 
 
 def jacobian_penalty(
-    f: Callable[[Tensor], Tensor], z: Tensor, samples: int = 1, generator: torch.Generator | None = None
+    f: Callable[[Tensor], Tensor],
+    z: Tensor,
+    samples: int = 1,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Hutchinson's estimate of ``||df/dz||_F^2 / (B L D)``, a scalar to add to a loss.
 

@@ -99,9 +99,7 @@ class Anderson(Solver):
             size = torch.linalg.vector_norm(residual, dim=-1, dtype=gram.dtype)
         proposal = picard - combine(iterates, weights)
         z_next = guarded(z, proposal, picard, self._reach * size)
-        state = _State(
-            residuals, iterates, gram, age, residual, picard, pairs + 1, state.written + 1
-        )
+        state = _State(residuals, iterates, gram, age, residual, picard, pairs + 1, state.written + 1)
         return z_next, state
 
     def _weights(self, gram: Tensor, target: Tensor, mine: Tensor) -> Tensor:
@@ -114,5 +112,5 @@ class Anderson(Solver):
         ridge = torch.where(usable, self.regularisation, 1.0)
         system = system + torch.diag_embed(ridge.to(gram.dtype))
         right = torch.where(usable, target * scale, 0.0)
-        weights, _ = torch.linalg.solve_ex(system, right)
+        weights: Tensor = torch.linalg.solve_ex(system, right)[0]
         return weights * scale

@@ -92,9 +92,7 @@ class Broyden(Solver):
             age = torch.where(known, age + 1, age)
             mine = valid_slots(age, state.written + 1, self.memory)
             on_residual = torch.where(mine, dots(v, residual, self.scope), 0.0)
-            limit = self._reach * torch.linalg.vector_norm(
-                residual, dim=-1, dtype=on_residual.dtype
-            )
+            limit = self._reach * torch.linalg.vector_norm(residual, dim=-1, dtype=on_residual.dtype)
         z_next = guarded(z, fz - combine(u, on_residual), fz, limit)
         state = _State(u, v, age, residual, z, torch.ones_like(known), state.written + 1)
         return z_next, state

@@ -48,9 +48,7 @@ class TorchDEQ(Solver):
                 "solver 'torchdeq:...' needs the torchdeq package: pip install 'deqseq[torchdeq]'"
             ) from error
         if method not in known:
-            raise ValueError(
-                f"unknown torchdeq solver {method!r}; known: {', '.join(sorted(known))}"
-            )
+            raise ValueError(f"unknown torchdeq solver {method!r}; known: {', '.join(sorted(known))}")
         self.method = method
         self.options = options
         self._solve: Callable[..., Any] = known[method]

@@ -5,7 +5,8 @@ Shapes: B sequences, L tokens, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,14 @@ from transformers.trainer_callback import ExportableState
 from deqseq.curriculum import Curriculum
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Solution, Status
+
+
+class Stream(Protocol):
+    """An endless iterable dataset of whole batches that can start at any of them."""
+
+    start: int
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]: ...
 
 
 class CurriculumCallback(TrainerCallback, ExportableState):
@@ -36,8 +45,9 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        saved = state.stateful_callbacks.get(type(self).__name__)
-        if state.global_step and isinstance(saved, dict):
+        callbacks: Any = state.stateful_callbacks
+        saved = callbacks.get(type(self).__name__)
+        if state.global_step and saved:
             stages = saved["attributes"]["stages"]
             if stages != self.curriculum.to_list():
                 raise ValueError(
@@ -95,7 +105,7 @@ class SolveWatch:
 class _StreamPosition(TrainerCallback):
     """Moves an endless stream to the batch at which a resumed run goes on."""
 
-    def __init__(self, stream: IterableDataset[Any]) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
     def on_train_begin(
@@ -115,7 +125,7 @@ class AlignedTrainer(Trainer):
         self,
         model: nn.Module,
         args: TrainingArguments,
-        stream: IterableDataset[Any],
+        stream: Stream,
         curriculum: Curriculum | None = None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
@@ -125,10 +135,11 @@ class AlignedTrainer(Trainer):
             callbacks.append(CurriculumCallback(curriculum))
         super().__init__(model=model, args=args, train_dataset=stream, callbacks=callbacks)
         self.model_accepts_loss_kwargs = False  # the loss is the mean of its own batch
+        self.stream = stream
         self.watch = SolveWatch()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.train_dataset, batch_size=None)
+        return DataLoader(cast(IterableDataset[Any], self.stream), batch_size=None)
 
     def compute_loss(
         self,

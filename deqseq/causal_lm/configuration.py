@@ -44,12 +44,12 @@ class ImplicitConfig(PreTrainedConfig):
     model_type = "implicit_lm"
 
     vocab_size: int = 50277
-    backbone: dict | None = None
+    backbone: dict[str, Any] | None = None
     implicit: bool = True
-    solver: str | dict = "picard"
-    gradient: str | dict = "phantom"
-    convergence: str | dict | None = None
-    eval_convergence: str | dict | None = None
+    solver: str | dict[str, Any] = "picard"
+    gradient: str | dict[str, Any] = "phantom"
+    convergence: str | dict[str, Any] | None = None
+    eval_convergence: str | dict[str, Any] | None = None
     window: int | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
@@ -73,7 +73,7 @@ class ImplicitConfig(PreTrainedConfig):
         gradients.create(self.gradient)
         policies.create(self.convergence)
         policies.create(self.eval_convergence)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     @property
     def hidden_size(self) -> int:

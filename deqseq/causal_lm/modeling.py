@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from deqseq.backbone import State
 from deqseq.causal_lm.configuration import ImplicitConfig
@@ -71,7 +70,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
                 be random.
         """
         with_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded
         problems = {
             what: sorted(map(str, info[key]))
             for what, key in (
@@ -106,7 +106,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
             )
         else:
             self.layer = ExplicitSequenceLayer({**config.backbone, "injection": False})
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -136,21 +136,21 @@ class ImplicitModel(ImplicitPreTrainedModel):
         out = self.layer(
             inputs_embeds, attention_mask, position_ids=position_ids, state=state, **layer_options
         )
-        return ImplicitModelOutput(
-            last_hidden_state=out.z, state=out.state, solution=out.solution
-        )
+        return ImplicitModelOutput(last_hidden_state=out.z, state=out.state, solution=out.solution)
 
 
 class ImplicitForCausalLM(ImplicitPreTrainedModel):
     """A causal language model with an implicit (or explicit) body and a linear output layer."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {  # noqa: RUF012 - transformers declares it as an instance variable
+        "lm_head.weight": "model.embed_tokens.weight"
+    }
 
     def __init__(self, config: ImplicitConfig) -> None:
         super().__init__(config)
         self.model = ImplicitModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -168,15 +168,11 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel):
         ignored. Tasks whose targets stand at their inputs compute their loss from the logits.
         """
         loss_options = {k: options.pop(k) for k in ("num_items_in_batch",) if k in options}
-        out = self.model(
-            input_ids, attention_mask, position_ids, inputs_embeds, state, **options
-        )
+        out = self.model(input_ids, attention_mask, position_ids, inputs_embeds, state, **options)
         logits = self.lm_head(out.last_hidden_state)
         loss = None
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_options
             )
-        return ImplicitCausalLMOutput(
-            loss=loss, logits=logits, state=out.state, solution=out.solution
-        )
+        return ImplicitCausalLMOutput(loss=loss, logits=logits, state=out.state, solution=out.solution)

@@ -85,8 +85,7 @@ class Algebra:
         n, table = len(self), self.table
         if table.shape != (n, n) or table.dtype != torch.int64:
             raise ValueError(
-                f"{self.name}: table is {tuple(table.shape)} {table.dtype}, must be ({n}, {n}) "
-                "torch.int64"
+                f"{self.name}: table is {tuple(table.shape)} {table.dtype}, must be ({n}, {n}) torch.int64"
             )
         if not bool(((table >= 0) & (table < n)).all()):
             raise ValueError(f"{self.name}: not closed, table entries must lie in [0, {n})")

@@ -85,9 +85,7 @@ def sample(
     group, monoid = _parts(algebra, torch.device(device))
 
     # Everything comes from one uniform number a token; 53 bits are plenty for both parts.
-    uniform = torch.rand(
-        batch_size, length, dtype=torch.float64, generator=generator, device=device
-    )
+    uniform = torch.rand(batch_size, length, dtype=torch.float64, generator=generator, device=device)
     token: Tensor | None = None
     if len(monoid) > 1:
         uniform *= len(monoid)
@@ -340,9 +338,7 @@ class WordProblemDataset(Dataset[Batch]):
             if header["length"] != products.shape[1]:
                 raise ValueError(f"length is {products.shape[1]}, must be {header['length']}")
         except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{fspath(path)} is not an intact word-problem set: {error}"
-            ) from error
+            raise ValueError(f"{fspath(path)} is not an intact word-problem set: {error}") from error
         return dataset
 
 
@@ -426,8 +422,7 @@ def write_csv(path: str | PathLike[str], tokens: Tensor, targets: Tensor, seed: 
     """
     if tokens.ndim != 2 or tokens.shape != targets.shape:
         raise ValueError(
-            f"tokens are {tuple(tokens.shape)} and targets {tuple(targets.shape)}, must both be "
-            "(S, L)"
+            f"tokens are {tuple(tokens.shape)} and targets {tuple(targets.shape)}, must both be (S, L)"
         )
     with open(path, "w", newline="", encoding="utf-8") as file:
         file.write(",".join(_CSV_HEADER) + "\n")

@@ -231,9 +231,7 @@ class TestSample:
             sample(algebra("A5"), batch, length, identity_probability=0.5)
 
 
-def make_stream(
-    length: int | tuple[int, int] = (3, 9), seed: int = 5, start: int = 0
-) -> WordProblemStream:
+def make_stream(length: int | tuple[int, int] = (3, 9), seed: int = 5, start: int = 0) -> WordProblemStream:
     return WordProblemStream(
         algebra("A5xM"), length, identity_probability=0.5, seed=seed, batch_size=4, start=start
     )
@@ -402,9 +400,7 @@ class TestCsv:
             (GOLDEN_CSV, "", "line 1: header"),
         ],
     )
-    def test_names_the_first_wrong_line(
-        self, old: str, new: str, complaint: str, tmp_path: Path
-    ) -> None:
+    def test_names_the_first_wrong_line(self, old: str, new: str, complaint: str, tmp_path: Path) -> None:
         assert old in GOLDEN_CSV
         path = tmp_path / "A5=6.csv"
         path.write_text(GOLDEN_CSV.replace(old, new))

@@ -1,0 +1,192 @@
+"""The command line: ``python -m deqseq.tasks.state_tracking {train,evaluate,data,demo}``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers.hf_argparser import HfArgumentParser
+from transformers.utils import logging as transformers_logging
+
+from deqseq.tasks.state_tracking.algebra import algebra
+from deqseq.tasks.state_tracking.data import WordProblemDataset, algebra_of_csv, read_csv, write_csv
+from deqseq.tasks.state_tracking.demo import demo
+from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out, load, save, table
+from deqseq.tasks.state_tracking.plots import plot_by_position, plot_training
+from deqseq.tasks.state_tracking.settings import TrainSettings
+from deqseq.tasks.state_tracking.train import train
+
+_ABOUT = """\
+State tracking: read elements of a group, say after each what their product so far is.
+
+The word problem of A5 (60 elements) is out of reach of linear recurrences and of attention of a fixed
+depth; one implicit layer learns it. Sequences draw the identity with probability p, so the share of
+tokens that matter is 1 - p.
+
+  train     train a model in a folder (goes on where an interrupted run stopped)
+  evaluate  test the model of a folder at any length, in any window; writes JSON and a figure
+  data      write word problems in the benchmark's CSV format, or check such a file
+  demo      train an implicit Mamba2 and its explicit twin on A5, compare them at 1x and 4x the length
+
+`... COMMAND --help` explains each."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    transformers_logging.set_verbosity_error()
+    commands = {"train": _train, "evaluate": _evaluate, "data": _data, "demo": _demo}
+    parser = argparse.ArgumentParser(
+        prog="python -m deqseq.tasks.state_tracking",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parsed = parser.parse_args(arguments)
+    try:
+        commands[parsed.command](f"{parser.prog} {parsed.command}", parsed.arguments)
+    except (ValueError, FileExistsError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _train(prog: str, arguments: Sequence[str]) -> None:
+    parser = HfArgumentParser(
+        cast(Any, TrainSettings),
+        prog=prog,
+        description="Train a model. The defaults are those of the demo: A5 at length 16, minutes on a "
+        "laptop. Run the same command again to go on after an interruption.",
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder of the run")
+    parser.add_argument(
+        "--save_steps", "--save-steps", type=int, default=500, help="steps between checkpoints"
+    )
+    settings, rest = parser.parse_args_into_dataclasses(args=list(arguments))
+    train(settings, rest.output, save_steps=rest.save_steps)
+    output = Path(rest.output)
+    record = json.loads((output / "training.json").read_text())
+    plot_training(record["log"], output / "training.png")
+    print(f"trained in {record['seconds']:.0f} s; model, training.json and training.png in {output}")
+
+
+def _window(text: str) -> int | None:
+    if text in ("all", "none", "None"):
+        return None
+    return int(text)
+
+
+def _evaluate(prog: str, arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Test the model of a run on fresh sequences, or on a CSV file of the word-problem "
+        "benchmark. Every length is tested in every window.",
+    )
+    parser.add_argument("run", help="folder of a finished run")
+    parser.add_argument("--length", type=int, nargs="+", help="tokens of a sequence (default: 1x, 4x)")
+    parser.add_argument(
+        "--window", type=_window, nargs="+", default=[8],
+        help="tokens solved at a time: 'all', 1 for one by one, or a number (default: 8). The answer "
+        "is the same; the work is not",
+    )  # fmt: skip
+    parser.add_argument("--sequences", type=int, default=512, help="how many (default: 512)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sequences (default: 0)")
+    parser.add_argument("--identity-probability", type=float, help="default: as in training")
+    parser.add_argument("--tolerance", type=float, help="relative residual (default: the model's)")
+    parser.add_argument("--max-iter", type=int, help="evaluations a token may take (default: the model's)")
+    parser.add_argument("--batch-size", type=int, default=256, help="solved together (default: 256)")
+    parser.add_argument("--csv", metavar="FILE", help="test on this file instead")
+    parser.add_argument("--output", metavar="DIR", help="folder for results (default: RUN/evaluation)")
+    options = parser.parse_args(list(arguments))
+    model, settings = load(options.run)
+    if torch.cuda.is_available():
+        cast(Any, model).to("cuda")
+    sets = []
+    if options.csv:
+        if len(algebra_of_csv(options.csv)) != len(settings.algebra):
+            raise ValueError(
+                f"{options.csv} is of {algebra_of_csv(options.csv).name}, the model of {settings.group}"
+            )
+        tokens, targets, _ = read_csv(options.csv, algebra_of_csv(options.csv))
+        sets.append((tokens, targets))
+    else:
+        p = options.identity_probability
+        task = settings if p is None else replace(settings, identity_probability=p)
+        for length in options.length or (settings.length, 4 * settings.length):
+            fresh = held_out(task, length, options.sequences, options.seed)
+            sets.append((fresh.tokens, fresh.targets))
+    name = "explicit" if settings.explicit else "implicit"
+    rows: list[tuple[str, Evaluation]] = []
+    for tokens, targets in sets:
+        for window in [None] if settings.explicit else options.window:
+            found = evaluate(
+                model, tokens, targets, window, options.tolerance, options.max_iter,
+                options.batch_size, progress=True,
+            )  # fmt: skip
+            rows.append((name, found))
+    print(table(rows))
+    folder = Path(options.output or Path(options.run) / "evaluation")
+    save(rows, folder / "evaluation.json")
+    plot_by_position(rows, folder / "by_position.png", 1 / len(settings.algebra), settings.length)
+    print(f"wrote {folder / 'evaluation.json'} and {folder / 'by_position.png'}")
+
+
+def _data(prog: str, arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Write sequences and their running products as GROUP=LENGTH.csv, the format of the "
+        "word-problem benchmark; or, with --check, verify every product in such a file.",
+    )
+    parser.add_argument("file", help="CSV file, named like A5=20.csv; the group is read from its name")
+    parser.add_argument("--check", action="store_true", help="verify instead of writing")
+    parser.add_argument("--length", type=int, default=20, help="tokens of a sequence (default: 20)")
+    parser.add_argument("--sequences", type=int, default=1000, help="how many (default: 1000)")
+    parser.add_argument(
+        "--identity-probability", type=float, default=0.0,
+        help="probability of the identity (default: 0); the share of hard tokens is one minus it",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    options = parser.parse_args(list(arguments))
+    group = algebra_of_csv(options.file)
+    if options.check:
+        tokens, _, _ = read_csv(options.file, group)
+        print(f"{options.file}: {len(tokens)} sequences of {tokens.shape[1]}, all products right")
+        return
+    fresh = WordProblemDataset.generate(
+        algebra(group.name),
+        sequences=options.sequences,
+        length=options.length,
+        identity_probability=options.identity_probability,
+        seed=options.seed,
+    )
+    if Path(options.file).exists():
+        raise ValueError(f"{options.file} exists: choose another name")
+    write_csv(options.file, fresh.tokens, fresh.targets, options.seed)
+    print(f"wrote {len(fresh)} sequences of {options.length} to {options.file}")
+
+
+def _demo(prog: str, arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Train a one-layer implicit Mamba2 and its explicit twin on A5 at length 16, test "
+        "both at 16 and 64. A few minutes on two cores; repeated, it shows what it has.",
+    )
+    parser.add_argument("--output", default="runs/demo", help="folder (default: runs/demo)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="default: 1")
+    options: Any = parser.parse_args(list(arguments))
+    demo(Path(options.output), options.seeds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Evaluation on a word problem, at any length and in any window."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.convergence import Residual
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.solution import Status
+from deqseq.tasks.state_tracking.data import WordProblemDataset
+from deqseq.tasks.state_tracking.metrics import Accuracies
+from deqseq.tasks.state_tracking.settings import TrainSettings, load_settings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Evaluation:
+    """One model on one set of sequences, solved in one way. Shares are in [0, 1].
+
+    Attributes:
+        length: tokens of a sequence.
+        window: tokens solved at a time; ``None``: all.
+        accuracy, accuracy_last10, accuracy_sequence: over all tokens, over the last ten of each
+            sequence, and of whole sequences.
+        iterations: evaluations a token took part in while unsettled, mean.
+        passes: calls of f over a window, mean over batches.
+        residual: relative, mean over tokens.
+        converged: share of tokens whose search met the tolerance.
+        seconds: of the whole evaluation.
+        accuracy_by_position, iterations_by_position: per token; no iterations for explicit models.
+    """
+
+    length: int
+    window: int | None
+    accuracy: float
+    accuracy_last10: float
+    accuracy_sequence: float
+    iterations: float | None
+    passes: float | None
+    residual: float | None
+    converged: float | None
+    seconds: float
+    accuracy_by_position: list[float]
+    iterations_by_position: list[float] | None
+
+
+def load(path: str | Path) -> tuple[ImplicitForCausalLM, TrainSettings]:
+    """A trained model and the settings of its run.
+
+    Raises:
+        ValueError: no run there, one that is not finished, or a checkpoint that cannot be read.
+    """
+    settings = load_settings(path)
+    if not (Path(path) / "model.safetensors").exists():
+        raise ValueError(f"the run in {path} is not finished: it has no model.safetensors yet")
+    try:
+        model = ImplicitForCausalLM.from_pretrained(path)
+    except (OSError, RuntimeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the checkpoint in {path} cannot be read: {error}") from error
+    except Exception as error:
+        # safetensors reports a damaged file with an exception class of its own.
+        if type(error).__module__.startswith("safetensors"):
+            raise ValueError(f"the checkpoint in {path} is damaged: {error}") from error
+        raise
+    return model, settings
+
+
+@torch.no_grad()
+def evaluate(
+    model: ImplicitForCausalLM,
+    tokens: Tensor,
+    targets: Tensor,
+    window: int | None = None,
+    tolerance: float | None = None,
+    max_iter: int | None = None,
+    batch_size: int = 256,
+    progress: bool = False,
+) -> Evaluation:
+    """Solve ``tokens`` (S, L) int64 and compare the predictions with ``targets`` (S, L).
+
+    Args:
+        window: tokens solved at a time; all by default. No matter for explicit models.
+        tolerance, max_iter: of the search; the model's evaluation policy by default.
+        batch_size: sequences solved together; results do not depend on it.
+
+    Raises:
+        ValueError: shapes that differ, tokens outside the vocabulary, a window, tolerance or budget
+            out of range.
+    """
+    if tokens.shape != targets.shape or tokens.dim() != 2:
+        raise ValueError(
+            f"tokens and targets must have one shape (S, L), got {tuple(tokens.shape)} "
+            f"and {tuple(targets.shape)}"
+        )
+    if tokens.max() >= model.config.vocab_size:
+        raise ValueError(
+            f"token {int(tokens.max())} is outside the model's vocabulary of {model.config.vocab_size}"
+        )
+    model.eval()
+    layer = model.model.layer
+    options = {"window": window} if isinstance(layer, ImplicitSequenceLayer) else {}
+    accuracies = Accuracies()
+    solved: dict[str, list[Tensor]] = {"iterations": [], "residual": [], "status": []}
+    passes = []
+    start = time.perf_counter()
+    batches = range(0, len(tokens), batch_size)
+    description = f"length {tokens.shape[1]}, window {window or 'all'}"
+    with _policy(layer, tolerance, max_iter):
+        for i in tqdm(batches, desc=description, leave=False, disable=not progress):
+            out = model(tokens[i : i + batch_size].to(model.device), **options)
+            accuracies.update(out.logits, targets[i : i + batch_size].to(model.device))
+            if out.solution is not None:
+                passes.append(out.solution.nfe)
+                for name, values in solved.items():
+                    values.append(getattr(out.solution, name).cpu())
+    report = accuracies.compute()
+    implicit = bool(passes)
+    every = {name: torch.cat(values).double() for name, values in solved.items()} if implicit else {}
+    return Evaluation(
+        length=tokens.shape[1],
+        window=window if implicit else None,
+        accuracy=report["accuracy"],
+        accuracy_last10=report["accuracy_last10"],
+        accuracy_sequence=report["accuracy_sequence"],
+        iterations=every["iterations"].mean().item() if implicit else None,
+        passes=sum(passes) / len(passes) if implicit else None,
+        residual=every["residual"].mean().item() if implicit else None,
+        converged=(every["status"] == Status.CONVERGED).double().mean().item() if implicit else None,
+        seconds=time.perf_counter() - start,
+        accuracy_by_position=report["accuracy_by_position"].tolist(),
+        iterations_by_position=every["iterations"].mean(0).tolist() if implicit else None,
+    )
+
+
+@contextmanager
+def _policy(layer: nn.Module, tolerance: float | None, max_iter: int | None) -> Iterator[None]:
+    """The layer with another tolerance or budget for evaluation, for a while."""
+    if not isinstance(layer, ImplicitSequenceLayer) or (tolerance is None and max_iter is None):
+        yield
+        return
+    policy = layer.eval_convergence
+    layer.eval_convergence = Residual(
+        rtol=getattr(policy, "rtol", 0.0) if tolerance is None else tolerance,
+        max_iter=policy.max_iter if max_iter is None else max_iter,
+    )
+    try:
+        yield
+    finally:
+        layer.eval_convergence = policy
+
+
+def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblemDataset:
+    """Fresh sequences of the task that the model was trained on, at another length."""
+    return WordProblemDataset.generate(
+        settings.algebra,
+        sequences=sequences,
+        length=length,
+        identity_probability=settings.identity_probability,
+        seed=seed,
+    )
+
+
+def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
+    """The evaluations as text, one row each."""
+    head = ("model", "length", "window", "all", "last 10", "sequence", "iterations", "passes",
+            "converged", "seconds")  # fmt: skip
+    lines: list[tuple[str, ...]] = [head]
+    for name, e in rows:
+        window = "-" if e.iterations is None else "all" if e.window is None else str(e.window)
+        accuracy = (f"{x:.4f}" for x in (e.accuracy, e.accuracy_last10, e.accuracy_sequence))
+        solved = (
+            "-" if x is None else f"{x:.{digits}f}"
+            for x, digits in ((e.iterations, 1), (e.passes, 0), (e.converged, 4))
+        )
+        lines.append((name, str(e.length), window, *accuracy, *solved, f"{e.seconds:.1f}"))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+    )
+
+
+def save(rows: Sequence[tuple[str, Evaluation]], path: Path) -> None:
+    """Write the evaluations as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([{"model": n, **asdict(e)} for n, e in rows], indent=2) + "\n")

@@ -1,0 +1,174 @@
+"""Settings of a state-tracking run, and the folder that holds it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from deqseq.causal_lm import ImplicitConfig
+from deqseq.convergence import check_count
+from deqseq.curriculum import Curriculum, Stage
+from deqseq.tasks.state_tracking.algebra import Algebra, algebra
+
+
+def _help(text: str, default: Any) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class TrainSettings:
+    """Everything that determines a trained model; saved beside it as ``settings.json``.
+
+    Training has two stages: first a few iterations are unrolled from zero and differentiated through,
+    which is cheap and finds the task; then the fixed point is searched for, and a few phantom steps carry
+    the gradient.
+
+    Raises:
+        ValueError: a value out of its range, with the rule.
+    """
+
+    group: str = _help("algebra: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M", "A5")
+    length: int = _help("tokens of a training sequence; the longest if --min_length is given", 16)
+    min_length: int | None = _help(
+        "shortest sequence of the fixed-point stage; every batch draws a length up to --length",
+        None,
+    )
+    identity_probability: float = _help(
+        "probability that a token is the group's identity, which changes nothing; "
+        "the share of hard tokens is one minus it", 0.5
+    )  # fmt: skip
+    explicit: bool = _help("train the explicit twin: the same stack applied once", False)
+    d_model: int = _help("width", 128)
+    n_layer: int = _help("blocks", 1)
+    d_state: int = _help("state dim of a head", 32)
+    expand: int = _help("inner width over width", 2)
+    headdim: int = _help("width of a head", 32)
+    steps: int = _help("optimiser steps", 2000)
+    batch_size: int = _help("sequences a step", 64)
+    learning_rate: float = _help("peak; warms up over 5 %% of the steps, decays over the last 30 %%", 2e-3)
+    weight_decay: float = _help("of matrices", 0.0)
+    max_grad_norm: float = _help("gradient clipping", 0.5)
+    unrolled_share: float = _help("share of the steps in the unrolled stage", 0.5)
+    unrolled_iterations: int = _help("iterations of the unrolled stage", 4)
+    tolerance: float = _help("relative residual of the search in the fixed-point stage", 0.005)
+    max_iter: int = _help("evaluations a token may take part in, in that search", 48)
+    train_window: int | None = _help("tokens searched at a time in training; all by default", None)
+    phantom_steps: int = _help("steps that carry the gradient in the fixed-point stage", 4)
+    phantom_damping: float = _help("their damping", 0.8)
+    seed: int = _help("of weights and data", 1)
+
+    def __post_init__(self) -> None:
+        algebra(self.group)
+        for name in ("length", "steps", "batch_size", "unrolled_iterations", "max_iter"):
+            check_count(name, getattr(self, name))
+        if self.min_length is not None and not 1 <= self.min_length <= self.length:
+            raise ValueError(
+                f"min_length must be between 1 and length = {self.length}, got {self.min_length}"
+            )
+        if not 0 <= self.unrolled_share <= 1:
+            raise ValueError(f"unrolled_share must be in [0, 1], got {self.unrolled_share}")
+        if not 0 <= self.identity_probability <= 1:
+            raise ValueError(f"identity_probability must be in [0, 1], got {self.identity_probability}")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        self.curriculum()
+
+    @property
+    def algebra(self) -> Algebra:
+        return algebra(self.group)
+
+    def config(self) -> ImplicitConfig:
+        """The model's configuration; evaluation searches more finely than training."""
+        return ImplicitConfig(
+            vocab_size=len(self.algebra),
+            backbone={
+                "name": "mamba2",
+                "d_model": self.d_model,
+                "n_layer": self.n_layer,
+                "d_state": self.d_state,
+                "expand": self.expand,
+                "headdim": self.headdim,
+            },
+            implicit=not self.explicit,
+            convergence=self._policy(),
+            eval_convergence={"name": "residual", "rtol": self.tolerance, "max_iter": 256},
+        )
+
+    def curriculum(self) -> Curriculum | None:
+        """The two stages; ``None`` for an explicit model."""
+        if self.explicit:
+            return None
+        unrolled = {"name": "unrolled", "iterations": self.unrolled_iterations}
+        phantom = {
+            "name": "phantom",
+            "steps": self.phantom_steps,
+            "damping": self.phantom_damping,
+        }
+        stages = []
+        if self.unrolled_share > 0:
+            stages.append(Stage(self.unrolled_share, unrolled))
+        if self.unrolled_share < 1:
+            stages.append(Stage(1.0, phantom, self._policy(), self.train_window))
+        return Curriculum(stages)
+
+    def _policy(self) -> dict[str, Any]:
+        return {"name": "residual", "rtol": self.tolerance, "max_iter": self.max_iter}
+
+
+class RunFolder:
+    """The folder of one run: settings, checkpoints, and in the end the model.
+
+    Raises:
+        ValueError: the folder holds something else, or a run with other settings. Nothing in it is
+            touched then.
+    """
+
+    def __init__(self, path: str | Path, settings: TrainSettings) -> None:
+        self.path = Path(path)
+        file = self.path / "settings.json"
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file, not a folder")
+        if file.exists():
+            self._check_same(file, settings)
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise ValueError(
+                f"{self.path} is not empty and holds no run (no settings.json): choose another folder"
+            )
+        else:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(asdict(settings), indent=2) + "\n")
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trained model has been saved."""
+        return (self.path / "training.json").exists()
+
+    def _check_same(self, file: Path, settings: TrainSettings) -> None:
+        saved, wanted = asdict(load_settings(file.parent)), asdict(settings)
+        different = [
+            f"{f.name}: {saved[f.name]} there, {wanted[f.name]} asked for"
+            for f in fields(settings)
+            if saved[f.name] != wanted[f.name]
+        ]
+        if different:
+            raise ValueError(
+                f"{self.path} holds a run with other settings ({'; '.join(different)}): "
+                "choose another folder, or repeat its settings to resume it"
+            )
+
+
+def load_settings(path: str | Path) -> TrainSettings:
+    """The settings of the run in folder ``path``.
+
+    Raises:
+        ValueError: no run there, or a settings file that cannot be read.
+    """
+    file = Path(path) / "settings.json"
+    if not file.exists():
+        raise ValueError(f"{path} holds no run: {file} does not exist")
+    try:
+        return TrainSettings(**json.loads(file.read_text()))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,192 @@
+"""Small contractive maps, and helpers that several test modules share, as fixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deqseq import Backbone, Context, ImplicitSequenceLayer, State
+from deqseq.backbone import Trace
+from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
+from deqseq.solver import Progress
+
+D_MODEL = 16
+
+MakeBackbone = Callable[..., Backbone]
+MakeLayer = Callable[..., ImplicitSequenceLayer]
+
+
+class PrefixMean(nn.Module):
+    """tanh(U u_t + V mean of u up to t): causal to the bit, also with NaN in the future."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.here = nn.Linear(d_model, d_model)
+        self.past = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, u: Tensor) -> Tensor:
+        number = torch.arange(1, u.shape[1] + 1, device=u.device, dtype=u.dtype)
+        return torch.tanh(self.here(u) + self.past(u.cumsum(1) / number[:, None]))
+
+
+class Pointwise(nn.Module):
+    """u_t -> A u_t for a given matrix A (D, D), or a number."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(matrix)
+
+    def forward(self, u: Tensor) -> Tensor:
+        return u @ self.matrix.T if self.matrix.dim() else u * self.matrix
+
+
+class Rates(Backbone):
+    """f(z)_t = a_t z_t + x_t with a_t = x_t's first entry: every token has its own known rate."""
+
+    def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        return Context((x, x[..., :1]))
+
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
+        x, rate = context.tokens
+        return rate * z + x, None
+
+    def initial_state(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        return State(torch.zeros(batch_size, dtype=torch.int64, device=device), ())
+
+    def advance(self, trace: Trace, state: State, count: Tensor) -> State:
+        return State(state.seen + count, ())
+
+
+def contract(backbone: Backbone) -> Backbone:
+    """Weaken the dependence on z, so that Picard iteration gains a factor of about two a pass.
+
+    A final norm makes the map blind to the scale of what it normalises, so smaller output weights would
+    bring it nearer to the identity, not nearer to a contraction.
+    """
+    with torch.no_grad():
+        for name, parameter in backbone.named_parameters():
+            if "out_proj" in name and name.endswith("original0"):
+                parameter.mul_(3)
+            if name.endswith(("norm.weight", "norm2.weight")) and "mixer" not in name:
+                parameter.mul_(1 if name.startswith("injection") else 0.1)
+    return backbone
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture
+def make_backbone() -> MakeBackbone:
+    """``make_backbone(name, seed=0, dtype=None, **options)``: a small contractive map of width 16."""
+
+    def make(name: str, seed: int = 0, dtype: torch.dtype | None = None, **options: Any) -> Backbone:
+        torch.manual_seed(seed)
+        backbone: Backbone
+        if name == "mamba2":
+            sizes = {"n_layer": 1, "d_state": 8, "headdim": 8, "chunk_size": 8}
+            backbone = contract(Mamba2Backbone(D_MODEL, **{**sizes, **options}))
+        elif name == "llama":
+            sizes = {"n_layer": 1, "n_head": 2, "d_inner": 24}
+            backbone = contract(LlamaBackbone(D_MODEL, **{**sizes, **options}))
+        elif name == "module":
+            module = PrefixMean(D_MODEL)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(0.6)
+            backbone = ModuleBackbone(module, **options)
+        else:
+            raise AssertionError(name)
+        return backbone.to(dtype)
+
+    return make
+
+
+@pytest.fixture
+def make_layer(make_backbone: MakeBackbone) -> MakeLayer:
+    """``make_layer(name, **layer options)``: a layer over a small contractive map."""
+
+    def make(name: str, dtype: torch.dtype | None = None, **options: Any) -> ImplicitSequenceLayer:
+        return ImplicitSequenceLayer(make_backbone(name, dtype=dtype), **options)
+
+    return make
+
+
+@pytest.fixture
+def rates() -> Backbone:
+    """The map a_t z_t + x_t with a_t in x's first entry."""
+    return Rates()
+
+
+@pytest.fixture
+def pointwise() -> Callable[[Tensor], ModuleBackbone]:
+    """``pointwise(A)``: the map A (z_t + x_t), every token by itself."""
+    return lambda matrix: ModuleBackbone(Pointwise(matrix))
+
+
+@pytest.fixture
+def count_calls() -> Callable[[Backbone], list[tuple[int, ...]]]:
+    """``count_calls(backbone)``: a list to which every evaluation adds the shape of its z."""
+
+    def count(backbone: Backbone) -> list[tuple[int, ...]]:
+        calls: list[tuple[int, ...]] = []
+        evaluate = backbone.evaluate
+
+        def counted(z: Tensor, *args: Any) -> tuple[Tensor, Trace]:
+            calls.append(tuple(z.shape))
+            return evaluate(z, *args)
+
+        backbone.evaluate = counted  # type: ignore[method-assign]
+        return calls
+
+    return count
+
+
+@pytest.fixture
+def make_progress() -> Callable[..., Progress]:
+    """``make_progress(z, step)``: what the loop tells a solver at a step when nothing settles."""
+
+    def make(z: Tensor, step: int, **changes: Any) -> Progress:
+        no = torch.zeros(z.shape[:2], dtype=torch.bool)
+        entered = torch.full_like(no, step == 0)
+        known = Progress(residual=None, active=~no, entered=entered, shifting=no, last=no)
+        return known._replace(**changes)
+
+    return make
+
+
+@pytest.fixture
+def assert_close() -> Callable[..., None]:
+    """``assert_close(a, b, tolerance)``: largest difference relative to the largest value of b."""
+
+    def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+        assert actual.shape == expected.shape
+        scale = expected.abs().max().clamp_min(1e-30)
+        error = ((actual - expected).abs().max() / scale).item()
+        assert error <= tolerance, f"relative error {error:.2e} > {tolerance:.0e}"
+
+    return close
+
+
+@pytest.fixture
+def gradients_of() -> Callable[..., list[Tensor]]:
+    """``gradients_of(layer, x, weight)``: of (z * weight).sum() w.r.t. x, then the parameters."""
+
+    def gradients(layer: nn.Module, x: Tensor, weight: Tensor, **options: Any) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        out = layer(x, **options)
+        wanted = [x, *layer.parameters()]
+        return list(torch.autograd.grad((out.z * weight).sum(), wanted))
+
+    return gradients

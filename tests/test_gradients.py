@@ -1,0 +1,412 @@
+"""Gradients in double precision: against each other, and against finite differences."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deqseq import (
+    FixedIterations,
+    GradientStrategy,
+    ImplicitDifferentiation,
+    ImplicitSequenceLayer,
+    Phantom,
+    Residual,
+    Status,
+    Unrolled,
+)
+from deqseq.solvers import Anderson, Broyden, Picard
+
+MakeLayer = Callable[..., ImplicitSequenceLayer]
+Close = Callable[..., None]
+GradientsOf = Callable[..., list[Tensor]]
+
+BACKBONES = ["mamba2", "llama", "module"]
+TIGHT = Residual(rtol=1e-13, max_iter=500)
+EXACT = ImplicitDifferentiation(solver="picard", convergence=TIGHT)
+B, L, D = 2, 8, 16
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return torch.randn(B, L, D, dtype=torch.float64), torch.randn(B, L, D, dtype=torch.float64)
+
+
+def distance(actual: list[Tensor], expected: list[Tensor]) -> float:
+    error = sum((a - b).square().sum() for a, b in zip(actual, expected, strict=True))
+    size = sum(b.square().sum() for b in expected)
+    return float((error / size).sqrt())
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_implicit_differentiation_equals_unrolling(
+    make_layer: MakeLayer,
+    gradients_of: GradientsOf,
+    assert_close: Close,
+    backbone: str,
+    solver: str,
+    window: int | None,
+) -> None:
+    layer = make_layer(
+        backbone, solver=solver, gradient=EXACT, convergence=TIGHT, window=window, dtype=torch.float64
+    )
+    x, weight = inputs()
+    actual = gradients_of(layer, x, weight)
+    layer.gradient, layer.solver = Unrolled(150), Picard()
+    for a, b in zip(actual, gradients_of(layer, x, weight), strict=True):
+        assert_close(a, b, 1e-8)
+
+
+@pytest.mark.parametrize("solver", [None, "anderson", "broyden", "torchdeq:anderson"])
+def test_solvers_of_the_backward_system(
+    make_layer: MakeLayer, gradients_of: GradientsOf, assert_close: Close, solver: str | None
+) -> None:
+    policy = Residual(rtol=1e-11, max_iter=500)
+    layer = make_layer("module", gradient=EXACT, convergence=policy, dtype=torch.float64)
+    x, weight = inputs()
+    expected = gradients_of(layer, x, weight)
+    layer.gradient = ImplicitDifferentiation(solver=solver, convergence=policy)
+    for a, b in zip(gradients_of(layer, x, weight), expected, strict=True):
+        assert_close(a, b, 1e-8)
+
+
+@pytest.mark.parametrize("gradient", [EXACT, Unrolled(150)], ids=["implicit", "unrolled"])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_finite_differences(
+    make_layer: MakeLayer, gradients_of: GradientsOf, backbone: str, gradient: GradientStrategy
+) -> None:
+    layer = make_layer(backbone, gradient=gradient, convergence=TIGHT, dtype=torch.float64)
+    x, weight = inputs()
+    gradients = gradients_of(layer, x, weight)
+
+    @torch.no_grad()
+    def loss(x: Tensor) -> float:
+        return float((layer(x).z * weight).sum())
+
+    def check(tensor: Tensor, gradient: Tensor) -> None:
+        """The derivative along a random direction, by central differences."""
+        direction = torch.randn_like(tensor)
+        direction /= direction.norm()
+        step, kept = 1e-5, tensor.detach().clone()
+        with torch.no_grad():
+            tensor.copy_(kept + step * direction)
+            above = loss(x)
+            tensor.copy_(kept - step * direction)
+            below = loss(x)
+            tensor.copy_(kept)
+        expected = (above - below) / (2 * step)
+        actual = float((gradient * direction).sum())
+        assert abs(actual - expected) <= 1e-6 * max(1.0, float(gradient.norm()))
+
+    check(x, gradients[0])
+    for parameter, gradient_of_it in zip(layer.parameters(), gradients[1:], strict=True):
+        check(parameter, gradient_of_it)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_phantom_tends_to_the_exact_gradient(
+    make_layer: MakeLayer, gradients_of: GradientsOf, backbone: str
+) -> None:
+    layer = make_layer(backbone, gradient=EXACT, convergence=TIGHT, dtype=torch.float64)
+    x, weight = inputs()
+    exact = gradients_of(layer, x, weight)
+    errors = []
+    for steps in (1, 2, 4, 8, 16, 40):
+        layer.gradient = Phantom(steps=steps, damping=0.8)
+        errors.append(distance(gradients_of(layer, x, weight), exact))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 1e-2 and errors[-1] < 1e-4
+
+
+def test_one_undamped_phantom_step_is_jacobian_free(
+    make_layer: MakeLayer, gradients_of: GradientsOf, assert_close: Close
+) -> None:
+    layer = make_layer("mamba2", gradient=Phantom(1, damping=1.0), convergence=TIGHT, dtype=torch.float64)
+    x, weight = inputs()
+    actual = gradients_of(layer, x, weight)
+    with torch.no_grad():
+        z = layer(x).z
+    x.requires_grad_()
+    fz = layer.backbone(z, layer.backbone.prepare(x))
+    expected = torch.autograd.grad((fz * weight).sum(), [x, *layer.parameters()])
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(a, b, 1e-9)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("plain", "checkpointed"),
+    [
+        (Phantom(3), Phantom(3, checkpoint=True)),
+        (Unrolled(5), Unrolled(5, checkpoint=True)),
+    ],
+    ids=["phantom", "unrolled"],
+)
+@pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_checkpointing_changes_nothing(
+    make_layer: MakeLayer,
+    gradients_of: GradientsOf,
+    assert_close: Close,
+    backbone: str,
+    solver: str,
+    plain: GradientStrategy,
+    checkpointed: GradientStrategy,
+    padded: bool,
+) -> None:
+    layer = make_layer(backbone, solver=solver, gradient=plain, dtype=torch.float64)
+    x, weight = inputs()
+    mask = torch.ones(B, L)
+    if padded:
+        mask[0, :3] = 0
+    expected = gradients_of(layer, x, weight, attention_mask=mask)
+    layer.gradient = checkpointed
+    for a, b in zip(gradients_of(layer, x, weight, attention_mask=mask), expected, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+def test_checkpointing_stores_less(make_layer: MakeLayer) -> None:
+    """The number of elements autograd saves grows with the steps only by the iterates."""
+
+    def saved(gradient: GradientStrategy) -> int:
+        layer = make_layer("mamba2", gradient=gradient)
+        total = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal total
+            total += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            layer(torch.randn(2, 16, 16))
+        return total
+
+    assert saved(Unrolled(8, checkpoint=True)) < saved(Unrolled(8)) / 4
+    assert saved(Phantom(8, checkpoint=True)) < saved(Phantom(8)) / 4
+
+
+def second_derivative(layer: ImplicitSequenceLayer, x: Tensor, loss: str) -> Tensor:
+    out = layer(x)
+    value = out.z.sum() if loss == "linear" else out.z.square().sum()
+    (first,) = torch.autograd.grad(value, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    return second
+
+
+@pytest.mark.parametrize("loss", ["linear", "square"])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_second_derivative_of_unrolled_picard(
+    make_layer: MakeLayer, backbone: str, checkpoint: bool, loss: str
+) -> None:
+    layer = make_layer(backbone, gradient=Unrolled(12, checkpoint=checkpoint), dtype=torch.float64)
+    x = torch.randn(1, 5, D, dtype=torch.float64, requires_grad=True)
+    second = second_derivative(layer, x, loss)
+
+    def penalty(x: Tensor) -> float:
+        x = x.detach().requires_grad_()
+        z = layer(x).z
+        value = z.sum() if loss == "linear" else z.square().sum()
+        return float(torch.autograd.grad(value, x)[0].square().sum())
+
+    direction = torch.randn_like(x)
+    step = 1e-5
+    expected = (penalty(x + step * direction) - penalty(x - step * direction)) / (2 * step)
+    actual = float((second * direction).sum())
+    assert abs(actual - expected) <= 1e-5 * max(1.0, abs(expected))
+
+
+@pytest.mark.parametrize("loss", ["linear", "square"])
+@pytest.mark.parametrize(
+    ("solver", "gradient"),
+    [
+        ("picard", Phantom(2)),
+        ("picard", Phantom(2, checkpoint=True)),
+        ("picard", ImplicitDifferentiation()),
+        (Anderson(), Unrolled(4)),
+        (Broyden(), Unrolled(4)),
+    ],
+    ids=["phantom", "checkpointed", "implicit", "anderson", "broyden"],
+)
+def test_second_derivatives_that_would_be_wrong_raise(
+    make_layer: MakeLayer, solver: object, gradient: GradientStrategy, loss: str
+) -> None:
+    layer = make_layer("module", solver=solver, gradient=gradient)
+    x = torch.randn(2, 5, D, requires_grad=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        second_derivative(layer, x, loss)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        self.second = second
+
+    def forward(self, x: Tensor) -> object:
+        return self.second(self.first(x).z)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_implicit_differentiation_twice_in_one_graph(
+    make_layer: MakeLayer, gradients_of: GradientsOf, assert_close: Close, shared: bool
+) -> None:
+    def model(gradient: GradientStrategy) -> TwoLayers:
+        options = {"gradient": gradient, "convergence": TIGHT, "dtype": torch.float64}
+        first = make_layer("module", **options)
+        return TwoLayers(first, first if shared else make_layer("llama", **options))
+
+    x, weight = inputs()
+    expected = gradients_of(model(Unrolled(150)), x, weight)
+    for a, b in zip(gradients_of(model(EXACT), x, weight), expected, strict=True):
+        assert_close(a, b, 1e-8)
+
+
+@pytest.mark.parametrize("gradient", ["phantom", "implicit"])
+def test_backward_twice(make_layer: MakeLayer, assert_close: Close, gradient: str) -> None:
+    layer = make_layer("mamba2", gradient=gradient)
+    x = torch.randn(2, 6, D, requires_grad=True)
+    loss = layer(x).z.square().sum()
+    loss.backward(retain_graph=True)
+    once = x.grad.clone()
+    loss.backward()
+    assert_close(x.grad, 2 * once, 1e-6)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_adjoint_is_reported(make_layer: MakeLayer, backbone: str) -> None:
+    layer = make_layer(backbone, gradient=ImplicitDifferentiation())
+    out = layer(torch.randn(2, 6, D))
+    assert out.solution.adjoint is None
+    out.z.square().sum().backward()
+    adjoint = out.solution.adjoint
+    assert adjoint is not None and adjoint.nfe >= 1
+    assert (adjoint.status == Status.CONVERGED).all() and (adjoint.residual <= 1e-4).all()
+
+
+def test_an_unsolved_backward_system_is_logged(
+    make_layer: MakeLayer, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = make_layer(
+        "module", gradient=ImplicitDifferentiation(convergence=Residual(rtol=1e-6, max_iter=2))
+    )
+    with caplog.at_level(logging.INFO, logger="deqseq"):
+        out = layer(torch.randn(2, 6, D))
+        out.z.square().sum().backward()
+    assert "not converged" in caplog.text
+    assert (out.solution.adjoint.status == Status.BUDGET_EXHAUSTED).any()
+
+
+@pytest.mark.parametrize("gradient", ["phantom", "implicit", {"name": "unrolled", "iterations": 4}])
+@pytest.mark.parametrize("backward", [True, False])
+def test_memory_is_given_back_at_once(make_layer: MakeLayer, gradient: object, backward: bool) -> None:
+    """No reference cycle holds a graph, and with it device memory, until the collector runs."""
+    layer = make_layer("module", gradient=gradient)
+    gc.collect()
+    gc.disable()
+    try:
+        out = layer(torch.randn(2, 6, D, requires_grad=True))
+        if backward:
+            out.z.sum().backward()
+        left = [weakref.ref(out.solution), weakref.ref(out.z)]
+        del out
+        assert [ref() for ref in left] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_parameters_without_gradients(make_layer: MakeLayer) -> None:
+    """Frozen weights, and an x that needs none: training what comes before, or nothing."""
+    x = torch.randn(2, 6, D)
+    for gradient in ("phantom", "implicit", {"name": "unrolled", "iterations": 3}):
+        layer = make_layer("mamba2", gradient=gradient)
+        layer.requires_grad_(False)
+        assert torch.isfinite(layer(x).z).all()
+        y = x.clone().requires_grad_()
+        layer(y).z.sum().backward()
+        assert y.grad.any()
+        assert all(p.grad is None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("gradient", ["phantom", "implicit", {"name": "unrolled", "iterations": 3}])
+def test_gradients_reach_an_initial_guess_only_when_unrolled(make_layer: MakeLayer, gradient: object) -> None:
+    layer = make_layer("module", gradient=gradient)
+    x, z0 = torch.randn(2, 6, D), torch.randn(2, 6, D, requires_grad=True)
+    layer(x, z0=z0).z.sum().backward()
+    assert (z0.grad is not None) == isinstance(layer.gradient, Unrolled)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_unrolled_is_the_plain_iteration(make_layer: MakeLayer, assert_close: Close, backbone: str) -> None:
+    layer = make_layer(backbone, solver=Picard(damping=0.6), gradient=Unrolled(3))
+    x = torch.randn(2, 6, D)
+    context, z = layer.backbone.prepare(x), torch.zeros_like(x)
+    for _ in range(3):
+        z = z + 0.6 * (layer.backbone(z, context) - z)
+    out = layer(x)
+    assert_close(out.z, z, 1e-6)
+    assert out.solution.nfe == 3
+
+
+@pytest.mark.parametrize("policy", [FixedIterations(3), Residual(rtol=0.05)])
+def test_phantom_steps_follow_the_search(make_layer: MakeLayer, assert_close: Close, policy: object) -> None:
+    layer = make_layer("mamba2", gradient=Phantom(steps=2, damping=0.8), convergence=policy)
+    x = torch.randn(2, 6, D)
+    with torch.no_grad():
+        found = layer(x)
+        z, context = found.z, layer.backbone.prepare(x)
+        for _ in range(2):
+            z = 0.2 * z + 0.8 * layer.backbone(z, context)
+    out = layer(x)
+    assert_close(out.z, z, 1e-5)
+    assert out.solution.nfe == found.solution.nfe + 2
+    assert torch.equal(out.solution.residual, found.solution.residual)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Phantom(steps=0),
+        lambda: Phantom(damping=0.0),
+        lambda: Phantom(damping=1.5),
+        lambda: Unrolled(0),
+        lambda: Unrolled(2.5),
+        lambda: ImplicitDifferentiation(solver="newtom"),
+        lambda: ImplicitDifferentiation(convergence={"name": "residual", "rtol": -1}),
+    ],
+)
+def test_wrong_options(wrong: Callable[[], GradientStrategy]) -> None:
+    with pytest.raises(ValueError, match=r"0|1\.5|2\.5|newtom|-1"):
+        wrong()
+
+
+def test_backbone_hooks_see_gradients(make_layer: MakeLayer) -> None:
+    """What wrappers such as DDP rely on: every parameter's hook fires once a backward pass."""
+    layer = make_layer("mamba2", gradient="implicit")
+    fired: dict[str, int] = {}
+    for name, parameter in layer.named_parameters():
+
+        def hook(_: Tensor, name: str = name) -> None:
+            fired[name] = fired.get(name, 0) + 1
+
+        parameter.register_post_accumulate_grad_hook(hook)
+    layer(torch.randn(2, 6, D)).z.square().sum().backward()
+    assert fired == {name: 1 for name, _ in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_backbones_are_pure(make_layer: MakeLayer, backbone: str) -> None:
+    f = make_layer(backbone).backbone
+    x, z = torch.randn(2, 6, D), torch.randn(2, 6, D)
+    context = f.prepare(x)
+    first = f(z, context)
+    assert torch.equal(f(z, context), first)

@@ -7,7 +7,6 @@ of one kind.
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -59,39 +58,29 @@ class Phantom(GradientStrategy):
     Args:
         steps: iterations with a graph, each an evaluation of f on all tokens.
         damping: in (0, 1].
-        noise: in training, perturb what the search found by Gaussian noise of this size, relative to the
-            root mean square of each token, before the steps. The steps then learn to pull z back, which
-            makes the fixed points attract: errors of state stop adding up over long sequences.
         checkpoint: recompute each step in the backward pass instead of storing its activations.
 
     Raises:
-        ValueError: ``steps`` below 1, ``damping`` outside (0, 1], ``noise`` negative.
+        ValueError: ``steps`` below 1, ``damping`` outside (0, 1].
     """
 
     steps: int = 4
     damping: float = 0.8
-    noise: float = 0.0
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
         self._picard()
-        if not (math.isfinite(self.noise) and self.noise >= 0):
-            raise ValueError(f"noise must be finite and >= 0, got {self.noise}")
 
     def _picard(self) -> Solver:
         return solvers.create({"name": "picard", "damping": self.damping})
 
     def solve(self, problem: Problem) -> Solution:
         found = search(problem)
-        start = found.z
-        if self.noise and problem.training:
-            size = start.square().mean(-1, keepdim=True).sqrt()
-            start = torch.addcmul(start, size, torch.randn_like(start), value=self.noise)
         refined = iterate(
             _parallel(
                 problem,
-                start,
+                found.z,
                 map=_Checkpointed(problem.map) if self.checkpoint else problem.map,
                 solver=self._picard(),
                 policy=FixedIterations(self.steps),

@@ -179,7 +179,6 @@ class ImplicitSequenceLayer(SequenceLayer):
             lengths=None if packing is None else packing.lengths,
             state=state,
             carry=state is not None,
-            training=self.training,
             group=self.group,
         )
         with_graph = torch.is_grad_enabled()

@@ -57,7 +57,6 @@ class Problem:
         lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
         state: backbone state before the first token; ``None``: the sequences start here.
         carry: return the state after the last token.
-        training: whether strategies may do what helps training only, such as adding noise.
         group: process group whose members stop together; ``None``: each stops on its own.
     """
 
@@ -70,7 +69,6 @@ class Problem:
     lengths: Tensor | None = None
     state: State | None = None
     carry: bool = False
-    training: bool = False
     group: dist.ProcessGroup | None = None
 
 

@@ -127,6 +127,7 @@ class AlignedTrainer(Trainer):
         args: TrainingArguments,
         stream: Stream,
         curriculum: Curriculum | None = None,
+        label_smoothing: float = 0.0,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         args.ignore_data_skip = True  # the stream starts where it should by itself
@@ -136,10 +137,17 @@ class AlignedTrainer(Trainer):
         super().__init__(model=model, args=args, train_dataset=stream, callbacks=callbacks)
         self.model_accepts_loss_kwargs = False  # the loss is the mean of its own batch
         self.stream = stream
+        self.label_smoothing = label_smoothing
         self.watch = SolveWatch()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(cast(IterableDataset[Any], self.stream), batch_size=None)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices decay; biases, norms, A, D, dt and the lengths g of weight-normalised rows do not."""
+        return [
+            name for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("original0")
+        ]
 
     def compute_loss(
         self,
@@ -152,7 +160,8 @@ class AlignedTrainer(Trainer):
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         if outputs.solution is not None:
             self.watch.add(outputs.solution)
-        loss = F.cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
+        logits = outputs.logits.flatten(0, 1).float()
+        loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=self.label_smoothing)
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -30,43 +30,47 @@ class TrainSettings:
     """
 
     group: str = _help("algebra: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M", "A5")
-    length: int = _help("tokens of a training sequence; the longest if --min_length is given", 16)
-    min_length: int | None = _help(
-        "shortest sequence of the fixed-point stage; every batch draws a length up to --length",
-        None,
-    )
+    length: int = _help("tokens of the longest training sequence", 16)
+    min_length: int = _help("shortest sequence of the fixed-point stage; a batch draws its length", 8)
+    unrolled_length: int = _help("longest sequence of the unrolled stage; the shortest has 2 tokens", 8)
     identity_probability: float = _help(
         "probability that a token is the group's identity, which changes nothing; "
-        "the share of hard tokens is one minus it", 0.5
-    )  # fmt: skip
+        "the share of hard tokens is one minus it",
+        0.5,
+    )
     explicit: bool = _help("train the explicit twin: the same stack applied once", False)
     d_model: int = _help("width", 128)
     n_layer: int = _help("blocks", 1)
     d_state: int = _help("state dim of a head", 32)
     expand: int = _help("inner width over width", 2)
     headdim: int = _help("width of a head", 32)
-    steps: int = _help("optimiser steps", 2000)
+    damping: float = _help("of the solver (Picard's iteration) and of the phantom steps; 1 is none", 0.8)
+    steps: int = _help("optimiser steps", 1800)
     batch_size: int = _help("sequences a step", 64)
-    learning_rate: float = _help("peak; warms up over 5 %% of the steps, decays over the last 30 %%", 2e-3)
-    weight_decay: float = _help("of matrices", 0.0)
+    learning_rate: float = _help("peak; warms up over 5 %% of the steps, decays over the last 30 %%", 6e-3)
+    weight_decay: float = _help("of matrices", 0.1)
     max_grad_norm: float = _help("gradient clipping", 0.5)
+    label_smoothing: float = _help(
+        "share of the target spread over all tokens; keeps the logits from growing without end", 0.1
+    )
     unrolled_share: float = _help("share of the steps in the unrolled stage", 0.5)
     unrolled_iterations: int = _help("iterations of the unrolled stage", 4)
     tolerance: float = _help("relative residual of the search in the fixed-point stage", 0.005)
-    max_iter: int = _help("evaluations a token may take part in, in that search", 48)
+    max_iter: int = _help("evaluations a token may take part in, in that search", 20)
     train_window: int | None = _help("tokens searched at a time in training; all by default", None)
     phantom_steps: int = _help("steps that carry the gradient in the fixed-point stage", 4)
-    phantom_damping: float = _help("their damping", 0.8)
     seed: int = _help("of weights and data", 1)
 
     def __post_init__(self) -> None:
         algebra(self.group)
         for name in ("length", "steps", "batch_size", "unrolled_iterations", "max_iter"):
             check_count(name, getattr(self, name))
-        if self.min_length is not None and not 1 <= self.min_length <= self.length:
-            raise ValueError(
-                f"min_length must be between 1 and length = {self.length}, got {self.min_length}"
-            )
+        for name, least in (("min_length", 1), ("unrolled_length", 2)):
+            value = getattr(self, name)
+            if not least <= value <= self.length:
+                raise ValueError(f"{name} must be between {least} and length = {self.length}, got {value}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if not 0 <= self.unrolled_share <= 1:
             raise ValueError(f"unrolled_share must be in [0, 1], got {self.unrolled_share}")
         if not 0 <= self.identity_probability <= 1:
@@ -92,6 +96,7 @@ class TrainSettings:
                 "headdim": self.headdim,
             },
             implicit=not self.explicit,
+            solver={"name": "picard", "damping": self.damping},
             convergence=self._policy(),
             eval_convergence={"name": "residual", "rtol": self.tolerance, "max_iter": 256},
         )
@@ -104,7 +109,7 @@ class TrainSettings:
         phantom = {
             "name": "phantom",
             "steps": self.phantom_steps,
-            "damping": self.phantom_damping,
+            "damping": self.damping,
         }
         stages = []
         if self.unrolled_share > 0:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import torch
+from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.tasks.state_tracking.data import WordProblemStream
+from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
 from deqseq.tasks.state_tracking.settings import RunFolder, TrainSettings
 from deqseq.tasks.trainer import AlignedTrainer
 
@@ -46,18 +49,12 @@ def train(
         return ImplicitForCausalLM.from_pretrained(folder.path)
     set_seed(settings.seed)
     model = ImplicitForCausalLM(settings.config())
-    shortest = settings.length if settings.min_length is None else settings.min_length
     trainer = AlignedTrainer(
         model=model,
         args=_arguments(settings, folder.path, save_steps, progress),
-        stream=WordProblemStream(
-            settings.algebra,
-            (shortest, settings.length),
-            identity_probability=settings.identity_probability,
-            seed=settings.seed,
-            batch_size=settings.batch_size,
-        ),
+        stream=_Batches(settings),
         curriculum=settings.curriculum(),
+        label_smoothing=settings.label_smoothing,
     )
     checkpoint = get_last_checkpoint(str(folder.path))
     if checkpoint is not None:
@@ -77,6 +74,29 @@ def train(
     # Written last: this file is what says that the run is finished.
     (folder.path / "training.json").write_text(json.dumps(record, indent=2) + "\n")
     return model
+
+
+class _Batches(IterableDataset[Batch]):
+    """The batches of both stages: short sequences in the unrolled one, longer ones after it."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        super().__init__()
+        self.switch = round(settings.unrolled_share * settings.steps)
+        self.start = 0
+        self.streams = [
+            WordProblemStream(
+                settings.algebra,
+                lengths,
+                identity_probability=settings.identity_probability,
+                seed=settings.seed,
+                batch_size=settings.batch_size,
+            )
+            for lengths in ((2, settings.unrolled_length), (settings.min_length, settings.length))
+        ]
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index in count(self.start):
+            yield self.streams[index >= self.switch].batch(index)
 
 
 def _arguments(settings: TrainSettings, output: Path, save_steps: int, progress: bool) -> TrainingArguments:

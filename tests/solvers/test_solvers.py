@@ -1,0 +1,323 @@
+"""Anderson and Broyden: fast on linear maps, restarted at the frontier, never worse than finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from deqseq import (
+    Backbone,
+    FixedIterations,
+    ImplicitSequenceLayer,
+    Progress,
+    Residual,
+    Solver,
+    Status,
+)
+from deqseq.backbones import ModuleBackbone
+from deqseq.solvers import Anderson, BestIterate, Broyden, Picard
+
+Pointwise = Callable[[Tensor], ModuleBackbone]
+MakeProgress = Callable[..., Progress]
+
+D = 6
+WITH_MEMORY: dict[str, Solver] = {
+    "anderson": Anderson(memory=D, regularisation=1e-12),
+    "broyden": Broyden(memory=2 * D + 2),
+    "sequence-anderson": Anderson(memory=D, regularisation=1e-12, scope="sequence"),
+    "sequence-broyden": Broyden(memory=20, scope="sequence"),
+}
+
+
+def slow_matrix(largest: float = 0.95) -> Tensor:
+    """A symmetric matrix (D, D) with eigenvalues from -0.5 to ``largest``."""
+    basis, _ = torch.linalg.qr(torch.randn(D, D, dtype=torch.float64))
+    return basis @ torch.diag(torch.linspace(-0.5, largest, D, dtype=torch.float64)) @ basis.T
+
+
+def solve(
+    f: Backbone, solver: Solver, x: Tensor, rtol: float = 1e-8, window: int | None = None
+) -> ImplicitSequenceLayer:
+    layer = ImplicitSequenceLayer(
+        f, solver=solver, convergence=Residual(rtol=rtol, max_iter=2000), window=window
+    ).eval()
+    with torch.no_grad():
+        return layer(x)
+
+
+@pytest.mark.parametrize("solver", ["anderson", "broyden"])
+@pytest.mark.parametrize("window", [None, 1])
+def test_linear_maps_take_about_as_many_evaluations_as_dimensions(
+    pointwise: Pointwise, solver: str, window: int | None
+) -> None:
+    matrix = slow_matrix()
+    x = torch.randn(2, 1 if window is None else 5, D, dtype=torch.float64)
+    out = solve(pointwise(matrix), WITH_MEMORY[solver], x, window=window)
+    plain = solve(pointwise(matrix), Picard(), x, window=window)
+    assert (out.solution.status == Status.CONVERGED).all()
+    limit = D + 3 if solver == "anderson" else 2 * D + 3
+    assert out.solution.iterations.max() <= limit
+    assert plain.solution.iterations.min() > 10 * limit
+    # z = A (z + x)
+    expected = torch.linalg.solve(torch.eye(D, dtype=torch.float64) - matrix, matrix @ x.mT).mT
+    torch.testing.assert_close(out.z, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", ["anderson", "broyden"])
+def test_many_tokens_at_once_are_faster_than_picard(pointwise: Pointwise, solver: str) -> None:
+    """Each token's history starts when its predecessor settles, yet they overlap."""
+    matrix, x = slow_matrix(), torch.randn(2, 8, D, dtype=torch.float64)
+    fast = solve(pointwise(matrix), WITH_MEMORY[solver], x).solution.nfe
+    slow = solve(pointwise(matrix), Picard(), x).solution.nfe
+    assert fast < slow
+
+
+@pytest.mark.parametrize("solver", ["sequence-anderson", "sequence-broyden"])
+def test_sequence_scope_solves_a_whole_sequence(pointwise: Pointwise, solver: str) -> None:
+    matrix, x = slow_matrix(), torch.randn(2, 5, D, dtype=torch.float64)
+    out = solve(pointwise(matrix), WITH_MEMORY[solver], x, rtol=1e-6)
+    plain = solve(pointwise(matrix), Picard(), x, rtol=1e-6)
+    assert (out.solution.status == Status.CONVERGED).all()
+    assert out.solution.nfe < plain.solution.nfe / 2
+    torch.testing.assert_close(out.z, plain.z, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["anderson", "broyden"])
+def test_token_scope_solves_every_token_as_if_alone(pointwise: Pointwise, name: str) -> None:
+    f, solver = pointwise(slow_matrix()), WITH_MEMORY[name]
+    x = torch.randn(3, 1, D, dtype=torch.float64)
+    together = solve(f, solver, x)
+    for i in range(3):
+        alone = solve(f, solver, x[i : i + 1])
+        torch.testing.assert_close(together.z[i : i + 1], alone.z)
+        assert together.solution.iterations[i] == alone.solution.iterations[0]
+
+
+@pytest.mark.parametrize(("solver", "first"), [(Anderson(damping=0.5), 0.5), (Broyden(), 1.0)])
+def test_the_first_step_is_picards(
+    make_progress: MakeProgress, solver: Solver, first: float
+) -> None:
+    z, fz = torch.randn(2, 3, D), torch.randn(2, 3, D)
+    proposal, _ = solver.step(z, fz, solver.init(z), make_progress(z, 0))
+    torch.testing.assert_close(proposal, z + first * (fz - z))
+
+
+def iterate_by_hand(
+    solver: Solver, matrix: Tensor, x: Tensor, progress: Callable[[int], Progress], steps: int
+) -> list[Tensor]:
+    z, state, iterates = torch.zeros_like(x), solver.init(x), []
+    for step in range(steps):
+        z, state = solver.step(z, z @ matrix.T + x, state, progress(step))
+        iterates.append(z)
+    return iterates
+
+
+@pytest.mark.parametrize("name", ["anderson", "broyden"])
+@pytest.mark.parametrize("why", ["shifting", "entered"])
+def test_a_token_whose_map_shifts_takes_picard_steps(
+    make_progress: MakeProgress, name: str, why: str
+) -> None:
+    matrix, x = slow_matrix(), torch.randn(1, 2, D, dtype=torch.float64)
+    solver, second = WITH_MEMORY[name], torch.tensor([[False, True]])
+
+    def until_third(step: int) -> Progress:
+        told = make_progress(x, step)
+        return told._replace(**{why: getattr(told, why) | second}) if step <= 3 else told
+
+    iterates = iterate_by_hand(solver, matrix, x, until_third, 6)
+    plain = iterate_by_hand(Picard(), matrix, x, until_third, 6)
+    for step in range(4):
+        torch.testing.assert_close(iterates[step][:, 1], plain[step][:, 1])
+    for step in range(1, 4):
+        assert not torch.allclose(iterates[step][:, 0], plain[step][:, 0], rtol=1e-3)
+    # From then on its history is as short as that of a token that starts there.
+    start = plain[3][:, 1:]
+    z, state = start, solver.init(start)
+    fresh = []
+    for step in range(2):
+        source = plain[2][:, 1:] if step == 0 else z
+        z, state = solver.step(
+            source, source @ matrix.T + x[:, 1:], state, make_progress(start, step)
+        )
+        fresh.append(z)
+    torch.testing.assert_close(iterates[4][:, 1:], fresh[1])
+
+
+@pytest.mark.parametrize("name", ["anderson", "broyden"])
+def test_history_counts_from_when_the_predecessor_settled(name: str) -> None:
+    """The loop tells: a memory does not make a chain of tokens slower than Picard."""
+
+    class Chain(torch.nn.Module):
+        def forward(self, u: Tensor) -> Tensor:
+            before = torch.nn.functional.pad(u, (0, 0, 1, 0))[:, :-1]
+            return 0.5 * torch.tanh(u + before)
+
+    x = torch.randn(4, 24, D, dtype=torch.float64)
+    fast = solve(ModuleBackbone(Chain()), WITH_MEMORY[name], x, rtol=1e-4)
+    plain = solve(ModuleBackbone(Chain()), Picard(), x, rtol=1e-4)
+    assert fast.solution.nfe <= plain.solution.nfe + 2
+
+
+@pytest.mark.parametrize("name", ["anderson", "broyden"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_history_is_used_in_a_fixed_number_of_iterations(
+    pointwise: Pointwise, name: str, window: int | None
+) -> None:
+    """Without a residual nothing shifts: every token uses its history from the start."""
+    matrix, x = slow_matrix(), torch.randn(2, 4, D, dtype=torch.float64)
+    exact = torch.linalg.solve(torch.eye(D, dtype=torch.float64) - matrix, matrix @ x.mT).mT
+    error = {}
+    for solver in (WITH_MEMORY[name], Picard()):
+        layer = ImplicitSequenceLayer(
+            pointwise(matrix), solver=solver, convergence=FixedIterations(2 * D + 2), window=window
+        ).eval()
+        with torch.no_grad():
+            error[type(solver)] = (layer(x).z - exact).norm() / exact.norm()
+    assert error[type(WITH_MEMORY[name])] < 1e-4 < 1e-2 < error[Picard]
+
+
+@pytest.mark.parametrize("name", ["sequence-anderson", "sequence-broyden"])
+def test_sequence_history_is_used_up_to_the_last_fixed_iteration(
+    pointwise: Pointwise, make_progress: MakeProgress, name: str
+) -> None:
+    """The layer's iterates are the solver's own, the last one included."""
+    matrix, x = slow_matrix(), torch.randn(2, 3, D, dtype=torch.float64)
+    steps = 5
+    layer = ImplicitSequenceLayer(
+        pointwise(matrix), solver=WITH_MEMORY[name], convergence=FixedIterations(steps)
+    ).eval()
+    with torch.no_grad():
+        actual = layer(x).z
+    expected = iterate_by_hand(
+        WITH_MEMORY[name], matrix, x @ matrix.T, lambda step: make_progress(x, step), steps
+    )[-1]
+    torch.testing.assert_close(actual, expected)
+
+
+AWKWARD = {
+    "solved already": lambda z, step: z.clone(),
+    "constant": lambda z, step: torch.ones_like(z),
+    "minus": lambda z, step: -z,
+    "expanding": lambda z, step: 3 * z + 1,
+    "huge": lambda z, step: (0.5 * z + 1) * 1e18,
+    "tiny": lambda z, step: 0.5 * z + 1e-30,
+    "jumping": lambda z, step: torch.full_like(z, 10.0 ** (-1) ** step),
+    "same difference": lambda z, step: z + 1,
+}
+
+
+@pytest.mark.parametrize("f", AWKWARD.values(), ids=AWKWARD)
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+@pytest.mark.parametrize("make", [Anderson, Broyden])
+def test_steps_are_finite_for_finite_evaluations(
+    make_progress: MakeProgress,
+    make: Callable[..., Solver],
+    scope: str,
+    f: Callable[[Tensor, int], Tensor],
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        solver = make(scope=scope)
+        z = torch.zeros(2, 3, D, dtype=dtype)
+        state = solver.init(z)
+        for step in range(20):
+            fz = f(z, step)
+            if not torch.isfinite(fz).all():
+                break
+            z, state = solver.step(z, fz, state, make_progress(z, step))
+            assert torch.isfinite(z).all() and z.dtype == dtype
+        assert step >= 2
+
+
+@pytest.mark.parametrize("make", [Anderson, Broyden])
+def test_recovers_after_a_non_finite_evaluation(
+    make_progress: MakeProgress, make: Callable[..., Solver]
+) -> None:
+    """The loop holds z where f was not finite; old NaN in the history must not stay for ever."""
+    solver, matrix = make(memory=3), slow_matrix(0.8)
+    x = torch.randn(1, 2, D, dtype=torch.float64)
+    z, state = torch.zeros_like(x), solver.init(x)
+    for step in range(60):
+        fz = z @ matrix.T + x
+        if step == 4:
+            fz = fz * torch.nan
+        proposal, state = solver.step(z, fz, state, make_progress(x, step))
+        z = torch.where(torch.isfinite(proposal), proposal, z)
+    exact = torch.linalg.solve(torch.eye(D, dtype=torch.float64) - matrix, x.mT).mT
+    torch.testing.assert_close(z, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_damping(pointwise: Pointwise) -> None:
+    """A map with eigenvalue -1.5 oscillates away; damped, Picard solves it."""
+    f, x = pointwise(torch.tensor(-1.5)), torch.randn(2, 3, 4)
+    policy = Residual(rtol=1e-4, max_iter=60)
+    with torch.no_grad():
+        plain = ImplicitSequenceLayer(f, convergence=policy)(x).solution
+        calm = ImplicitSequenceLayer(f, solver=Picard(0.6), convergence=policy)(x).solution
+    assert not (plain.status == Status.CONVERGED).any()
+    assert (calm.status == Status.CONVERGED).all()
+    torch.testing.assert_close(calm.z, -1.5 / 2.5 * x, rtol=1e-3, atol=1e-3)
+
+
+def test_picard_step(make_progress: MakeProgress) -> None:
+    z, fz = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    for damping in (1.0, 0.3):
+        proposal, state = Picard(damping).step(z, fz, (), make_progress(z, 0))
+        torch.testing.assert_close(proposal, z + damping * (fz - z))
+        assert state == ()
+
+
+def test_best_iterate_returns_the_best_it_saw(make_progress: MakeProgress) -> None:
+    """Against a map that wanders: the last evaluation is spent where the residual was least."""
+    solver = BestIterate("picard")
+    z = torch.zeros(1, 2, 1)
+    state = solver.init(z)
+    visited, sizes = [], [5.0, 3.0, 0.5, 4.0, 2.0]
+    for step, size in enumerate(sizes):
+        last = torch.full((1, 2), step == len(sizes) - 1)
+        visited.append(z)
+        # f(z) moves by ``size`` at a scale of 10
+        fz = torch.full_like(z, 10.0) if step == 0 else z + size
+        told = make_progress(z, step, last=last)
+        z, state = solver.step(z, fz, state, told)
+    assert torch.equal(z, visited[2])
+
+
+def test_best_iterate_never_ends_above_picard(rates: Backbone) -> None:
+    """On a map with a rate beyond -1 the residual grows: the best iterate is an early one."""
+    x = torch.ones(1, 3, 4)
+    x[..., 0] = -1.3
+    policy = Residual(rtol=1e-6, max_iter=9)
+    for window in (None, 1):
+        with torch.no_grad():
+            plain = ImplicitSequenceLayer(rates, convergence=policy, window=window)(x).solution
+            best = ImplicitSequenceLayer(
+                rates, solver=BestIterate("picard"), convergence=policy, window=window
+            )(x).solution
+        assert (best.residual <= plain.residual).all()
+        assert (best.residual[:, 0] < plain.residual[:, 0]).all()
+        assert best.nfe == plain.nfe
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: Picard(damping=0.0), r"0\.0"),
+        (lambda: Picard(damping=1.01), r"1\.01"),
+        (lambda: Picard(damping=float("nan")), "nan"),
+        (lambda: Anderson(memory=0), "0"),
+        (lambda: Anderson(memory=2.0), r"2\.0"),
+        (lambda: Anderson(damping=-0.5), r"-0\.5"),
+        (lambda: Anderson(regularisation=-1e-3), r"-0\.001"),
+        (lambda: Anderson(scope="tokens"), "tokens"),
+        (lambda: Broyden(memory=0), "0"),
+        (lambda: Broyden(scope="all"), "all"),
+        (lambda: BestIterate("picard", scope="all"), "all"),
+        (lambda: BestIterate("steepest"), "steepest"),
+    ],
+)
+def test_wrong_options(wrong: Callable[[], Solver], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        wrong()

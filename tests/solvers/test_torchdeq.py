@@ -1,0 +1,100 @@
+"""torchdeq's solvers inside our loop."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torchdeq.solver import get_solver
+
+from deqseq import Backbone, FixedIterations, ImplicitSequenceLayer, Phantom, Residual, Status
+from deqseq.solver import solvers
+from deqseq.solvers import TorchDEQ
+
+MakeLayer = Callable[..., ImplicitSequenceLayer]
+CountCalls = Callable[[Backbone], list[tuple[int, ...]]]
+METHODS = ["fixed_point_iter", "anderson", "broyden"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backbone", ["mamba2", "llama", "module"])
+def test_same_fixed_point(make_layer: MakeLayer, backbone: str, method: str) -> None:
+    x = torch.randn(2, 10, 16)
+    policy = Residual(rtol=1e-5, max_iter=200)
+    layer = make_layer(backbone, solver=f"torchdeq:{method}", convergence=policy).eval()
+    with torch.no_grad():
+        out = layer(x)
+        expected = make_layer(backbone, convergence=policy).eval()(x)
+    assert (out.solution.status == Status.CONVERGED).all()
+    torch.testing.assert_close(out.z, expected.z, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_iterates_are_torchdeqs_own(make_layer: MakeLayer, method: str) -> None:
+    layer = make_layer("mamba2", solver=f"torchdeq:{method}").eval()
+    f, x = layer.backbone, torch.randn(2, 10, 16)
+    options = {} if method != "broyden" else {"LBFGS_thres": 32}
+    context, asked, evaluated = f.prepare(x), [], []
+
+    def asking(z: Tensor) -> Tensor:
+        asked.append(z.clone())
+        return f(z, context)
+
+    with torch.no_grad():
+        get_solver(method)(asking, torch.zeros_like(x), max_iter=8, tol=0.0, **options)
+        evaluate = f.evaluate
+
+        def recorded(z: Tensor, *rest: object) -> object:
+            evaluated.append(z.clone())
+            return evaluate(z, *rest)
+
+        f.evaluate = recorded  # type: ignore[method-assign]
+        layer.set_convergence(FixedIterations(6))
+        layer(x)
+    assert len(evaluated) == 6
+    for ours, theirs in zip(evaluated, asked, strict=False):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_no_thread_is_left(make_layer: MakeLayer) -> None:
+    before = threading.active_count()
+    layer = make_layer("module", solver="torchdeq:anderson", gradient=Phantom(1), causal=False)
+    for _ in range(5):
+        layer(torch.randn(1, 4, 16)).z.sum().backward()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.daemon:
+            thread.join(timeout=10)
+    assert threading.active_count() <= before
+
+
+def test_options_reach_the_solver(make_layer: MakeLayer) -> None:
+    solver = solvers.create({"name": "torchdeq:fixed_point_iter", "tau": 0.5})
+    layer = make_layer("mamba2", solver=solver, convergence=FixedIterations(3)).eval()
+    damped = make_layer(
+        "mamba2", solver={"name": "picard", "damping": 0.5}, convergence=FixedIterations(3)
+    ).eval()
+    x = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        # The adapter's last step hands on what torchdeq asks for next.
+        torch.testing.assert_close(layer(x).z, damped(x).z)
+
+
+def test_an_error_inside_torchdeq_is_raised(make_layer: MakeLayer) -> None:
+    layer = make_layer("mamba2", solver=TorchDEQ("anderson", m="five"), causal=False)
+    with pytest.raises((TypeError, ValueError)):
+        layer(torch.randn(2, 5, 16))
+
+
+def test_wrong_names_and_options() -> None:
+    with pytest.raises(ValueError, match=r"newton.*anderson"):
+        TorchDEQ("newton")
+    with pytest.raises(ValueError, match=r"memory.*lam"):
+        TorchDEQ("anderson", memory=3)
+    for owned in ("tol", "max_iter"):
+        with pytest.raises(ValueError, match=owned):
+            TorchDEQ("anderson", **{owned: 1})

@@ -44,7 +44,7 @@ class TrainSettings:
     d_state: int = _help("state dim of a head", 32)
     expand: int = _help("inner width over width", 2)
     headdim: int = _help("width of a head", 32)
-    damping: float = _help("of the solver (Picard's iteration) and of the phantom steps; 1 is none", 0.8)
+    damping: float = _help("of the solver, Picard's iteration; 1 is none", 0.7)
     steps: int = _help("optimiser steps", 1800)
     batch_size: int = _help("sequences a step", 64)
     learning_rate: float = _help("peak; warms up over 5 %% of the steps, decays over the last 30 %%", 6e-3)
@@ -59,6 +59,9 @@ class TrainSettings:
     max_iter: int = _help("evaluations a token may take part in, in that search", 20)
     train_window: int | None = _help("tokens searched at a time in training; all by default", None)
     phantom_steps: int = _help("steps that carry the gradient in the fixed-point stage", 4)
+    phantom_damping: float = _help(
+        "damping of these steps; above the solver's, so that its search is calm where they are stable", 0.8
+    )
     seed: int = _help("of weights and data", 1)
 
     def __post_init__(self) -> None:
@@ -109,7 +112,7 @@ class TrainSettings:
         phantom = {
             "name": "phantom",
             "steps": self.phantom_steps,
-            "damping": self.damping,
+            "damping": self.phantom_damping,
         }
         stages = []
         if self.unrolled_share > 0:

@@ -11,7 +11,6 @@ this repository::
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Mapping
 from importlib import import_module
@@ -73,21 +72,6 @@ class Registry(Generic[Part]):
         if isinstance(spec, type):
             raise ValueError(f"{self.kind} must be an object or a name, got the class {spec}")
         return spec
-
-    def spec(self, part: Part) -> dict[str, Any]:
-        """The mapping from which :meth:`create` builds an equal part; what configurations save.
-
-        Raises:
-            ValueError: the part is not a registered dataclass, so it has no such form.
-        """
-        for name in self.names():
-            if type(part) is self.lookup(name) and dataclasses.is_dataclass(part):
-                fields = dataclasses.fields(part)
-                return {"name": name, **{f.name: getattr(part, f.name) for f in fields}}
-        raise ValueError(
-            f"{part!r} cannot be written to a configuration: "
-            f"a {self.kind} must be a dataclass registered under a name"
-        )
 
     def _build(self, name: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Part:
         factory = self.lookup(name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deqseq.convergence import Scope, check_count, check_scope
 from deqseq.solver import Progress, Solver, SolverState
-from deqseq.solvers.history import combine, dots, guarded, restarted, valid_slots
+from deqseq.solvers.history import REACH, combine, dots, guarded, restarted, valid_slots
 from deqseq.solvers.picard import check_damping, damped
 
 
@@ -52,9 +52,6 @@ class Anderson(Solver):
     damping: float = 1.0
     regularisation: float = 1e-5
     scope: Scope = "token"
-
-    # Longest step, in lengths of the residual. A contraction of rate ρ needs 1 / (1 - ρ).
-    _reach = 100.0
 
     def __post_init__(self) -> None:
         check_count("memory", self.memory)
@@ -98,7 +95,7 @@ class Anderson(Solver):
             weights = self._weights(gram, dots(residuals, residual, self.scope), mine)
             size = torch.linalg.vector_norm(residual, dim=-1, dtype=gram.dtype)
         proposal = picard - combine(iterates, weights)
-        z_next = guarded(z, proposal, picard, self._reach * size)
+        z_next = guarded(z, proposal, picard, REACH * size)
         state = _State(residuals, iterates, gram, age, residual, picard, pairs + 1, state.written + 1)
         return z_next, state
 

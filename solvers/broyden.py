@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deqseq.convergence import Scope, check_count, check_scope
 from deqseq.solver import Progress, Solver, SolverState
-from deqseq.solvers.history import combine, dots, guarded, restarted, valid_slots
+from deqseq.solvers.history import REACH, combine, dots, guarded, restarted, valid_slots
 
 
 class _State(NamedTuple):
@@ -42,9 +42,6 @@ class Broyden(Solver):
 
     memory: int = 8
     scope: Scope = "token"
-
-    # Longest step, in lengths of the residual.
-    _reach = 100.0
 
     def __post_init__(self) -> None:
         check_count("memory", self.memory)
@@ -92,7 +89,7 @@ class Broyden(Solver):
             age = torch.where(known, age + 1, age)
             mine = valid_slots(age, state.written + 1, self.memory)
             on_residual = torch.where(mine, dots(v, residual, self.scope), 0.0)
-            limit = self._reach * torch.linalg.vector_norm(residual, dim=-1, dtype=on_residual.dtype)
+            limit = REACH * torch.linalg.vector_norm(residual, dim=-1, dtype=on_residual.dtype)
         z_next = guarded(z, fz - combine(u, on_residual), fz, limit)
         state = _State(u, v, age, residual, z, torch.ones_like(known), state.written + 1)
         return z_next, state

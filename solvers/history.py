@@ -16,6 +16,9 @@ from torch import Tensor
 from deqseq.convergence import Scope
 from deqseq.solver import Progress
 
+REACH = 100.0
+"""Longest step in lengths of the residual; where f contracts at rate ρ, Newton's needs 1 / (1 - ρ)."""
+
 
 def dots(slots: list[Tensor], vector: Tensor, scope: Scope) -> Tensor:
     """Dot products of every slot with ``vector`` (B, W, D): (B, W, M), at least float32.

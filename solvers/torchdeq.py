@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deqseq.solver import Progress, Solver, SolverState
+from deqseq.solvers.history import REACH, guarded
 
 # What the adapter sets itself: the loop owns stopping and budget.
 _OWN = {"func", "x0", "max_iter", "tol", "stop_mode", "indexing", "return_final", "kwargs"}
@@ -78,7 +79,11 @@ class TorchDEQ(Solver):
         if state is None:
             state = _Conversation(lambda f: self._solve(f, z, _NEVER, 0.0, **self.options))
         proposal = state.reply(fz)
-        return (fz if proposal is None else proposal.view_as(z)), state
+        if proposal is None:
+            return fz, state
+        # torchdeq's Broyden divides by quantities that vanish at convergence.
+        size = torch.linalg.vector_norm(fz - z, dim=-1, dtype=torch.float32)
+        return guarded(z, proposal.view_as(z), fz, REACH * size), state
 
 
 class _Conversation:

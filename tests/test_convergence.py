@@ -147,7 +147,7 @@ def test_quantile_does_not_wait_for_the_slow(rates: Backbone) -> None:
     everyone = quantile_iterations(rates, [0.5] * 9 + [0.95], share=1.0)
     most = quantile_iterations(rates, [0.5] * 9 + [0.95], share=0.9)
     assert everyone[-1] == 60
-    assert most == everyone[:9] + [everyone[0]]
+    assert most == [*everyone[:9], everyone[0]]
 
 
 def test_quantile_counts_all_tokens_of_the_sequence(rates: Backbone) -> None:
@@ -155,7 +155,7 @@ def test_quantile_counts_all_tokens_of_the_sequence(rates: Backbone) -> None:
     values = [0.3] * 5 + [0.5] * 4 + [0.95]
     everyone = quantile_iterations(rates, values, share=1.0)
     most = quantile_iterations(rates, values, share=0.9)
-    assert most == everyone[:9] + [everyone[8]]
+    assert most == [*everyone[:9], everyone[8]]
 
 
 @pytest.mark.parametrize(

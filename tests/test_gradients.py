@@ -293,6 +293,16 @@ def test_adjoint_is_reported(make_layer: MakeLayer, backbone: str) -> None:
     assert (adjoint.status == Status.CONVERGED).all() and (adjoint.residual <= 1e-4).all()
 
 
+def test_backward_has_a_budget_of_its_own(make_layer: MakeLayer) -> None:
+    """A search cut short does not cut the backward system short."""
+    for policy in (FixedIterations(2), Residual(rtol=1e-3, max_iter=2)):
+        layer = make_layer("module", gradient=ImplicitDifferentiation(), convergence=policy)
+        out = layer(torch.randn(2, 6, D))
+        out.z.square().sum().backward()
+        assert out.solution.adjoint.nfe > 2
+        assert (out.solution.adjoint.status == Status.CONVERGED).all()
+
+
 def test_an_unsolved_backward_system_is_logged(
     make_layer: MakeLayer, caplog: pytest.LogCaptureFixture
 ) -> None:

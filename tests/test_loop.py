@@ -134,9 +134,7 @@ def test_a_recomputed_evaluation_is_counted_once(make_layer: MakeLayer, count_ca
 
 @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_what_settles_is_f_at_the_frozen_inputs(
-    make_layer: MakeLayer, backbone: str, solver: str
-) -> None:
+def test_what_settles_is_f_at_the_frozen_inputs(make_layer: MakeLayer, backbone: str, solver: str) -> None:
     """Record every evaluation: z at settled tokens stands still, and what returns is f of it."""
     layer = make_layer(backbone, solver=solver).eval()
     evaluations = []

@@ -12,6 +12,7 @@ from deqseq import (
     Backbone,
     FixedIterations,
     ImplicitSequenceLayer,
+    LayerOutput,
     Progress,
     Residual,
     Solver,
@@ -26,7 +27,7 @@ MakeProgress = Callable[..., Progress]
 D = 6
 WITH_MEMORY: dict[str, Solver] = {
     "anderson": Anderson(memory=D, regularisation=1e-12),
-    "broyden": Broyden(memory=2 * D + 2),
+    "broyden": Broyden(memory=30),
     "sequence-anderson": Anderson(memory=D, regularisation=1e-12, scope="sequence"),
     "sequence-broyden": Broyden(memory=20, scope="sequence"),
 }
@@ -40,7 +41,7 @@ def slow_matrix(largest: float = 0.95) -> Tensor:
 
 def solve(
     f: Backbone, solver: Solver, x: Tensor, rtol: float = 1e-8, window: int | None = None
-) -> ImplicitSequenceLayer:
+) -> LayerOutput:
     layer = ImplicitSequenceLayer(
         f, solver=solver, convergence=Residual(rtol=rtol, max_iter=2000), window=window
     ).eval()
@@ -58,7 +59,7 @@ def test_linear_maps_take_about_as_many_evaluations_as_dimensions(
     out = solve(pointwise(matrix), WITH_MEMORY[solver], x, window=window)
     plain = solve(pointwise(matrix), Picard(), x, window=window)
     assert (out.solution.status == Status.CONVERGED).all()
-    limit = D + 3 if solver == "anderson" else 2 * D + 3
+    limit = D + 3 if solver == "anderson" else 4 * D
     assert out.solution.iterations.max() <= limit
     assert plain.solution.iterations.min() > 10 * limit
     # z = A (z + x)
@@ -97,9 +98,7 @@ def test_token_scope_solves_every_token_as_if_alone(pointwise: Pointwise, name: 
 
 
 @pytest.mark.parametrize(("solver", "first"), [(Anderson(damping=0.5), 0.5), (Broyden(), 1.0)])
-def test_the_first_step_is_picards(
-    make_progress: MakeProgress, solver: Solver, first: float
-) -> None:
+def test_the_first_step_is_picards(make_progress: MakeProgress, solver: Solver, first: float) -> None:
     z, fz = torch.randn(2, 3, D), torch.randn(2, 3, D)
     proposal, _ = solver.step(z, fz, solver.init(z), make_progress(z, 0))
     torch.testing.assert_close(proposal, z + first * (fz - z))
@@ -113,6 +112,52 @@ def iterate_by_hand(
         z, state = solver.step(z, z @ matrix.T + x, state, progress(step))
         iterates.append(z)
     return iterates
+
+
+def nonlinear(z: Tensor) -> Tensor:
+    return torch.tanh(z @ torch.linspace(-0.4, 0.5, D * D, dtype=z.dtype).view(D, D)) + 0.3
+
+
+@pytest.mark.parametrize("memory", [1, 2, 5])
+def test_broyden_against_dense_matrices(make_progress: MakeProgress, memory: int) -> None:
+    """Good Broyden on the inverse Jacobian itself, started again when ``memory`` updates are in."""
+    solver, start = Broyden(memory=memory), torch.randn(1, 1, D, dtype=torch.float64)
+    z, state = start, solver.init(start)
+    inverse, updates, before = -torch.eye(D, dtype=torch.float64), 0, None
+    for step in range(9):
+        fz = nonlinear(z)
+        here, g = z.flatten(), (fz - z).flatten()
+        if before is not None:
+            if updates == memory:
+                inverse, updates = -torch.eye(D, dtype=torch.float64), 0
+            moved, changed = here - before[0], g - before[1]
+            left = moved @ inverse
+            inverse = inverse + torch.outer(moved - inverse @ changed, left) / (left @ changed)
+            updates += 1
+        before = here, g
+        z, state = solver.step(z, fz, state, make_progress(z, step))
+        torch.testing.assert_close(z.flatten(), here - inverse @ g, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.6])
+@pytest.mark.parametrize("memory", [1, 3])
+def test_anderson_against_least_squares(make_progress: MakeProgress, memory: int, damping: float) -> None:
+    solver = Anderson(memory=memory, damping=damping, regularisation=0.0)
+    z = torch.randn(1, 1, D, dtype=torch.float64)
+    state, points, residuals = solver.init(z), [], []
+    for step in range(7):
+        fz = nonlinear(z)
+        points.append(z.flatten())
+        residuals.append((fz - z).flatten())
+        recent = range(max(1, step - memory + 1), step + 1)
+        expected = points[-1] + damping * residuals[-1]
+        if recent:
+            dz = torch.stack([points[i] - points[i - 1] for i in recent], 1)
+            dr = torch.stack([residuals[i] - residuals[i - 1] for i in recent], 1)
+            weights = torch.linalg.lstsq(dr, residuals[-1][:, None]).solution[:, 0]
+            expected = expected - (dz + damping * dr) @ weights
+        z, state = solver.step(z, fz, state, make_progress(z, step))
+        torch.testing.assert_close(z.flatten(), expected, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["anderson", "broyden"])
@@ -139,9 +184,7 @@ def test_a_token_whose_map_shifts_takes_picard_steps(
     fresh = []
     for step in range(2):
         source = plain[2][:, 1:] if step == 0 else z
-        z, state = solver.step(
-            source, source @ matrix.T + x[:, 1:], state, make_progress(start, step)
-        )
+        z, state = solver.step(source, source @ matrix.T + x[:, 1:], state, make_progress(start, step))
         fresh.append(z)
     torch.testing.assert_close(iterates[4][:, 1:], fresh[1])
 
@@ -285,20 +328,30 @@ def test_best_iterate_returns_the_best_it_saw(make_progress: MakeProgress) -> No
     assert torch.equal(z, visited[2])
 
 
-def test_best_iterate_never_ends_above_picard(rates: Backbone) -> None:
-    """On a map with a rate beyond -1 the residual grows: the best iterate is an early one."""
-    x = torch.ones(1, 3, 4)
+@pytest.mark.parametrize("window", [None, 1])
+def test_best_iterate_of_a_map_that_drifts_away(rates: Backbone, window: int | None) -> None:
+    """With a rate beyond -1 the residual grows: the best iterate is an early one."""
+    x = torch.ones(2, 1 if window is None else 3, 4)
     x[..., 0] = -1.3
     policy = Residual(rtol=1e-6, max_iter=9)
-    for window in (None, 1):
-        with torch.no_grad():
-            plain = ImplicitSequenceLayer(rates, convergence=policy, window=window)(x).solution
-            best = ImplicitSequenceLayer(
-                rates, solver=BestIterate("picard"), convergence=policy, window=window
-            )(x).solution
-        assert (best.residual <= plain.residual).all()
-        assert (best.residual[:, 0] < plain.residual[:, 0]).all()
-        assert best.nfe == plain.nfe
+    with torch.no_grad():
+        plain = ImplicitSequenceLayer(rates, convergence=policy, window=window)(x).solution
+        best = ImplicitSequenceLayer(rates, solver=BestIterate("picard"), convergence=policy, window=window)(
+            x
+        ).solution
+    assert (best.residual < plain.residual).all()
+    assert best.nfe == plain.nfe
+
+
+def test_best_iterate_costs_tokens_behind_an_unsettled_one_nothing(rates: Backbone) -> None:
+    """What has no best iterate yet goes on as with the solver alone."""
+    x = torch.ones(1, 3, 4)
+    x[0, :, 0] = torch.tensor([0.999, 0.5, 0.5])
+    policy = Residual(rtol=1e-4, max_iter=9)
+    with torch.no_grad():
+        plain = ImplicitSequenceLayer(rates, convergence=policy)(x).solution
+        best = ImplicitSequenceLayer(rates, solver=BestIterate("picard"), convergence=policy)(x)
+    assert (best.solution.residual[:, 1:] <= plain.residual[:, 1:]).all()
 
 
 @pytest.mark.parametrize(

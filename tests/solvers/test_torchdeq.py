@@ -61,15 +61,14 @@ def test_iterates_are_torchdeqs_own(make_layer: MakeLayer, method: str) -> None:
 
 
 def test_no_thread_is_left(make_layer: MakeLayer) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     layer = make_layer("module", solver="torchdeq:anderson", gradient=Phantom(1), causal=False)
     for _ in range(5):
         layer(torch.randn(1, 4, 16)).z.sum().backward()
     gc.collect()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.daemon:
-            thread.join(timeout=10)
-    assert threading.active_count() <= before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=10)
+    assert set(threading.enumerate()) <= before
 
 
 def test_options_reach_the_solver(make_layer: MakeLayer) -> None:
@@ -84,10 +83,27 @@ def test_options_reach_the_solver(make_layer: MakeLayer) -> None:
         torch.testing.assert_close(layer(x).z, damped(x).z)
 
 
-def test_an_error_inside_torchdeq_is_raised(make_layer: MakeLayer) -> None:
-    layer = make_layer("mamba2", solver=TorchDEQ("anderson", m="five"), causal=False)
-    with pytest.raises((TypeError, ValueError)):
-        layer(torch.randn(2, 5, 16))
+@pytest.mark.parametrize(
+    "options",
+    [{"m": "five"}, {"m": 1}, {"lam": "small"}],
+    ids=["before the first evaluation", "at the second", "later"],
+)
+def test_an_error_inside_torchdeq_is_raised(make_layer: MakeLayer, options: dict[str, object]) -> None:
+    """In a thread that is given up after a while: the danger is that both sides wait for ever."""
+    layer = make_layer("mamba2", solver=TorchDEQ("anderson", **options), causal=False)
+    raised: list[Exception] = []
+
+    def solve() -> None:
+        try:
+            layer(torch.randn(2, 5, 16))
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=solve, daemon=True)
+    thread.start()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert len(raised) == 1
 
 
 def test_wrong_names_and_options() -> None:

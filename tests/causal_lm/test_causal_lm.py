@@ -1,0 +1,288 @@
+"""The causal language model: configuration, checkpoints, losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Status
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, ImplicitModel
+
+V = 40
+BODIES: dict[str, dict[str, Any]] = {
+    "mamba2": {"name": "mamba2", "d_model": 16, "n_layer": 1, "d_state": 8, "headdim": 8},
+    "llama": {"name": "llama", "d_model": 16, "n_layer": 2, "n_head": 4, "n_kv_head": 2},
+}
+MODELS = [(body, implicit) for body in BODIES for implicit in (True, False)]
+
+Make = Callable[..., ImplicitForCausalLM]
+
+
+@pytest.fixture
+def make() -> Make:
+    """``make(body, implicit=True, **options)``: a small model in evaluation mode."""
+
+    def model(body: str = "mamba2", implicit: bool = True, **options: Any) -> ImplicitForCausalLM:
+        torch.manual_seed(1)
+        config = ImplicitConfig(
+            vocab_size=V, backbone=BODIES[body], implicit=implicit, initializer_range=0.5, **options
+        )
+        return ImplicitForCausalLM(config).eval()
+
+    return model
+
+
+def ids(batch: int = 2, length: int = 11) -> torch.Tensor:
+    return torch.randint(0, V, (batch, length))
+
+
+OPTIONS: dict[str, Any] = {
+    "solver": {"name": "anderson", "memory": 3},
+    "gradient": {"name": "phantom", "steps": 2},
+    "convergence": {"name": "residual", "rtol": 0.1, "max_iter": 8},
+    "eval_convergence": {"name": "residual", "rtol": 0.01, "max_iter": 50},
+    "window": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def test_configuration_round_trip(tmp_path: Path) -> None:
+    config = ImplicitConfig(vocab_size=V, backbone=BODIES["llama"], **OPTIONS)
+    config.save_pretrained(tmp_path)
+    for loaded in (ImplicitConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
+        assert isinstance(loaded, ImplicitConfig)
+        for name, value in {**OPTIONS, "backbone": BODIES["llama"], "vocab_size": V}.items():
+            assert getattr(loaded, name) == value
+    assert config.hidden_size == 16 and config.num_hidden_layers == 2
+
+
+def test_the_configuration_reaches_the_layer(make: Make) -> None:
+    layer = make("llama", **OPTIONS).model.layer
+    assert isinstance(layer, ImplicitSequenceLayer)
+    assert layer.solver.memory == 3 and layer.gradient.steps == 2 and layer.window == 4
+    assert layer.train_convergence.rtol == 0.1 and layer.eval_convergence.rtol == 0.01
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"solver": "newton"}, "newton"),
+        ({"solver": {"name": "anderson", "memroy": 3}}, "memroy"),
+        ({"gradient": {"name": "phantom", "steps": 0}}, "0"),
+        ({"convergence": {"name": "residual", "rtol": -1.0}}, "-1"),
+        ({"eval_convergence": "never"}, "never"),
+        ({"window": 0}, "0"),
+        ({"vocab_size": 0}, "0"),
+        ({"backbone": {"name": "transformer", "d_model": 16}}, "transformer"),
+        ({"backbone": {"name": "mamba2", "n_layer": 1}}, "d_model"),
+        ({"backbone": {"d_model": 16}}, "None|name"),
+    ],
+)
+def test_wrong_configurations(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ImplicitConfig(**{"vocab_size": V, "backbone": BODIES["mamba2"], **wrong})
+
+
+def test_a_wrong_backbone_option_raises_when_the_model_is_built() -> None:
+    with pytest.raises(ValueError, match="d_stat"):
+        ImplicitForCausalLM(ImplicitConfig(backbone={**BODIES["mamba2"], "d_stat": 8}))
+
+
+def test_two_configurations_share_nothing() -> None:
+    first, second = ImplicitConfig(), ImplicitConfig()
+    first.backbone["d_model"] = 8
+    first.convergence["rtol"] = 0.5
+    assert second.backbone["d_model"] == 256 and second.convergence["rtol"] == 0.05
+    given = dict(BODIES["mamba2"])
+    ImplicitConfig(backbone=given).backbone["d_model"] = 8
+    assert given == BODIES["mamba2"]
+
+
+def test_evaluation_policy_is_independent_of_the_training_policy() -> None:
+    config = ImplicitConfig()
+    config.eval_convergence["rtol"] = 1e-3
+    assert config.convergence["rtol"] == 0.05
+
+
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_save_and_load(make: Make, tmp_path: Path, body: str, implicit: bool, tied: bool) -> None:
+    model = make(body, implicit, tie_word_embeddings=tied, window=4)
+    with torch.no_grad():  # away from what a new model would have
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, ImplicitForCausalLM) and not loaded.training
+    tokens = ids()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    for (name, a), (_, b) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_the_body_alone(make: Make, tmp_path: Path) -> None:
+    model = make("mamba2")
+    model.model.save_pretrained(tmp_path)
+    body = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(body, ImplicitModel)
+    tokens = ids()
+    with torch.no_grad():
+        assert torch.equal(body(tokens).last_hidden_state, model.model(tokens).last_hidden_state)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def drop(weights: dict[str, torch.Tensor]) -> None:
+    del weights["model.layer.backbone.layers.0.mixer.dt_bias"]
+
+
+def reshape(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layer.backbone.layers.0.mixer.dt_bias"] = torch.zeros(5)
+
+
+def extend(weights: dict[str, torch.Tensor]) -> None:
+    weights["model.layer.backbone.layers.7.mixer.dt_bias"] = torch.zeros(4)
+
+
+@pytest.mark.parametrize("change", [drop, reshape, extend])
+@pytest.mark.parametrize("implicit", [True, False])
+def test_a_checkpoint_that_does_not_fit(
+    make: Make, tmp_path: Path, change: Callable[..., None], implicit: bool
+) -> None:
+    make("mamba2", implicit).save_pretrained(tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises((ValueError, RuntimeError), match=r"dt_bias|mismatched"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_truncated_checkpoint(make: Make, tmp_path: Path) -> None:
+    make("mamba2").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(Exception, match=r"(?i)incomplete|buffer|invalid|metadata|header"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_missing_checkpoint(make: Make, tmp_path: Path) -> None:
+    make("mamba2").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(OSError):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_implicit_weights_do_not_load_as_explicit(make: Make, tmp_path: Path) -> None:
+    make("mamba2").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "implicit": False}))
+    with pytest.raises(ValueError, match="injection"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_the_explicit_model_is_the_plain_stack(make: Make, body: str) -> None:
+    model = make(body, implicit=False)
+    assert isinstance(model.model.layer, ExplicitSequenceLayer)
+    assert not any("injection" in name for name, _ in model.named_parameters())
+    tokens = ids()
+    with torch.no_grad():
+        x = model.model.embed_tokens(tokens)
+        backbone = model.model.layer.backbone
+        expected = backbone(x, backbone.prepare(x)) @ model.lm_head.weight.T
+        out = model(tokens)
+    torch.testing.assert_close(out.logits, expected)
+    assert out.solution is None
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_the_implicit_model_solves(make: Make, body: str) -> None:
+    model = make(body, eval_convergence={"name": "residual", "rtol": 0.05, "max_iter": 300})
+    tokens = ids()
+    with torch.no_grad():
+        out = model(tokens)
+        x = model.model.embed_tokens(tokens)
+        solved = model.model.layer(x)
+    assert torch.equal(out.logits, model.lm_head(solved.z))
+    assert out.solution.status.shape == (2, 11) and (out.solution.status != Status.RUNNING).all()
+
+
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_labels_are_shifted(make: Make, body: str, implicit: bool) -> None:
+    model, tokens = make(body, implicit), ids()
+    labels = tokens.clone()
+    labels[0, :4] = -100
+    with torch.no_grad():
+        out = model(tokens, labels=labels)
+        expected = F.cross_entropy(
+            out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
+    torch.testing.assert_close(out.loss, expected)
+    assert model(tokens).loss is None
+
+
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_every_parameter_learns(make: Make, body: str, implicit: bool) -> None:
+    model, tokens = make(body, implicit).train(), ids()
+    model(tokens, labels=tokens).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_left_padding_and_carried_state(make: Make, body: str, implicit: bool) -> None:
+    options = {"solver": {"name": "picard", "damping": 0.5}} if implicit else {}
+    policy = {"name": "fixed", "iterations": 40}
+    model = make(body, implicit, eval_convergence=policy, **options).double()
+    tokens, mask = ids(), torch.ones(2, 11, dtype=torch.int64)
+    mask[1, :4] = 0
+    with torch.no_grad():
+        whole = model(tokens, attention_mask=mask).logits
+        alone = model(tokens[1:, 4:]).logits
+        torch.testing.assert_close(whole[1:, 4:], alone, rtol=1e-4, atol=1e-4)
+        backbone = model.model.layer.backbone
+        first = model(
+            tokens[:, :8],
+            attention_mask=mask[:, :8],
+            state=backbone.initial_state(2, dtype=torch.float64),
+        )
+        second = model(tokens[:, 8:], state=first.state)
+    if not implicit:  # a fixed number of iterations is no fixed point yet
+        torch.testing.assert_close(second.logits, whole[:, 8:], rtol=1e-4, atol=1e-4)
+    assert second.state.seen.tolist() == [11, 7]
+
+
+def test_embeddings_instead_of_ids(make: Make) -> None:
+    model, tokens = make("mamba2"), ids()
+    x = model.model.embed_tokens(tokens)
+    with torch.no_grad():
+        assert torch.equal(model(inputs_embeds=x).logits, model(tokens).logits)
+    for wrong in ({}, {"input_ids": tokens, "inputs_embeds": x}):
+        with pytest.raises(ValueError, match="either"):
+            model(**wrong)
+
+
+def test_initialisation_follows_the_configuration() -> None:
+    config = ImplicitConfig(vocab_size=2000, backbone=BODIES["mamba2"], initializer_range=0.3)
+    model = ImplicitForCausalLM(config)
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.3, rel=0.05)
+    # Backbones initialise themselves: nothing of theirs was overwritten.
+    mixer = model.model.layer.backbone.layers[0].mixer
+    assert mixer.D.eq(1).all() and mixer.A_log.exp().min() >= 0.99
+    for module in model.modules():
+        if hasattr(module, "parametrizations"):
+            g, v = (getattr(module.parametrizations.weight, f"original{i}") for i in (0, 1))
+            torch.testing.assert_close(g.flatten(), v.flatten(1).norm(dim=1))

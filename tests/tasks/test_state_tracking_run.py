@@ -1,0 +1,208 @@
+"""Training, resuming, evaluating and the command line of state tracking, on models of a few seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.tasks.state_tracking.__main__ import main
+from deqseq.tasks.state_tracking.evaluate import evaluate, held_out, load
+from deqseq.tasks.state_tracking.settings import RunFolder, TrainSettings
+from deqseq.tasks.state_tracking.train import train
+from deqseq.tasks.trainer import AlignedTrainer
+
+SMALL: dict[str, Any] = {
+    "group": "S3", "length": 8, "min_length": 4, "unrolled_length": 4, "d_model": 16, "d_state": 4,
+    "headdim": 8, "steps": 12, "batch_size": 8, "max_iter": 8,
+}  # fmt: skip
+
+
+def small(**changes: Any) -> TrainSettings:
+    return TrainSettings(**{**SMALL, **changes})
+
+
+def weights(model: ImplicitForCausalLM) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stopped_at", [3, 7, 11])
+def test_resumed_run_equals_uninterrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
+) -> None:
+    whole = weights(train(small(), tmp_path / "whole", save_steps=2, progress=False))
+    calls = 0
+    original = AlignedTrainer.compute_loss
+
+    def interrupted(self: AlignedTrainer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == stopped_at:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AlignedTrainer, "compute_loss", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(), tmp_path / "cut", save_steps=2, progress=False)
+    with pytest.raises(ValueError, match="not finished"):
+        load(tmp_path / "cut")
+    resumed = weights(train(small(), tmp_path / "cut", save_steps=2, progress=False))
+    assert json.loads((tmp_path / "cut" / "training.json").read_text())["resumed"]
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_training_learns_and_logs_the_search(tmp_path: Path) -> None:
+    settings = small(group="Z3", steps=60, batch_size=16, learning_rate=2e-2, label_smoothing=0.0)
+    train(settings, tmp_path / "run", progress=False)
+    record = json.loads((tmp_path / "run" / "training.json").read_text())
+    logged = [entry for entry in record["log"] if "loss" in entry]
+    assert logged[-1]["loss"] < 1.0 < torch.tensor(3.0).log().item()
+    assert logged[-1]["iterations"] >= 1 and logged[-1]["residual"] > 0
+
+
+def test_finished_run_is_loaded_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = weights(train(small(), tmp_path / "run", progress=False))
+    monkeypatch.setattr(AlignedTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
+    second = weights(train(small(), tmp_path / "run", progress=False))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "run", small())
+    before = (tmp_path / "run" / "settings.json").read_text()
+    with pytest.raises(ValueError, match=r"other settings \(group: S3 there, A5 asked for; seed: 1"):
+        RunFolder(tmp_path / "run", small(group="A5", seed=2))
+    assert (tmp_path / "run" / "settings.json").read_text() == before
+
+
+def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match="holds no run"):
+        RunFolder(tmp_path, small())
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("group", "B7"), ("length", 0), ("min_length", 9), ("unrolled_length", 1), ("steps", -1),
+        ("identity_probability", 1.5), ("learning_rate", 0.0), ("tolerance", 0.0), ("max_iter", 0),
+        ("phantom_steps", 0), ("phantom_damping", 1.2), ("damping", 0.0), ("label_smoothing", 1.0),
+        ("unrolled_share", 2.0), ("train_window", 0), ("headdim", 7), ("batch_size", 0),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=str(value)):
+        small(**{name: value})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train(small(steps=4), folder, progress=False)
+    return folder
+
+
+def test_windows_agree_and_batch_size_does_not_matter(run: Path) -> None:
+    model, settings = load(run)
+    fresh = held_out(settings, 12, sequences=6, seed=0)
+    results = [
+        evaluate(model, fresh.tokens, fresh.targets, window, 1e-5, 500, batch_size)
+        for window, batch_size in ((None, 6), (4, 6), (1, 6), (4, 1))
+    ]
+    assert all(e.converged == 1 for e in results)
+    for other in results[1:]:
+        assert other.accuracy_by_position == results[0].accuracy_by_position
+    assert results[1].iterations_by_position == pytest.approx(results[3].iterations_by_position)
+
+
+def test_evaluation_leaves_the_models_policy_alone(run: Path) -> None:
+    model, settings = load(run)
+    before = model.model.layer.eval_convergence
+    fresh = held_out(settings, 4, sequences=2, seed=0)
+    evaluate(model, fresh.tokens, fresh.targets, tolerance=0.1, max_iter=3)
+    assert model.model.layer.eval_convergence is before
+
+
+def test_evaluate_refuses_wrong_input(run: Path) -> None:
+    model, _ = load(run)
+    with pytest.raises(ValueError, match="one shape"):
+        evaluate(model, torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="token 6 is outside"):
+        evaluate(model, torch.full((2, 3), 6), torch.zeros(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "foreign", "config"])
+def test_damaged_checkpoint_is_reported(run: Path, tmp_path: Path, damage: str) -> None:
+    for file in ("settings.json", "config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((run / file).read_bytes())
+    if damage == "truncate":
+        (tmp_path / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes()[:100])
+    elif damage == "foreign":
+        other = ImplicitForCausalLM(small(n_layer=2).config())
+        other.save_pretrained(tmp_path / "other")
+        (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    else:
+        (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="checkpoint"):
+        load(tmp_path)
+
+
+def test_command_line_from_training_to_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [f"--{name}={value}" for name, value in {**SMALL, "steps": 4}.items()]
+    assert main(["train", "--output", str(tmp_path / "run"), *flags]) == 0
+    assert (tmp_path / "run" / "training.png").stat().st_size > 0
+    command = ["evaluate", str(tmp_path / "run"), "--length", "8", "12", "--window", "all", "3"]
+    assert main([*command, "--sequences", "4"]) == 0
+    rows = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
+    assert [(row["length"], row["window"]) for row in rows] == [(8, None), (8, 3), (12, None), (12, 3)]
+    assert (tmp_path / "run" / "evaluation" / "by_position.png").stat().st_size > 0
+    capsys.readouterr()
+    csv = str(tmp_path / "S3=9.csv")
+    assert main(["data", csv, "--length", "9", "--sequences", "5"]) == 0
+    assert main(["data", csv, "--check"]) == 0
+    assert "5 sequences of 9, all products right" in capsys.readouterr().out
+    assert main(["evaluate", str(tmp_path / "run"), "--csv", csv]) == 0
+
+
+def test_explicit_twin_trains_and_has_no_search(tmp_path: Path) -> None:
+    assert (
+        main(["train", "--explicit", "--output", str(tmp_path), *(f"--{k}={v}" for k, v in SMALL.items())])
+        == 0
+    )
+    model, settings = load(tmp_path)
+    fresh = held_out(settings, 8, sequences=4, seed=0)
+    result = evaluate(model, fresh.tokens, fresh.targets)
+    assert settings.explicit and result.iterations is None and result.window is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "--output", "{tmp}/new", "--group", "B7"],
+        ["evaluate", "{tmp}/nothing"],
+        ["evaluate", "{run}", "--tolerance", "-1"],
+        ["evaluate", "{run}", "--window", "0"],
+        ["data", "{tmp}/nameless.csv"],
+    ],
+)
+def test_errors_end_with_a_sentence_and_status_2(
+    command: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([part.format(tmp=tmp_path, run=run) for part in command]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "data", "demo"])
+def test_help_explains_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert "default" in capsys.readouterr().out

@@ -1,0 +1,94 @@
+"""The stop decision is taken by all processes of a group together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A process of its own for every rank; the slower input is rank 1's.
+SCRIPT = """
+import datetime, json, sys
+import torch
+import torch.distributed as dist
+from deqseq import ImplicitDifferentiation, ImplicitSequenceLayer, Residual
+from deqseq.backbones import ModuleBackbone
+
+rank, file, window, shared = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo", init_method="file://" + file, rank=rank, world_size=2,
+    timeout=datetime.timedelta(seconds=60),
+)
+
+class Collective(torch.nn.Module):
+    '''A map that every rank must evaluate equally often, as one with sharded weights.'''
+    def __init__(self):
+        super().__init__()
+        self.rate = torch.nn.Parameter(torch.tensor([0.3, 0.9][rank]))
+        self.calls = 0
+    def forward(self, u):
+        self.calls += 1
+        if shared == "collective":
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total == 2
+        return self.rate * torch.tanh(u)
+
+torch.manual_seed(0)
+module = Collective()
+layer = ImplicitSequenceLayer(
+    ModuleBackbone(module), gradient=ImplicitDifferentiation(),
+    convergence=Residual(rtol=1e-3, max_iter=200, check_every=3), window=window,
+    group=dist.group.WORLD if shared == "collective" else None,
+)
+out = layer(torch.randn(2, 6, 4))
+out.z.square().sum().backward()
+adjoint = out.solution.adjoint
+print(json.dumps({
+    "nfe": out.solution.nfe, "calls": module.calls, "adjoint": adjoint.nfe,
+    "iterations": out.solution.iterations.max().item(),
+    "converged": bool((out.solution.status == 1).all() and (adjoint.status == 1).all()),
+}))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def run_two_ranks(folder: Path, window: int | None, shared: str) -> list[dict[str, int]]:
+    command = [sys.executable, "-c", SCRIPT]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "store"), json.dumps(window), shared],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        results = []
+        for process in ranks:
+            output, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+            results.append(json.loads(output.splitlines()[-1]))
+        return results
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_ranks_stop_together(tmp_path: Path, window: int | None) -> None:
+    fast, slow = run_two_ranks(tmp_path, window, "collective")
+    assert fast["nfe"] == slow["nfe"] and fast["adjoint"] == slow["adjoint"]
+    assert fast["calls"] == slow["calls"] == slow["nfe"]
+    assert fast["iterations"] < slow["iterations"]
+    assert fast["converged"] and slow["converged"]
+
+
+def test_without_a_group_each_rank_stops_on_its_own(tmp_path: Path) -> None:
+    """Which is why a group is needed where f communicates."""
+    fast, slow = run_two_ranks(tmp_path, None, "alone")
+    assert fast["nfe"] < slow["nfe"] and fast["adjoint"] < slow["adjoint"]

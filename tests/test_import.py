@@ -1,0 +1,42 @@
+"""``import deqseq`` is light: optional packages are imported where they are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("transformers", "triton", "torchdeq", "matplotlib", "datasets", "mamba_ssm", "fla")
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return {name.partition(".")[0] for name in done.stdout.split()} | set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import deqseq", "import deqseq.solvers, deqseq.backbones, deqseq.curriculum"],
+)
+def test_imports(statement: str) -> None:
+    found = modules_after(statement)
+    assert "deqseq" in found
+    assert not found & set(HEAVY)
+
+
+def test_the_core_imports_no_concrete_part() -> None:
+    found = modules_after("import deqseq")
+    assert not any(
+        name.startswith(("deqseq.solvers", "deqseq.backbones", "deqseq.tasks", "deqseq.causal_lm"))
+        for name in found
+    )
+
+
+def test_everything_announced_is_there() -> None:
+    import deqseq
+
+    assert all(hasattr(deqseq, name) for name in deqseq.__all__)

@@ -1,0 +1,184 @@
+"""Arguments of the layers: what they accept, and what they say to what they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deqseq import (
+    Backbone,
+    ExplicitSequenceLayer,
+    FixedIterations,
+    ImplicitSequenceLayer,
+    Phantom,
+    Residual,
+)
+from deqseq.backbones import Mamba2Backbone, ModuleBackbone
+from deqseq.solvers import Anderson
+
+MakeLayer = Callable[..., ImplicitSequenceLayer]
+MakeBackbone = Callable[..., Backbone]
+MAMBA2 = {"name": "mamba2", "d_model": 16, "n_layer": 1, "d_state": 8, "headdim": 8}
+
+
+def test_parts_by_name_and_by_object_are_the_same() -> None:
+    layer = ImplicitSequenceLayer(
+        MAMBA2, solver="anderson", gradient="phantom", convergence={"name": "fixed", "iterations": 3}
+    )
+    assert isinstance(layer.backbone, Mamba2Backbone)
+    assert layer.solver == Anderson() and layer.gradient == Phantom()
+    assert layer.convergence == FixedIterations(3)
+
+
+def test_defaults_are_the_documented_ones(make_backbone: MakeBackbone) -> None:
+    layer = ImplicitSequenceLayer(make_backbone("mamba2"))
+    assert layer.convergence == Residual(rtol=0.05, max_iter=32)
+    assert layer.window is None and layer.causal and layer.gradient == Phantom()
+
+
+def test_training_and_evaluation_have_their_own_policy(make_layer: MakeLayer) -> None:
+    layer = make_layer(
+        "mamba2", convergence=(FixedIterations(2), FixedIterations(5)), gradient=Phantom(steps=3)
+    )
+    x = torch.randn(2, 6, 16)
+    assert layer(x).solution.nfe == 5
+    layer.eval()
+    with torch.no_grad():
+        assert layer(x).solution.nfe == 5
+        assert (layer(x).solution.iterations == 5).all()
+    layer.set_convergence(FixedIterations(4))
+    assert layer.train_convergence == layer.eval_convergence == FixedIterations(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x": torch.randn(6, 16)}, r"\(6, 16\)"),
+        ({"x": torch.randn(2, 6, 16, 1)}, r"\(2, 6, 16, 1\)"),
+        ({"x": torch.randn(2, 0, 16)}, r"\(2, 0, 16\)"),
+        ({"x": torch.randn(0, 6, 16)}, r"\(0, 6, 16\)"),
+        ({"x": torch.randn(2, 6, 15)}, "15"),
+        ({"x": torch.ones(2, 6, 16, dtype=torch.int64)}, "int64"),
+        ({"x": torch.ones(2, 6, 16, dtype=torch.bool)}, "bool"),
+        ({"attention_mask": torch.ones(2, 5)}, r"\(2, 5\)"),
+        ({"attention_mask": torch.ones(6)}, r"\(6,\)"),
+        ({"position_ids": torch.ones(3, 6)}, r"\(3, 6\)"),
+        ({"z0": torch.randn(2, 6, 15)}, r"\(2, 6, 15\)"),
+        ({"z0": torch.randn(2, 5, 16)}, r"\(2, 5, 16\)"),
+        ({"window": 0}, "0"),
+        ({"window": -1}, "-1"),
+        ({"window": 2.0}, r"2\.0"),
+        ({"window": "all"}, "all"),
+    ],
+)
+def test_wrong_arguments_of_a_call(make_layer: MakeLayer, change: dict[str, Any], said: str) -> None:
+    arguments = {"x": torch.randn(2, 6, 16), **change}
+    for name in ("mamba2", "llama"):
+        with pytest.raises(ValueError, match=said):
+            make_layer(name)(**arguments)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama", "module"])
+def test_wrong_states(make_layer: MakeLayer, name: str) -> None:
+    layer = make_layer(name)
+    with pytest.raises(ValueError, match="3 sequences"):
+        layer(torch.randn(2, 6, 16), state=layer.backbone.initial_state(3))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"window": 0}, "0"),
+        ({"window": -4}, "-4"),
+        ({"window": 1.5}, r"1\.5"),
+        ({"window": True}, "True"),
+        ({"solver": "newton"}, "newton"),
+        ({"gradient": "none"}, "none"),
+        ({"convergence": "never"}, "never"),
+        ({"convergence": (FixedIterations(1),) * 3}, "3"),
+        ({"backbone": {"name": "transformer"}}, "transformer"),
+        ({"backbone": {**MAMBA2, "heads": 2}}, "heads"),
+    ],
+)
+def test_wrong_arguments_of_a_layer(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ImplicitSequenceLayer(**{"backbone": MAMBA2, **change})
+
+
+def test_an_implicit_layer_needs_an_injection(make_backbone: MakeBackbone) -> None:
+    """Without one its output would not depend on x at all."""
+    for name in ("mamba2", "llama"):
+        with pytest.raises(ValueError, match="injection"):
+            ImplicitSequenceLayer(make_backbone(name, injection=False))
+
+
+def test_an_explicit_layer_takes_no_injection(make_backbone: MakeBackbone) -> None:
+    for name in ("mamba2", "llama"):
+        with pytest.raises(ValueError, match="injection=False"):
+            ExplicitSequenceLayer(make_backbone(name))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_an_explicit_layer_is_the_stack_applied_once(make_backbone: MakeBackbone, name: str) -> None:
+    backbone = make_backbone(name, injection=False, n_layer=2)
+    x = torch.randn(2, 6, 16)
+    out = ExplicitSequenceLayer(backbone)(x)
+    assert torch.equal(out.z, backbone(x, backbone.prepare(x)))
+    assert out.solution is None and out.state is None
+
+
+def test_an_explicit_layer_over_a_module_applies_it_to_x(make_backbone: MakeBackbone) -> None:
+    """Or refuses it; x must not enter twice."""
+    module, x = nn.Linear(4, 4), torch.randn(2, 6, 4)
+    try:
+        layer = ExplicitSequenceLayer(ModuleBackbone(module))
+    except ValueError:
+        return
+    torch.testing.assert_close(layer(x).z, module(x))
+
+
+def test_inputs_are_left_alone(make_layer: MakeLayer) -> None:
+    for window in (None, 2):
+        layer = make_layer("mamba2", solver="anderson", window=window)
+        given = {
+            "x": torch.randn(2, 6, 16),
+            "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]),
+            "z0": torch.randn(2, 6, 16),
+        }
+        kept = {name: value.clone() for name, value in given.items()}
+        layer(**given).z.sum().backward()
+        assert all(torch.equal(given[name], kept[name]) for name in given)
+
+
+def test_position_ids(make_layer: MakeLayer) -> None:
+    """By default real tokens count from 0, or on from the state; what is given wins."""
+    layer = make_layer("llama", convergence=Residual(rtol=1e-6, max_iter=200)).eval()
+    x, mask = torch.randn(2, 6, 16), torch.ones(2, 6)
+    mask[0, :2] = 0
+    counted = torch.tensor([[0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]])
+    with torch.no_grad():
+        expected = layer(x, mask)
+        torch.testing.assert_close(layer(x, mask, position_ids=counted).z, expected.z)
+        other = layer(x, mask, position_ids=2 * counted).z
+    assert not torch.allclose(other, expected.z, atol=1e-3)
+
+
+def test_state_dict_round_trip(make_layer: MakeLayer) -> None:
+    x = torch.randn(2, 6, 16)
+    for name in ("mamba2", "llama"):
+        first, second = make_layer(name), make_layer(name)
+        with torch.no_grad():
+            for parameter in second.parameters():
+                parameter.add_(1)
+        second.load_state_dict(first.state_dict())
+        with torch.no_grad():
+            assert torch.equal(first(x).z, second(x).z)
+
+
+def test_repr_names_the_parts(make_layer: MakeLayer) -> None:
+    text = repr(make_layer("mamba2", solver="anderson", window=3))
+    assert all(part in text for part in ("Anderson", "Phantom", "Residual", "window=3"))

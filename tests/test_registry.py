@@ -1,0 +1,139 @@
+"""Parts by name, from this package and from others that are installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deqseq import (
+    FixedIterations,
+    ImplicitDifferentiation,
+    ImplicitSequenceLayer,
+    Phantom,
+    Residual,
+    Unrolled,
+)
+from deqseq.backbone import backbones
+from deqseq.backbones import LlamaBackbone, Mamba2Backbone
+from deqseq.convergence import policies
+from deqseq.gradients import gradients
+from deqseq.registry import Registry
+from deqseq.solver import solvers
+from deqseq.solvers import Anderson, Broyden, Picard, TorchDEQ
+
+SIZES = {"d_model": 16, "n_layer": 1}
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "options", "kind"),
+    [
+        (solvers, "picard", {"damping": 0.5}, Picard),
+        (solvers, "anderson", {"memory": 3}, Anderson),
+        (solvers, "broyden", {"memory": 3}, Broyden),
+        (solvers, "torchdeq:anderson", {"m": 3}, TorchDEQ),
+        (gradients, "phantom", {"steps": 2}, Phantom),
+        (gradients, "implicit", {"solver": "anderson"}, ImplicitDifferentiation),
+        (gradients, "unrolled", {"iterations": 3}, Unrolled),
+        (policies, "residual", {"rtol": 0.1}, Residual),
+        (policies, "fixed", {"iterations": 3}, FixedIterations),
+        (backbones, "mamba2", {**SIZES, "headdim": 8}, Mamba2Backbone),
+        (backbones, "llama", {**SIZES, "n_head": 2}, LlamaBackbone),
+    ],
+)
+def test_known_names(registry: Registry[object], name: str, options: dict[str, object], kind: type) -> None:
+    part = registry.create({"name": name, **options})
+    assert type(part) is kind
+    assert registry.create(part) is part
+    assert name.partition(":")[0] in registry.names()
+
+
+def test_options_arrive() -> None:
+    assert solvers.create({"name": "anderson", "memory": 3, "damping": 0.5}) == Anderson(3, 0.5)
+    assert solvers.create("anderson") == Anderson()
+    assert gradients.create({"name": "phantom", "steps": 2}) == Phantom(steps=2)
+    assert policies.create({"name": "residual", "rtol": 0.1}) == Residual(rtol=0.1)
+
+
+def test_the_callers_mapping_is_left_alone() -> None:
+    spec = {"name": "anderson", "memory": 3}
+    solvers.create(spec)
+    assert spec == {"name": "anderson", "memory": 3}
+
+
+@pytest.mark.parametrize("registry", [solvers, gradients, policies, backbones], ids=lambda r: r.kind)
+def test_unknown_names_list_the_known(registry: Registry[object]) -> None:
+    for spec in ("nonesuch", "nonesuch:anderson", {"name": "nonesuch"}):
+        with pytest.raises(ValueError, match="nonesuch") as caught:
+            registry.create(spec)
+        assert all(name in str(caught.value) for name in registry.names())
+
+
+@pytest.mark.parametrize(
+    ("registry", "spec", "said"),
+    [
+        (solvers, {"name": "anderson", "memroy": 3}, "memroy"),
+        (solvers, {"memory": 3}, "name"),
+        (solvers, Anderson, "Anderson"),
+        (solvers, "torchdeq", "method"),
+        (solvers, "picard:fast", "fast"),
+        (gradients, "unrolled", "iterations"),
+        (gradients, {"name": "phantom", "step": 3}, "step"),
+        (policies, {"name": "fixed"}, "iterations"),
+        (backbones, "mamba2", "d_model"),
+    ],
+)
+def test_wrong_specifications(registry: Registry[object], spec: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        registry.create(spec)
+
+
+@pytest.fixture
+def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package that announces a solver of its own."""
+    (tmp_path / "mann_solver.py").write_text(
+        "from deqseq.solver import Solver\n"
+        "class Mann(Solver):\n"
+        "    def __init__(self, start=1.0):\n"
+        "        self.start = start\n"
+        "    def init(self, z):\n"
+        "        return 0\n"
+        "    def step(self, z, fz, state, progress):\n"
+        "        weight = self.start / (1 + 0.1 * state)\n"
+        "        return z + weight * (fz - z), state + 1\n"
+    )
+    info = tmp_path / "mann_solver-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mann-solver\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[deqseq.solvers]\nmann = mann_solver:Mann\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("mann_solver", None)
+
+
+@pytest.mark.usefixtures("third_party")
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_solver_of_another_package(
+    make_layer: Callable[..., ImplicitSequenceLayer], window: int | None
+) -> None:
+    assert "mann" in solvers.names()
+    with pytest.raises(ValueError, match="mann"):
+        solvers.create("nonesuch")
+    with pytest.raises(ValueError, match="stop"):
+        solvers.create({"name": "mann", "stop": 1})
+    layer = make_layer(
+        "mamba2",
+        solver={"name": "mann", "start": 0.9},
+        convergence=Residual(rtol=1e-4, max_iter=200),
+        window=window,
+    )
+    assert layer.solver.start == 0.9
+    out = layer(torch.randn(2, 8, 16))
+    assert (out.solution.residual <= 1e-4).all()
+
+
+def test_it_is_unknown_where_it_is_not_installed() -> None:
+    assert "mann" not in solvers.names()

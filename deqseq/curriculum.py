@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deqseq.convergence import policies
+from deqseq.convergence import check_count, policies
 from deqseq.gradients import gradients
 from deqseq.layer import ImplicitSequenceLayer
 
@@ -47,6 +47,8 @@ class Curriculum:
             gradients.create(stage.gradient)
             if stage.convergence is not None:
                 policies.create(stage.convergence)
+            if stage.window is not None:
+                check_count("window", stage.window)
         self.stages = list(stages)
 
     def at(self, step: int, steps: int) -> Stage:

@@ -79,9 +79,9 @@ def test_evaluation(make_layer: MakeLayer, backbone: str, solver: str, window: i
         assert_blind_to_the_future(layer, CHANGES["other"])
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [None, 3, 1])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("solver", ["picard", "anderson", "best"])
+@pytest.mark.parametrize("solver", ["anderson", "best"])
 def test_every_policy(make_layer: MakeLayer, solver: str, policy: str, window: int | None) -> None:
     layer = make_layer("mamba2", solver=SOLVERS[solver], convergence=POLICIES[policy], window=window).eval()
     with torch.no_grad():

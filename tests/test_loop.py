@@ -102,7 +102,7 @@ def test_a_window_moves_on_as_its_first_tokens_settle(rates: Backbone) -> None:
     assert solution.nfe == max(passes)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [None, 3, 1])
 @pytest.mark.parametrize("gradient", ["phantom", "implicit", {"name": "unrolled", "iterations": 5}])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_evaluations_are_counted_exactly(
@@ -110,11 +110,11 @@ def test_evaluations_are_counted_exactly(
 ) -> None:
     layer = make_layer(backbone, solver="anderson", gradient=gradient, window=window)
     calls = count_calls(layer.backbone)
-    x = torch.randn(2, 12, 16)
-    mask = torch.ones(2, 12)
-    mask[0, :5] = 0
+    x = torch.randn(2, 7, 16)
+    mask = torch.ones(2, 7)
+    mask[0, :3] = 0
     for options in ({}, {"attention_mask": mask}, {"state": layer.backbone.initial_state(2)}):
-        for policy in (Residual(rtol=0.05), FixedIterations(3), Residual(rtol=1e-9, max_iter=4)):
+        for policy in (Residual(rtol=0.05), FixedIterations(2), Residual(rtol=1e-9, max_iter=2)):
             layer.set_convergence(policy)
             calls.clear()
             assert layer(x, **options).solution.nfe == len(calls)

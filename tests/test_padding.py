@@ -71,7 +71,7 @@ def test_padded_in_a_batch_equals_alone(
     assert not out.solution.iterations[1, ~real].any()
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ["left", "middle"])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_padding_with_carried_state(
@@ -162,13 +162,13 @@ def test_slow_batch_mates(
 ) -> None:
     # In double precision: rounding differs with the batch size, and solvers amplify it.
     layer = make_layer(backbone, solver=solver, window=window, dtype=torch.float64).eval()
-    x = torch.randn(4, 12, 16, dtype=torch.float64)
-    z0 = torch.randn(4, 12, 16, dtype=torch.float64)
+    x = torch.randn(3, 8, 16, dtype=torch.float64)
+    z0 = torch.randn(3, 8, 16, dtype=torch.float64)
     with torch.no_grad():
         z0[0] = layer(x[:1], window=1).z[0]  # starts at its solution
         z0[1:] *= 10
         out = layer(x, z0=z0)
-        for i in range(4):
+        for i in range(3):
             alone = layer(x[i : i + 1], z0=z0[i : i + 1])
             assert_close(out.z[i : i + 1], alone.z, 1e-5)
             assert torch.equal(out.solution.iterations[i : i + 1], alone.solution.iterations)

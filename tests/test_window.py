@@ -25,7 +25,7 @@ def test_every_window_has_the_same_fixed_point(
     make_layer: MakeLayer, assert_close: Close, backbone: str, solver: str
 ) -> None:
     layer = make_layer(backbone, solver=solver, convergence=TIGHT).eval()
-    x = torch.randn(2, 30, 16)
+    x = torch.randn(2, 20, 16)
     with torch.no_grad():
         whole = layer(x)
         assert (whole.solution.status == Status.CONVERGED).all()
@@ -46,7 +46,7 @@ def test_state_carries_on_where_the_last_call_ended(
     with torch.no_grad():
         whole = layer(x, state=layer.backbone.initial_state(2))
         assert_close(layer(x).z, whole.z, 1e-5)
-        for windows in ((None, None, None), (8, 1, None), (1, None, 8)):
+        for windows in ((None, None, None), (8, 1, 1)):
             state, parts = layer.backbone.initial_state(2), []
             for part, window in zip(x.split([20, 1, 27], 1), windows, strict=True):
                 out = layer(part, state=state, window=window)

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     commands = {"train": _train, "evaluate": _evaluate, "data": _data, "demo": _demo}
     parser = argparse.ArgumentParser(
         prog="python -m deqseq.tasks.state_tracking",

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from deqseq.causal_lm import ImplicitConfig
+import torch
+
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.convergence import check_count
 from deqseq.curriculum import Curriculum, Stage
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra
@@ -80,7 +82,11 @@ class TrainSettings:
             raise ValueError(f"identity_probability must be in [0, 1], got {self.identity_probability}")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if not self.tolerance > 0:
+            raise ValueError(f"tolerance must be positive, got {self.tolerance}")
         self.curriculum()
+        with torch.device("meta"):  # checks the model's sizes
+            ImplicitForCausalLM(self.config())
 
     @property
     def algebra(self) -> Algebra:

@@ -199,8 +199,8 @@ class _Tokens:
         active = ~self.settled
         self.residual, converged = policy.judge(z, fz, self.iterations, active)
         finite = torch.isfinite(self.residual)
-        # A value that is not finite is final only once no token before it can still change it.
-        failed = ~finite & _all_before(self.settled)
+        # A value that is not finite is final once no finite token before it can still change it.
+        failed = ~finite & _all_before(self.settled | ~finite)
         exhausted = self.iterations >= policy.max_iter
         self.settled = _all_up_to(self.settled | (converged & finite) | exhausted | failed)
         met = Status.CONVERGED if policy.tests_residual else Status.COMPLETED

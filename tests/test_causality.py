@@ -89,7 +89,7 @@ def test_every_policy(make_layer: MakeLayer, solver: str, policy: str, window: i
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_training(make_layer: MakeLayer, backbone: str, solver: str, window: int | None) -> None:
     for gradient in (Phantom(steps=3), Unrolled(5), ImplicitDifferentiation()):

@@ -154,7 +154,7 @@ def test_only_padding(make_layer: MakeLayer, backbone: str, window: int | None) 
     assert nothing.solution.nfe >= 1
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_slow_batch_mates(

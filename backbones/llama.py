@@ -100,7 +100,9 @@ class LlamaBlock(nn.Module):
 class LlamaBackbone(Backbone):
     """f(z, x): a stack of Llama blocks and a final norm, with x injected into every block.
 
-    One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer.
+    One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer. Fused
+    attention has no second derivative: where one is wanted, call under
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
 
     Args:
         d_model: width D.
@@ -147,6 +149,7 @@ class LlamaBackbone(Backbone):
         self.rope_theta = rope_theta
         self.layers = nn.ModuleList(LlamaBlock(d_model, n_head, n_kv_head, d_inner) for _ in range(n_layer))
         self.norm_f = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.injects = injection
         qkv_width = (n_head + 2 * n_kv_head) * self.headdim
         self.injection = Injection(d_model, qkv_width) if injection else None
         if weight_norm:

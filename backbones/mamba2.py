@@ -70,7 +70,7 @@ class Mamba2Mixer(nn.Module):
             self.in_proj.weight,
             self.conv1d.weight.squeeze(1),
             self.conv1d.bias,
-            -self.A_log.float().exp(),
+            -at_least_float32(self.A_log).exp(),
             self.dt_bias,
             self.D,
             self.norm.weight,
@@ -94,7 +94,7 @@ class Mamba2Mixer(nn.Module):
         x, b, c = convolved.split([self.inner, shared, shared], dim=-1)
         x = x.unflatten(-1, (self.heads, self.headdim))
         b, c = (t.unflatten(-1, (self.n_groups, self.d_state)) for t in (b, c))
-        step = F.softplus((dt + weights.dt_bias).float())  # (B, W, H)
+        step = F.softplus(at_least_float32(dt + weights.dt_bias))  # (B, W, H)
         a = step * weights.decay
         scaled = x * step.to(x.dtype)[..., None]
         before = None if state is None else state[1]
@@ -102,6 +102,11 @@ class Mamba2Mixer(nn.Module):
         y = torch.addcmul(y, x, weights.skip.to(x.dtype)[:, None]).flatten(-2)
         y = F.rms_norm(y * F.silu(gate), (self.inner,), weights.norm, RMS_EPS)
         return F.linear(y, weights.out_proj), _LayerTrace(conv_in, scaled, a, b)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in float32, or in its own type where that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None = None) -> Tensor:
@@ -184,8 +189,8 @@ class Mamba2Backbone(Backbone):
             d_model=d_model, n_layer=n_layer, d_state=d_state, expand=expand, headdim=headdim,
             d_conv=d_conv, n_groups=n_groups, chunk_size=chunk_size,
         )  # fmt: skip
-        if d_inner < 0:
-            raise ValueError(f"d_inner must be 0 (no MLP) or positive, got {d_inner}")
+        if d_inner != 0:
+            check_sizes(d_inner=d_inner)
         if expand * d_model % headdim:
             raise ValueError(f"headdim must divide expand * d_model = {expand * d_model}, got {headdim}")
         if (expand * d_model // headdim) % n_groups:
@@ -200,6 +205,7 @@ class Mamba2Backbone(Backbone):
             for _ in range(n_layer)
         )
         self.norm_f = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.injects = injection
         width = self._mixer.in_proj.out_features
         self.injection = Injection(d_model, width) if injection else None
         if weight_norm:

@@ -28,11 +28,11 @@ class ModuleBackbone(Backbone):
     ) -> None:
         super().__init__()
         self.module = module
-        self.inject = nn.Identity() if injection is None else injection
+        self.injection = nn.Identity() if injection is None else injection
         self.d_model = d_model
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
-        return Context((self.inject(x),))
+        return Context((self.injection(x),))
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         inputs = z + context.tokens[0]

@@ -69,6 +69,8 @@ def ssd_advance(x: Tensor, a: Tensor, b: Tensor, state: Tensor, count: Tensor) -
     total = a.cumsum(1)
     left = (total[:, -1:] - total).exp()  # decay from a token to the end, 1 for what is not consumed
     left = left.where(consumed[..., None], left.new_zeros(()))
+    # Zeros instead of a product with zero: what is not consumed may be infinite.
+    x, b = (t.where(consumed[..., None, None], t.new_zeros(())) for t in (x, b))
     weighted = rearrange(x * left.to(x.dtype)[..., None], "b l (g h) p -> b l g h p", g=b.shape[2])
     added = torch.einsum("blghp,blgn->bghpn", weighted, b).flatten(1, 2)
     return state * total[:, -1].exp().to(state.dtype)[..., None, None] + added.to(state.dtype)

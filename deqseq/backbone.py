@@ -77,9 +77,12 @@ class Backbone(nn.Module, ABC):
 
     Attributes:
         d_model: width D of z and x; ``None`` where any width goes.
+        injects: whether f depends on x through the context. Explicit use, where x enters as z, takes a
+            backbone that does not.
     """
 
     d_model: int | None = None
+    injects: bool = True
 
     @abstractmethod
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:

@@ -28,10 +28,22 @@ def check_scope(scope: str) -> None:
 
 
 class Judgement(NamedTuple):
-    """residual (B, W) float32, relative; converged (B, W) bool, of each token by itself."""
+    """A verdict on every token by itself.
+
+    Attributes:
+        residual: (B, W) float32, relative.
+        converged: (B, W) bool, the tolerance is met.
+        done: (B, W) bool, nothing more is to be spent; ``None``: the same as ``converged``.
+    """
 
     residual: Tensor
     converged: Tensor
+    done: Tensor | None = None
+
+    @property
+    def stops(self) -> Tensor:
+        """(B, W) bool, the token may settle."""
+        return self.converged if self.done is None else self.done
 
 
 class ConvergencePolicy(ABC):
@@ -77,8 +89,10 @@ def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative(change: Tensor, size: Tensor) -> Tensor:
-    """``change / size`` as float32; 0 where both vanish."""
-    return (change / size.clamp_min(torch.finfo(size.dtype).tiny)).float()
+    """``change / size`` as float32; 0 where both vanish, and finite wherever they are."""
+    ratio = change / size.clamp_min(torch.finfo(size.dtype).tiny)
+    largest = torch.finfo(torch.float32).max
+    return torch.where(torch.isfinite(change), ratio.clamp_max(largest), ratio).float()
 
 
 @dataclass(frozen=True)
@@ -160,7 +174,8 @@ class FixedIterations(ConvergencePolicy):
         return False
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        return Judgement(relative(*residual_norms(z, fz)), iterations >= self.iterations)
+        residual = relative(*residual_norms(z, fz))
+        return Judgement(residual, torch.zeros_like(active), iterations >= self.iterations)
 
 
 @dataclass(frozen=True)
@@ -194,9 +209,11 @@ class Quantile(ConvergencePolicy):
         return False
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        residual, converged = self.policy.judge(z, fz, iterations, active)
-        reached = (converged & active).sum(1) >= self.share * active.sum(1)
-        return Judgement(residual, converged | reached[:, None])
+        inner = self.policy.judge(z, fz, iterations, active)
+        real = iterations > 0  # all but padding
+        finished = real & (inner.stops | ~active)
+        reached = finished.sum(1) >= self.share * real.sum(1)
+        return Judgement(inner.residual, inner.converged, inner.stops | reached[:, None])
 
 
 class _Combined(ConvergencePolicy):
@@ -220,8 +237,15 @@ class Both(_Combined):
         self.max_iter = max(first.max_iter, second.max_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        residual, converged = self.first.judge(z, fz, iterations, active)
-        return Judgement(residual, converged & self.second.judge(z, fz, iterations, active).converged)
+        first = self.first.judge(z, fz, iterations, active)
+        second = self.second.judge(z, fz, iterations, active)
+        if not self.first.tests_residual:
+            converged = second.converged
+        elif not self.second.tests_residual:
+            converged = first.converged
+        else:
+            converged = first.converged & second.converged
+        return Judgement(first.residual, converged, first.stops & second.stops)
 
 
 class Either(_Combined):
@@ -232,8 +256,10 @@ class Either(_Combined):
         self.max_iter = min(first.max_iter, second.max_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        residual, converged = self.first.judge(z, fz, iterations, active)
-        return Judgement(residual, converged | self.second.judge(z, fz, iterations, active).converged)
+        first = self.first.judge(z, fz, iterations, active)
+        second = self.second.judge(z, fz, iterations, active)
+        converged = first.converged | second.converged
+        return Judgement(first.residual, converged, first.stops | second.stops)
 
 
 def check_count(name: str, value: int) -> None:

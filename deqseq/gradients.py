@@ -7,6 +7,7 @@ of one kind.
 from __future__ import annotations
 
 import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -192,7 +193,8 @@ class _ImplicitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fz: Tensor, backward: Problem, solution: Solution) -> Tensor:
         ctx.problem = backward
-        ctx.solution = solution
+        # Weak, as the solution holds the tensor that this node makes.
+        ctx.solution = weakref.ref(solution)
         return fz.view_as(fz)
 
     @staticmethod
@@ -203,7 +205,9 @@ class _ImplicitFunction(torch.autograd.Function):
         assert isinstance(adjoint, _Adjoint)
         adjoint.cotangent = grad.flip(1)
         solved = search(replace(problem, z0=adjoint.cotangent))
-        ctx.solution.adjoint = solved
+        solution = ctx.solution()
+        if solution is not None:
+            solution.adjoint = solved
         if logger.isEnabledFor(logging.INFO):
             unsolved = (solved.status != Status.CONVERGED).float().mean().item()
             if unsolved:

@@ -15,7 +15,7 @@ from deqseq.convergence import ConvergencePolicy, Residual, check_count, policie
 from deqseq.gradients import GradientStrategy, gradients, search
 from deqseq.loop import Problem
 from deqseq.padding import Packing
-from deqseq.solution import Solution
+from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
 PolicySpec = ConvergencePolicy | str | Mapping[str, Any]
@@ -63,21 +63,34 @@ class SequenceLayer(nn.Module):
         if state is not None and state.batch_size != x.shape[0]:
             raise ValueError(f"state holds {state.batch_size} sequences, but x has {x.shape[0]}")
         packing = None if attention_mask is None else Packing.of(attention_mask)
+        lengths = torch.full((x.shape[0],), x.shape[1], device=x.device)
         if packing is not None:
-            x = packing.pack(x)
+            x, lengths = packing.pack(x), packing.lengths
             z0 = None if z0 is None else packing.pack(z0)
             position_ids = None if position_ids is None else packing.pack(position_ids)
+        # A sequence ends before its first token that is not finite: nothing after it can be right, and
+        # one NaN in a matrix product would reach the tokens before it (0 * NaN is NaN).
+        place = torch.arange(x.shape[1], device=x.device)
+        finite = torch.isfinite(x).all(-1)
+        sound = torch.where(finite | (place >= lengths[:, None]), x.shape[1], place).amin(1)
+        broken = (place >= sound[:, None]) & (place < lengths[:, None])
+        lengths = torch.minimum(lengths, sound)
+        real = (place < lengths[:, None])[..., None]
+        x = x.where(real, x.new_zeros(()))
+        z0 = None if z0 is None else z0.where(real, z0.new_zeros(()))
         if position_ids is None:
-            position_ids = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+            position_ids = place.expand(x.shape[:2])
             if state is not None:
                 position_ids = position_ids + state.seen[:, None]
-        return _Inputs(x, z0, position_ids, packing)
+        return _Inputs(x, z0, position_ids, lengths, broken, packing)
 
 
 class _Inputs(NamedTuple):
     x: Tensor
     z0: Tensor | None
     position_ids: Tensor
+    lengths: Tensor  # (B,) tokens to solve, which come first
+    broken: Tensor  # (B, L) bool, real tokens that cannot be solved, behind them
     packing: Packing | None
 
 
@@ -124,6 +137,8 @@ class ImplicitSequenceLayer(SequenceLayer):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(backbone)
+        if not self.backbone.injects:
+            raise ValueError("an implicit layer needs a backbone that injects x, got injection=False")
         self.solver = solvers.create(solver)
         self.gradient = gradients.create(gradient)
         self.set_convergence(Residual(rtol=0.05, max_iter=32) if convergence is None else convergence)
@@ -168,24 +183,29 @@ class ImplicitSequenceLayer(SequenceLayer):
         """
         self._check_causal()
         window = self.window if window == "layer" else _checked_window(window)
-        x, z0, position_ids, packing = self._inputs(x, attention_mask, position_ids, state, z0)
+        inputs = self._inputs(x, attention_mask, position_ids, state, z0)
+        x, z0 = inputs.x, inputs.z0
         problem = Problem(
             map=self.backbone,
-            context=self.backbone.prepare(x, position_ids),
+            context=self.backbone.prepare(x, inputs.position_ids),
             z0=torch.zeros_like(x) if z0 is None else z0,
             solver=self.solver,
             policy=self.convergence,
             window=window,
-            lengths=None if packing is None else packing.lengths,
+            lengths=inputs.lengths,
             state=state,
             carry=state is not None,
             group=self.group,
         )
         with_graph = torch.is_grad_enabled()
         solution = self.gradient.solve(problem) if with_graph else search(problem)
-        if packing is not None:
+        broken = inputs.broken
+        solution.z = solution.z.masked_fill(broken[..., None], torch.nan)
+        solution.residual = solution.residual.masked_fill(broken, torch.nan)
+        solution.status = solution.status.masked_fill(broken, int(Status.NON_FINITE))
+        if inputs.packing is not None:
             for name in ("z", "residual", "iterations", "status"):
-                setattr(solution, name, packing.unpack(getattr(solution, name)))
+                setattr(solution, name, inputs.packing.unpack(getattr(solution, name)))
         return LayerOutput(solution.z, solution.state, solution)
 
     def extra_repr(self) -> str:
@@ -219,8 +239,11 @@ class ExplicitSequenceLayer(SequenceLayer):
 
     def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
         super().__init__(backbone)
-        if getattr(self.backbone, "injection", None) is not None:
-            raise ValueError("an explicit layer needs a backbone built with injection=False")
+        if self.backbone.injects:
+            raise ValueError(
+                f"an explicit layer needs a backbone without injection (injection=False), got one with: "
+                f"{type(self.backbone).__name__}"
+            )
 
     def forward(
         self,
@@ -230,15 +253,17 @@ class ExplicitSequenceLayer(SequenceLayer):
         state: State | None = None,
     ) -> LayerOutput:
         """Apply the stack to ``x`` (B, L, D); arguments as in :class:`ImplicitSequenceLayer`."""
-        x, _, position_ids, packing = self._inputs(x, attention_mask, position_ids, state, None)
-        z, trace = self.backbone.evaluate(x, self.backbone.prepare(x, position_ids), state)
+        inputs = self._inputs(x, attention_mask, position_ids, state, None)
+        x = inputs.x
+        z, trace = self.backbone.evaluate(x, self.backbone.prepare(x, inputs.position_ids), state)
         if state is not None:
-            length = torch.full_like(state.seen, x.shape[1])
-            count = length if packing is None else packing.lengths
-            state = self.backbone.advance(trace, self.backbone.reserve(state, x), count).detach()
-        if packing is not None:
-            real = torch.arange(x.shape[1], device=x.device) < packing.lengths[:, None]
-            z = packing.unpack(z.where(real[..., None], z.new_zeros(())))
+            room = self.backbone.reserve(state, x)
+            state = self.backbone.advance(trace, room, inputs.lengths).detach()
+        real = torch.arange(x.shape[1], device=x.device) < inputs.lengths[:, None]
+        z = z.where(real[..., None], z.new_zeros(()))
+        z = z.masked_fill(inputs.broken[..., None], torch.nan)
+        if inputs.packing is not None:
+            z = inputs.packing.unpack(z)
         return LayerOutput(z, state)
 
 

@@ -100,6 +100,7 @@ def _iterate_all(problem: Problem) -> Solution:
     solver_state = solver.init(z)
     for passes in itertools.count(1):
         fz, trace = problem.map.evaluate(z, problem.context, state)
+        fz = fz.to(z.dtype)  # autocast
         tokens.count()
         ends = passes == policy.max_iter
         # A fixed number of iterations needs no verdict on the way: nothing settles before its end.
@@ -150,6 +151,7 @@ def _iterate_window(problem: Problem) -> Solution:
     record = _Record(z0, width)
     for passes in itertools.count(1):
         fz, trace = problem.map.evaluate(z, context, state)
+        fz = fz.to(z.dtype)  # autocast
         tokens.count()
         tokens.judge(z, fz, policy)
         proposal, solver_state = solver.step(z, fz, solver_state, tokens.progress(policy))
@@ -181,30 +183,33 @@ class _Tokens:
     residual: Tensor
     status: Tensor
     hold: Tensor  # z must not move: the token is settled, or its evaluation is not finite
+    active: Tensor  # took part in the last evaluation
 
     @classmethod
     def enter(cls, inside: Tensor) -> _Tokens:
         count = torch.zeros(inside.shape, dtype=torch.int64, device=inside.device)
         residual = torch.zeros(inside.shape, dtype=torch.float32, device=inside.device)
         status = torch.full_like(count, int(Status.RUNNING))
-        return cls(~inside, count, residual, status, ~inside)
+        return cls(~inside, count, residual, status, ~inside, inside)
 
     def count(self) -> None:
         """An evaluation has been made."""
-        self.iterations = self.iterations + ~self.settled
+        self.active = ~self.settled
+        self.iterations = self.iterations + self.active
 
     @torch.no_grad()
     def judge(self, z: Tensor, fz: Tensor, policy: ConvergencePolicy) -> None:
         """Find out which tokens settle with the evaluation ``fz``."""
-        active = ~self.settled
-        self.residual, converged = policy.judge(z, fz, self.iterations, active)
+        active = self.active
+        verdict = policy.judge(z, fz, self.iterations, active)
+        self.residual, converged = verdict.residual, verdict.converged
         finite = torch.isfinite(self.residual)
         # A value that is not finite is final once no finite token before it can still change it.
         failed = ~finite & _all_before(self.settled | ~finite)
         exhausted = self.iterations >= policy.max_iter
-        self.settled = _all_up_to(self.settled | (converged & finite) | exhausted | failed)
-        met = Status.CONVERGED if policy.tests_residual else Status.COMPLETED
-        code = torch.where(converged, int(met), int(Status.BUDGET_EXHAUSTED))
+        self.settled = _all_up_to(self.settled | (verdict.stops & finite) | exhausted | failed)
+        ended = Status.BUDGET_EXHAUSTED if policy.tests_residual else Status.COMPLETED
+        code = torch.where(converged, int(Status.CONVERGED), int(ended))
         code = torch.where(finite, code, int(Status.NON_FINITE))
         self.status = torch.where(self.settled & active, code, self.status)
         self.hold = self.settled | ~finite
@@ -213,7 +218,7 @@ class _Tokens:
         tests = policy.tests_residual
         return Progress(
             residual=self.residual if tests else None,
-            active=~self.settled,
+            active=self.active,
             entered=self.iterations <= 1,
             shifting=~_all_before(self.settled) if tests else torch.zeros_like(self.settled),
             last=self.iterations + 1 == policy.max_iter,
@@ -227,6 +232,7 @@ class _Tokens:
             residual=self.residual.gather(1, source),
             status=self.status.gather(1, source) * stays,
             hold=~inside,
+            active=inside,
         )
 
     def solution(self, z: Tensor, valid: Tensor, nfe: int, state: State | None) -> Solution:

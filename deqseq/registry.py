@@ -78,6 +78,6 @@ class Registry(Generic[Part]):
         signature = inspect.signature(factory)
         try:
             signature.bind(*arguments, **options)
+            return factory(*arguments, **options)
         except TypeError as error:
-            raise ValueError(f"{self.kind} {name!r}: {error}; it takes {signature}") from None
-        return factory(*arguments, **options)
+            raise ValueError(f"{self.kind} {name!r}: {error}; it takes {signature}") from error

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqseq.convergence import check_count
 
@@ -32,7 +33,8 @@ def jacobian_penalty(
         ValueError: ``samples`` below 1.
     """
     check_count("samples", samples)
-    with torch.enable_grad():
+    # Fused attention has no second derivative, which training on the penalty takes.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         z = z.detach().requires_grad_()
         fz = f(z)
         total = fz.new_zeros(())

@@ -18,7 +18,7 @@ class Progress(NamedTuple):
 
     Attributes:
         residual: float32, relative residual of the evaluation; ``None`` if the policy tests none.
-        active: bool, tokens that are neither settled nor padding.
+        active: bool, tokens that took part in the evaluation unsettled.
         entered: bool, tokens whose first evaluation this was.
         shifting: bool, tokens with an unsettled one before them: their map is still going to change.
         last: bool, tokens whose next evaluation is the last that the budget allows.

@@ -51,14 +51,14 @@ class BestIterate(Solver):
     ) -> tuple[Tensor, SolverState]:
         proposal, inner = self.solver.step(z, fz, state.inner, progress)
         change, size = residual_norms(z, fz)
-        forget = progress.fresh
+        forget, last = progress.fresh, progress.last & ~progress.shifting
         if self.scope == "sequence":
             change = change.square().where(progress.active, 0.0).sum(1, keepdim=True).sqrt()
             size = size.square().where(progress.active, 0.0).sum(1, keepdim=True).sqrt()
-            forget = progress.entered.any(1, keepdim=True)
+            forget, last = progress.entered.any(1, keepdim=True), progress.last
         residual = relative(change, size).expand(z.shape[:2])
         better = (residual < state.residual) | forget
         best = torch.where(better[..., None], z, state.z)
         least = torch.where(better, residual, state.residual)
-        z_next = torch.where(progress.last[..., None], best, proposal)
+        z_next = torch.where(last[..., None], best, proposal)
         return z_next, _State(inner, best, least)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from deqseq.solver import Progress, Solver, SolverState
-from deqseq.solvers.history import REACH, guarded
 
 # What the adapter sets itself: the loop owns stopping and budget.
 _OWN = {"func", "x0", "max_iter", "tol", "stop_mode", "indexing", "return_final", "kwargs"}
@@ -82,8 +81,8 @@ class TorchDEQ(Solver):
         if proposal is None:
             return fz, state
         # torchdeq's Broyden divides by quantities that vanish at convergence.
-        size = torch.linalg.vector_norm(fz - z, dim=-1, dtype=torch.float32)
-        return guarded(z, proposal.view_as(z), fz, REACH * size), state
+        proposal = proposal.view_as(z)
+        return torch.where(torch.isfinite(proposal).all(-1, keepdim=True), proposal, fz), state
 
 
 class _Conversation:
@@ -95,11 +94,14 @@ class _Conversation:
         # The thread knows the queues and not this object, so that dropping the object ends it.
         arguments = (solve, self._questions, self._replies)
         threading.Thread(target=_converse, args=arguments, daemon=True).start()
-        self._questions.get()  # f at the initial guess: the loop has evaluated it already
+        self._next()  # f at the initial guess: the loop has evaluated it already
 
     def reply(self, fz: Tensor) -> Tensor | None:
         """Answer the last question; returns the next iterate, ``None`` once the solver has ended."""
         self._replies.put(fz)
+        return self._next()
+
+    def _next(self) -> Tensor | None:
         question = self._questions.get()
         if isinstance(question, BaseException):
             raise question

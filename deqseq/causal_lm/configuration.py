@@ -1,5 +1,6 @@
 """The configuration of implicit and explicit causal language models."""
 
+from copy import deepcopy
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -61,7 +62,7 @@ class ImplicitConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self.backbone = dict(self.backbone or _default_backbone())
         self.convergence = self.convergence or _default_policy()
-        self.eval_convergence = self.eval_convergence or self.convergence
+        self.eval_convergence = deepcopy(self.eval_convergence or self.convergence)
         if not isinstance(self.backbone.get("d_model"), int):
             raise ValueError(f"backbone needs a d_model, got {self.backbone}")
         check_count("vocab_size", self.vocab_size)

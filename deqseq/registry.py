@@ -80,4 +80,7 @@ class Registry(Generic[Part]):
             signature.bind(*arguments, **options)
             return factory(*arguments, **options)
         except TypeError as error:
-            raise ValueError(f"{self.kind} {name!r}: {error}; it takes {signature}") from error
+            given = [*map(repr, arguments), *(f"{key}={value!r}" for key, value in options.items())]
+            raise ValueError(
+                f"{self.kind} {name!r} cannot be built from ({', '.join(given)}): {error}; it takes {signature}"
+            ) from error

@@ -84,8 +84,9 @@ def test_sequence_scope_has_one_norm_over_active_tokens() -> None:
 
 def test_fixed_iterations() -> None:
     z, fz = pair([0.5, 0.0])
-    assert not judge(FixedIterations(3), z, fz, iterations=2).converged.any()
-    assert judge(FixedIterations(3), z, fz, iterations=3).converged.all()
+    assert not judge(FixedIterations(3), z, fz, iterations=2).stops.any()
+    after = judge(FixedIterations(3), z, fz, iterations=3)
+    assert after.stops.all() and not after.converged.any()
     assert FixedIterations(3).max_iter == 3 and not FixedIterations(3).tests_residual
 
 
@@ -95,10 +96,12 @@ def test_combinations() -> None:
     both, either = loose & fixed, loose | fixed
     assert isinstance(both, Both) and isinstance(either, Either)
     assert both.max_iter == 9 and either.max_iter == 3
-    assert judge(both, z, fz, iterations=2).converged.tolist() == [[False, False]]
-    assert judge(both, z, fz, iterations=3).converged.tolist() == [[True, False]]
-    assert judge(either, z, fz, iterations=2).converged.tolist() == [[True, False]]
-    assert judge(either, z, fz, iterations=3).converged.tolist() == [[True, True]]
+    assert judge(both, z, fz, iterations=2).stops.tolist() == [[False, False]]
+    assert judge(both, z, fz, iterations=3).stops.tolist() == [[True, False]]
+    assert judge(either, z, fz, iterations=2).stops.tolist() == [[True, False]]
+    assert judge(either, z, fz, iterations=3).stops.tolist() == [[True, True]]
+    for policy in (both, either):  # who stops without meeting the tolerance has not converged
+        assert judge(policy, z, fz, iterations=3).converged.tolist() == [[True, False]]
     assert both.causal and both.tests_residual and not (fixed & FixedIterations(5)).tests_residual
     assert not (loose & Residual(rtol=0.1, scope="sequence")).causal
     assert (loose & Residual(rtol=0.1, check_every=7) & Residual(rtol=0.1, check_every=5)).check_every == 5

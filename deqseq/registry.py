@@ -82,5 +82,6 @@ class Registry(Generic[Part]):
         except TypeError as error:
             given = [*map(repr, arguments), *(f"{key}={value!r}" for key, value in options.items())]
             raise ValueError(
-                f"{self.kind} {name!r} cannot be built from ({', '.join(given)}): {error}; it takes {signature}"
+                f"{self.kind} {name!r} cannot be built from ({', '.join(given)}): {error}; "
+                f"it takes {signature}"
             ) from error

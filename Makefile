@@ -21,7 +21,7 @@ help: ## list the targets
 	@echo
 	@echo '  ARGS="..." is passed on by demo and test; PYTHON=... and VENV=... choose the environment.'
 
-demo: $(STAMP) ## train and show a small state-tracking model (CPU)
+demo: $(STAMP) ## train and show a small state-tracking model 
 	@$(BIN)/python -m deqseq.tasks.state_tracking demo $(ARGS)
 
 # Two workers with one thread each: they would otherwise fight over the same cores.

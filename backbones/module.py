@@ -12,7 +12,7 @@ from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
 class ModuleBackbone(Backbone):
     """f(z, x) = module(z + x) for any causal module (B, L, D) -> (B, L, D).
 
-    Causality is the module's promise; ``check_causal`` tests it. The module keeps no state of its own, so
+    Causality is the module's promise. The module keeps no state of its own, so
     with a window or carried state its past inputs are kept and it runs over all of them in every
     evaluation: correct for any module, but the work saved by a window is lost. A recurrent module is
     better served by a :class:`~deqseq.backbone.Backbone` with a state.
@@ -53,6 +53,8 @@ class ModuleBackbone(Backbone):
         dtype: torch.dtype | None = None,
     ) -> State:
         """No past inputs yet, (B, 0, 0)."""
+        weight = next(self.parameters(), None)
+        device = weight.device if device is None and weight is not None else device
         empty = torch.zeros(batch_size, 0, 0, device=device, dtype=dtype)
         return State(torch.zeros(batch_size, dtype=torch.int64, device=device), ((empty,),))
 

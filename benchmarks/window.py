@@ -27,8 +27,9 @@ def main() -> int:
     parser.add_argument("--run", default="runs/demo/implicit-seed1", help="a trained run")
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--windows", nargs="+", default=["all", "64", "16", "8", "4", "1"])
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--max-iter", type=int, default=4096, help="budget of a token")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--tolerance", type=float, help="relative residual (default: the model's)")
+    parser.add_argument("--max-iter", type=int, default=2048, help="budget of a token")
     parser.add_argument("--output", default="runs/benchmarks/window.json")
     options = parser.parse_args()
 
@@ -44,7 +45,7 @@ def main() -> int:
         found: list[tuple[str, Evaluation]] = []
         for name in options.windows:
             window = None if name == "all" else int(name)
-            result = evaluate(model, fresh.tokens, fresh.targets, window, max_iter=options.max_iter)
+            result = evaluate(model, fresh.tokens, fresh.targets, window, options.tolerance, options.max_iter)
             found.append((name, result))
         first = found[0][1]
         assert first.iterations is not None

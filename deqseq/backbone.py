@@ -138,4 +138,6 @@ backbones: Registry[Backbone] = Registry(
         "mamba2": "deqseq.backbones.mamba2:Mamba2Backbone",
         "llama": "deqseq.backbones.llama:LlamaBackbone",
     },
+    base=Backbone,  # type: ignore[type-abstract]
+    hint="; any causal module becomes a backbone as ModuleBackbone(module)",
 )

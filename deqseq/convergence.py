@@ -185,6 +185,10 @@ class Quantile(ConvergencePolicy):
     The few slow tokens then do not hold up the rest. When they are cut depends on later tokens, so
     training refuses it unless asked (``ImplicitSequenceLayer(causal=False)``).
 
+    Args:
+        policy: the inner policy, an object, a name or a mapping.
+        share: in (0, 1].
+
     Raises:
         ValueError: ``share`` outside (0, 1].
     """
@@ -193,12 +197,17 @@ class Quantile(ConvergencePolicy):
     share: float = 0.95
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", policies.create(self.policy))
         if not 0 < self.share <= 1:
             raise ValueError(f"share must be in (0, 1], got {self.share}")
 
     @property
     def max_iter(self) -> int:  # type: ignore[override]
         return self.policy.max_iter
+
+    @property
+    def tests_residual(self) -> bool:  # type: ignore[override]
+        return self.policy.tests_residual
 
     @property
     def check_every(self) -> int | None:  # type: ignore[override]
@@ -274,5 +283,7 @@ policies: Registry[ConvergencePolicy] = Registry(
     {
         "residual": "deqseq.convergence:Residual",
         "fixed": "deqseq.convergence:FixedIterations",
+        "quantile": "deqseq.convergence:Quantile",
     },
+    base=ConvergencePolicy,  # type: ignore[type-abstract]
 )

@@ -57,7 +57,7 @@ class Curriculum:
 
     @staticmethod
     def apply(stage: Stage, layer: ImplicitSequenceLayer) -> None:
-        """Set the layer up for ``stage``; its evaluation policy stays."""
+        """Set the layer up for ``stage``. Its evaluation policy stays; the window is the layer's."""
         layer.gradient = gradients.create(stage.gradient)
         layer.window = stage.window
         if stage.convergence is not None:

@@ -135,8 +135,8 @@ class ImplicitDifferentiation(GradientStrategy):
 
     Args:
         solver: solver of the backward system; a name or an object. ``None``: the layer's.
-        convergence: its policy. ``None``: ``Residual(rtol=1e-4, max_iter=...)`` with the budget of the
-            layer's policy, at least 64.
+        convergence: its policy. ``None``: a relative residual of 1e-4, or of eight roundings in types
+            coarser than that, within the budget of the layer's policy, at least 64.
     """
 
     def __init__(
@@ -161,13 +161,18 @@ class ImplicitDifferentiation(GradientStrategy):
             context=Context(),
             z0=guess.detach(),
             solver=self.solver or problem.solver,
-            policy=self.convergence or Residual(rtol=1e-4, max_iter=max(64, problem.policy.max_iter)),
+            policy=self.convergence or _backward_policy(problem),
             lengths=None,
             group=problem.group,
         )
         attached: Tensor = _ImplicitFunction.apply(once.z, backward, solution)  # type: ignore[no-untyped-call]
         solution.z = attached
         return solution
+
+
+def _backward_policy(problem: Problem) -> ConvergencePolicy:
+    rtol = max(1e-4, 8 * torch.finfo(problem.z0.dtype).eps)
+    return Residual(rtol=rtol, max_iter=max(64, problem.policy.max_iter))
 
 
 class _Adjoint:
@@ -208,10 +213,10 @@ class _ImplicitFunction(torch.autograd.Function):
         solution = ctx.solution()
         if solution is not None:
             solution.adjoint = solved
-        if logger.isEnabledFor(logging.INFO):
+        if logger.isEnabledFor(logging.DEBUG):
             unsolved = (solved.status != Status.CONVERGED).float().mean().item()
             if unsolved:
-                logger.info("backward system: %.1f %% of tokens not converged", 100 * unsolved)
+                logger.debug("backward system: %.1f %% of tokens not converged", 100 * unsolved)
         return solved.z.flip(1), None, None
 
 
@@ -265,4 +270,5 @@ gradients: Registry[GradientStrategy] = Registry(
         "implicit": "deqseq.gradients:ImplicitDifferentiation",
         "unrolled": "deqseq.gradients:Unrolled",
     },
+    base=GradientStrategy,  # type: ignore[type-abstract]
 )

@@ -148,7 +148,7 @@ class ImplicitSequenceLayer(SequenceLayer):
 
     def set_convergence(self, convergence: PolicySpec | tuple[PolicySpec, PolicySpec]) -> None:
         """Set the policy of both modes, or those of training and evaluation."""
-        pair = convergence if isinstance(convergence, tuple) else (convergence, convergence)
+        pair = convergence if isinstance(convergence, (tuple, list)) else (convergence, convergence)
         if len(pair) != 2:
             raise ValueError(f"convergence takes one policy or two, got {len(pair)}")
         self.train_convergence = policies.create(pair[0])
@@ -206,7 +206,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         if inputs.packing is not None:
             for name in ("z", "residual", "iterations", "status"):
                 setattr(solution, name, inputs.packing.unpack(getattr(solution, name)))
-        return LayerOutput(solution.z, solution.state, solution)
+        return LayerOutput(solution.z, _after(solution.state, broken), solution)
 
     def extra_repr(self) -> str:
         return (
@@ -264,7 +264,20 @@ class ExplicitSequenceLayer(SequenceLayer):
         z = z.masked_fill(inputs.broken[..., None], torch.nan)
         if inputs.packing is not None:
             z = inputs.packing.unpack(z)
-        return LayerOutput(z, state)
+        return LayerOutput(z, _after(state, inputs.broken))
+
+
+def _after(state: State | None, broken: Tensor) -> State | None:
+    """The state past the ``broken`` (B, L) tokens: of sequences that have any, nothing in it is right."""
+    if state is None:
+        return None
+    spoilt = broken.any(1)
+
+    def spoil(values: Tensor) -> Tensor:
+        return values.masked_fill(spoilt.view(-1, *[1] * (values.dim() - 1)), torch.nan)
+
+    layers = tuple(tuple(spoil(values) for values in layer) for layer in state.layers)
+    return State(state.seen + broken.sum(1), layers)
 
 
 def _check_x(x: Tensor, d_model: int | None) -> None:

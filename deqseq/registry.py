@@ -27,10 +27,16 @@ class Registry(Generic[Part]):
         kind: what a part is called in error messages, e.g. ``"solver"``.
         group: the entry-point group in which other packages announce theirs.
         builtin: our own parts, ``name -> "module:attribute"``; imported on first use.
+        base: what every part is an instance of.
+        hint: what to say to those who give something else.
     """
 
-    def __init__(self, kind: str, group: str, builtin: Mapping[str, str]) -> None:
+    def __init__(
+        self, kind: str, group: str, builtin: Mapping[str, str], base: type[Part], hint: str = ""
+    ) -> None:
         self.kind = kind
+        self.base = base
+        self.hint = hint
         self.group = group
         self._builtin = dict(builtin)
 
@@ -55,33 +61,49 @@ class Registry(Generic[Part]):
         raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
 
     def create(self, spec: Part | str | Mapping[str, Any]) -> Part:
-        """Build a part from ``spec``; an object that is neither a name nor a mapping passes through.
+        """Build a part from ``spec``; a part itself passes through.
 
         Raises:
-            ValueError: unknown name, or options that the part does not take.
+            ValueError: unknown name, options that the part does not take, or something that is no part.
         """
-        if isinstance(spec, str):
-            name, _, argument = spec.partition(":")
-            return self._build(name, (argument,) if argument else (), {})
-        if isinstance(spec, Mapping):
-            options = dict(spec)
-            if "name" not in options:
-                raise ValueError(f"a {self.kind} given as a mapping needs a 'name'; got {options}")
-            name, _, argument = str(options.pop("name")).partition(":")
-            return self._build(name, (argument,) if argument else (), options)
-        if isinstance(spec, type):
-            raise ValueError(f"{self.kind} must be an object or a name, got the class {spec}")
+        if isinstance(spec, (str, Mapping)):
+            name, arguments, options = self._read(spec)
+            factory = self._bound(name, arguments, options)
+            try:
+                return factory(*arguments, **options)
+            except TypeError as error:
+                raise self._misfit(name, arguments, options, error) from error
+        if not isinstance(spec, self.base):
+            raise ValueError(
+                f"{self.kind} must be a {self.base.__name__}, a name or a mapping, got {spec!r}{self.hint}"
+            )
         return spec
 
-    def _build(self, name: str, arguments: tuple[str, ...], options: dict[str, Any]) -> Part:
+    def check(self, spec: str | Mapping[str, Any]) -> None:
+        """Raise what :meth:`create` would for a wrong name or option, without building anything."""
+        self._bound(*self._read(spec))
+
+    def _read(self, spec: str | Mapping[str, Any]) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+        """Name, positional arguments and options."""
+        options = {"name": spec} if isinstance(spec, str) else dict(spec)
+        if "name" not in options:
+            raise ValueError(f"a {self.kind} given as a mapping needs a 'name'; got {options}")
+        name, _, argument = str(options.pop("name")).partition(":")
+        return name, (argument,) if argument else (), options
+
+    def _bound(self, name: str, arguments: tuple[str, ...], options: dict[str, Any]) -> type[Part]:
         factory = self.lookup(name)
-        signature = inspect.signature(factory)
         try:
-            signature.bind(*arguments, **options)
-            return factory(*arguments, **options)
+            inspect.signature(factory).bind(*arguments, **options)
         except TypeError as error:
-            given = [*map(repr, arguments), *(f"{key}={value!r}" for key, value in options.items())]
-            raise ValueError(
-                f"{self.kind} {name!r} cannot be built from ({', '.join(given)}): {error}; "
-                f"it takes {signature}"
-            ) from error
+            raise self._misfit(name, arguments, options, error) from error
+        return factory
+
+    def _misfit(
+        self, name: str, arguments: tuple[str, ...], options: dict[str, Any], error: TypeError
+    ) -> ValueError:
+        given = [*map(repr, arguments), *(f"{key}={value!r}" for key, value in options.items())]
+        return ValueError(
+            f"{self.kind} {name!r} cannot be built from ({', '.join(given)}): {error}; "
+            f"it takes {inspect.signature(self.lookup(name))}"
+        )

@@ -1,6 +1,7 @@
 """Diagnostics and penalties on the Jacobian of a fixed-point map.
 
-Both take a map of z alone: ``lambda z: backbone(z, context)``. Shapes: B sequences, L tokens, D width.
+Both take a map of z alone: ``lambda z: backbone(z, context)`` with ``context = backbone.prepare(x)``.
+Shapes: B sequences, L tokens, D width.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def jacobian_penalty(
         f: the map, (B, L, D) -> (B, L, D); gradients of the penalty reach what it closes over.
         z: (B, L, D) where to take the Jacobian, usually the equilibrium; taken as a constant.
         samples: Gaussian probes; one vector-Jacobian product each.
+        generator: of the probes, on z's device.
 
     Raises:
         ValueError: ``samples`` below 1.
@@ -62,6 +64,7 @@ def spectral_radius(
         f: the map, (B, L, D) -> (B, L, D), with sequences independent of each other.
         z: (B, L, D) where to take the Jacobian.
         iterations: vector-Jacobian products.
+        generator: of the random start, on z's device.
 
     Raises:
         ValueError: ``iterations`` below 2.

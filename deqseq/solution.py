@@ -70,9 +70,9 @@ class Solution:
         """Means for a log: iterations, residual and the share of tokens of each final status.
 
         Args:
-            valid: (B, L) bool, tokens to count; all by default.
+            valid: (B, L) bool, tokens to count; all but padding by default.
         """
-        keep = valid.bool() if valid is not None else self.status >= 0
+        keep = (self.iterations > 0) | (self.status == Status.NON_FINITE) if valid is None else valid.bool()
         count = keep.sum().clamp_min(1)
         residual = self.residual.where(keep, self.residual.new_zeros(()))
         means = {
@@ -80,7 +80,8 @@ class Solution:
             "iterations": float((self.iterations * keep).sum() / count),
             "residual": float(residual.sum() / count),
         }
-        for status in (Status.CONVERGED, Status.BUDGET_EXHAUSTED, Status.NON_FINITE):
-            share = ((self.status == status) & keep).sum() / count
-            means[f"share_{status.name.lower()}"] = float(share)
+        for status in Status:
+            if status is not Status.RUNNING:
+                share = ((self.status == status) & keep).sum() / count
+                means[f"share_{status.name.lower()}"] = float(share)
         return means

@@ -73,6 +73,8 @@ solvers: Registry[Solver] = Registry(
         "picard": "deqseq.solvers.picard:Picard",
         "anderson": "deqseq.solvers.anderson:Anderson",
         "broyden": "deqseq.solvers.broyden:Broyden",
+        "best": "deqseq.solvers.best:BestIterate",
         "torchdeq": "deqseq.solvers.torchdeq:TorchDEQ",
     },
+    base=Solver,  # type: ignore[type-abstract]
 )

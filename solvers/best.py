@@ -38,6 +38,7 @@ class BestIterate(Solver):
         self.solver = solvers.create(solver)
         self.scope: Scope = scope
         self.causal = self.solver.causal and scope == "token"
+        self.windowed = self.solver.windowed
 
     def __repr__(self) -> str:
         return f"BestIterate({self.solver}, scope={self.scope!r})"

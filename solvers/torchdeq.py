@@ -76,7 +76,14 @@ class TorchDEQ(Solver):
         if fz.requires_grad:
             raise ValueError(f"{self} cannot be unrolled with a graph: use Picard or Anderson")
         if state is None:
-            state = _Conversation(lambda f: self._solve(f, z, _NEVER, 0.0, **self.options))
+            # A thread starts on the default stream; the solver must queue its work where f does.
+            stream = torch.cuda.current_stream(z.device) if z.is_cuda else None
+
+            def solve(f: Callable[[Tensor], Tensor]) -> None:
+                with torch.cuda.stream(stream):
+                    self._solve(f, z, _NEVER, 0.0, **self.options)
+
+            state = _Conversation(solve)
         proposal = state.reply(fz)
         if proposal is None:
             return fz, state
@@ -135,5 +142,5 @@ def _converse(
         questions.put(None)
     except _Abandoned:
         pass
-    except Exception as error:  # raised again in the loop's thread
+    except BaseException as error:  # raised again in the loop's thread
         questions.put(error)

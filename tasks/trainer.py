@@ -5,7 +5,10 @@ Shapes: B sequences, L tokens, V vocabulary.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,6 +21,8 @@ from transformers.trainer_callback import ExportableState
 from deqseq.curriculum import Curriculum
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Solution, Status
+
+logger = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
@@ -73,33 +78,36 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
 
 class SolveWatch:
-    """Means of iterations, residual and settled share over the solves since the last look."""
+    """How the solves since the last look went: means of evaluations, iterations, residual, statuses."""
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
+        self._nfe = 0
         self._solves = 0
 
     def add(self, solution: Solution) -> None:
-        """Take in one solve; stays on the device."""
-        sums = torch.stack(
-            [
-                solution.iterations.float().mean(),
-                solution.residual.mean(),
-                (solution.status == Status.BUDGET_EXHAUSTED).float().mean(),
-                solution.iterations.new_tensor(solution.nfe, dtype=torch.float32),
-            ]
-        )
+        """Take in one solve, without waiting for the device."""
+        means = [
+            solution.iterations.float().mean(),
+            solution.residual.mean(),
+            (solution.status == Status.BUDGET_EXHAUSTED).float().mean(),
+            (solution.status == Status.NON_FINITE).float().mean(),
+        ]
+        sums = torch.stack(means)
         self._sums = sums if self._sums is None else self._sums + sums
+        self._nfe += solution.nfe
         self._solves += 1
 
     def read(self) -> dict[str, float]:
         """The means, by name; starts afresh."""
         if self._sums is None:
             return {}
+        names = ("iterations", "residual", "share_exhausted", "share_non_finite")
         means = (self._sums / self._solves).tolist()
-        self._sums, self._solves = None, 0
-        names = ("iterations", "residual", "share_exhausted", "nfe")
-        return {name: round(value, 5) for name, value in zip(names, means, strict=True)}
+        read = {name: round(value, 5) for name, value in zip(names, means, strict=True)}
+        read["nfe"] = round(self._nfe / self._solves, 2)
+        self._sums, self._nfe, self._solves = None, 0, 0
+        return read
 
 
 class _StreamPosition(TrainerCallback):
@@ -112,6 +120,22 @@ class _StreamPosition(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.stream.start = state.global_step * args.gradient_accumulation_steps
+
+
+def last_whole_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint in ``folder`` that was written to its end; ``None`` if there is none.
+
+    A run that is killed while it writes one leaves a torn folder: its state, written last, is missing.
+    """
+    found = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+    for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+        try:
+            json.loads((path / "trainer_state.json").read_text())
+        except (OSError, ValueError):
+            logger.warning("%s was not written to its end: going back to the one before", path)
+        else:
+            return str(path)
+    return None
 
 
 class AlignedTrainer(Trainer):
@@ -130,6 +154,11 @@ class AlignedTrainer(Trainer):
         label_smoothing: float = 0.0,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
+        if args.n_gpu > 1 or args.world_size > 1:
+            raise ValueError(
+                f"this task trains on one device, found {max(args.n_gpu, args.world_size)}: "
+                "set CUDA_VISIBLE_DEVICES=0 and start one process"
+            )
         args.ignore_data_skip = True  # the stream starts where it should by itself
         callbacks = [*(callbacks or []), _StreamPosition(stream)]
         if curriculum is not None:

@@ -311,7 +311,7 @@ def test_an_unsolved_backward_system_is_logged(
     layer = make_layer(
         "module", gradient=ImplicitDifferentiation(convergence=Residual(rtol=1e-6, max_iter=2))
     )
-    with caplog.at_level(logging.INFO, logger="deqseq"):
+    with caplog.at_level(logging.DEBUG, logger="deqseq"):
         out = layer(torch.randn(2, 6, D))
         out.z.square().sum().backward()
     assert "not converged" in caplog.text

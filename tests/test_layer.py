@@ -16,9 +16,10 @@ from deqseq import (
     ImplicitSequenceLayer,
     Phantom,
     Residual,
+    Status,
 )
 from deqseq.backbones import Mamba2Backbone, ModuleBackbone
-from deqseq.solvers import Anderson
+from deqseq.solvers import Anderson, BestIterate
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
 MakeBackbone = Callable[..., Backbone]
@@ -182,3 +183,29 @@ def test_state_dict_round_trip(make_layer: MakeLayer) -> None:
 def test_repr_names_the_parts(make_layer: MakeLayer) -> None:
     text = repr(make_layer("mamba2", solver="anderson", window=3))
     assert all(part in text for part in ("Anderson", "Phantom", "Residual", "window=3"))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_broken_token_spoils_what_is_carried_on(make_layer: MakeLayer, window: int | None) -> None:
+    """Two calls say what one call says: after a NaN nothing is right."""
+    for backbone in ("mamba2", "llama", "module"):
+        layer = make_layer(backbone, window=window).eval()
+        x = torch.randn(2, 9, 16)
+        x[1, 0] = torch.nan
+        with torch.no_grad():
+            first = layer(x[:, :4], state=layer.backbone.initial_state(2, dtype=x.dtype))
+            second = layer(x[:, 4:], state=first.state)
+        assert second.solution.status[1].eq(Status.NON_FINITE).all(), backbone
+        assert second.solution.status[0].eq(Status.CONVERGED).all(), backbone
+        assert second.state.seen.tolist() == [9, 9]
+
+
+def test_parts_of_a_wrong_kind_are_named() -> None:
+    with pytest.raises(ValueError, match="ModuleBackbone"):
+        ImplicitSequenceLayer(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="solver must be a Solver"):
+        ImplicitSequenceLayer(ModuleBackbone(torch.nn.Identity()), solver=Residual(rtol=0.1))  # type: ignore[arg-type]
+
+
+def test_best_iterate_slides_as_its_solver_does() -> None:
+    assert BestIterate("anderson").windowed and not BestIterate("torchdeq:anderson").windowed

@@ -33,8 +33,9 @@ class ImplicitConfig(PreTrainedConfig):
         implicit: ``False`` for the explicit twin: the same stack applied once, without injection.
         solver, gradient: parts of the implicit layer.
         convergence: policy in training.
-        eval_convergence: policy in evaluation and generation; as in training by default.
+        eval_convergence: policy in evaluation; as in training by default.
         window: tokens solved at a time; all by default.
+        causal: refuse, in training, parts that leak the future; see the layer.
         initializer_range: standard deviation of the embeddings at the start.
         tie_word_embeddings: share the embeddings with the output layer.
 
@@ -43,6 +44,7 @@ class ImplicitConfig(PreTrainedConfig):
     """
 
     model_type = "implicit_lm"
+    keys_to_ignore_at_inference = ("state", "solution")
 
     vocab_size: int = 50277
     backbone: dict[str, Any] | None = None
@@ -52,12 +54,12 @@ class ImplicitConfig(PreTrainedConfig):
     convergence: str | dict[str, Any] | None = None
     eval_convergence: str | dict[str, Any] | None = None
     window: int | None = None
+    causal: bool = True
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    use_cache: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         self.backbone = dict(self.backbone or _default_backbone())
@@ -68,8 +70,8 @@ class ImplicitConfig(PreTrainedConfig):
         check_count("vocab_size", self.vocab_size)
         if self.window is not None:
             check_count("window", self.window)
-        # Built once here, so that a wrong option is reported where it was written.
-        backbones.lookup(str(self.backbone.get("name")))
+        # Looked at here, so that a wrong option is reported where it was written.
+        backbones.check(self.backbone)
         solvers.create(self.solver)
         gradients.create(self.gradient)
         policies.create(self.convergence)

@@ -103,6 +103,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 gradient=config.gradient,
                 convergence=(config.convergence, config.eval_convergence),
                 window=config.window,
+                causal=config.causal,
             )
         else:
             self.layer = ExplicitSequenceLayer({**config.backbone, "injection": False})
@@ -127,8 +128,14 @@ class ImplicitModel(ImplicitPreTrainedModel):
             layer_options: ``window`` and ``z0`` of :class:`~deqseq.ImplicitSequenceLayer`.
 
         Raises:
-            ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; what the layer refuses.
+            ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; other options; what the
+                layer refuses.
         """
+        known = {"window", "z0"} if self.config.implicit else set()
+        if unknown := set(layer_options) - known:
+            raise ValueError(
+                f"unknown options {sorted(unknown)}; this model's layer takes: {sorted(known) or 'none'}"
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from transformers.hf_argparser import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
@@ -79,7 +78,7 @@ def _train(prog: str, arguments: Sequence[str]) -> None:
     output = Path(rest.output)
     record = json.loads((output / "training.json").read_text())
     plot_training(record["log"], output / "training.png")
-    print(f"trained in {record['seconds']:.0f} s; model, training.json and training.png in {output}")
+    print(f"trained in {record['seconds']:.0f} s; model, log and figure in {output}")
 
 
 def _window(text: str) -> int | None:
@@ -111,8 +110,6 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--output", metavar="DIR", help="folder for results (default: RUN/evaluation)")
     options = parser.parse_args(list(arguments))
     model, settings = load(options.run)
-    if torch.cuda.is_available():
-        cast(Any, model).to("cuda")
     sets = []
     if options.csv:
         if len(algebra_of_csv(options.csv)) != len(settings.algebra):

@@ -41,9 +41,9 @@ def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
     settings = TrainSettings()
     longest = [(name, e) for name, e in rows if e.length > settings.length]
     chance = 1 / len(settings.algebra)
-    plot_by_position(longest, output / "demo.png", chance, settings.length)
     print()
     print(table(rows))
+    plot_by_position(longest, output / "demo.png", chance, settings.length)
     print(f"chance is {chance:.4f}; {'; '.join(seconds)}")
     print(f"wrote {output / 'demo.json'} and {output / 'demo.png'}")
     return rows

@@ -7,15 +7,16 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.convergence import Residual
+from deqseq.convergence import Residual, check_count
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Status
 from deqseq.tasks.state_tracking.data import WordProblemDataset
@@ -74,7 +75,7 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM, TrainSettings]:
         if type(error).__module__.startswith("safetensors"):
             raise ValueError(f"the checkpoint in {path} is damaged: {error}") from error
         raise
-    return model, settings
+    return cast(Any, model).to("cuda" if torch.cuda.is_available() else "cpu"), settings
 
 
 @torch.no_grad()
@@ -104,10 +105,14 @@ def evaluate(
             f"tokens and targets must have one shape (S, L), got {tuple(tokens.shape)} "
             f"and {tuple(targets.shape)}"
         )
-    if tokens.max() >= model.config.vocab_size:
-        raise ValueError(
-            f"token {int(tokens.max())} is outside the model's vocabulary of {model.config.vocab_size}"
-        )
+    check_count("batch_size", batch_size)
+    if not tokens.numel():
+        raise ValueError("there is nothing to evaluate: no sequences, or no tokens in them")
+    for extreme in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= extreme < model.config.vocab_size:
+            raise ValueError(
+                f"token {extreme} is outside the model's vocabulary of {model.config.vocab_size}"
+            )
     model.eval()
     layer = model.model.layer
     options = {"window": window} if isinstance(layer, ImplicitSequenceLayer) else {}
@@ -151,9 +156,11 @@ def _policy(layer: nn.Module, tolerance: float | None, max_iter: int | None) -> 
         yield
         return
     policy = layer.eval_convergence
-    layer.eval_convergence = Residual(
-        rtol=getattr(policy, "rtol", 0.0) if tolerance is None else tolerance,
-        max_iter=policy.max_iter if max_iter is None else max_iter,
+    base = policy if isinstance(policy, Residual) else Residual(rtol=1e-3, max_iter=policy.max_iter)
+    layer.eval_convergence = replace(
+        base,
+        rtol=base.rtol if tolerance is None else tolerance,
+        max_iter=base.max_iter if max_iter is None else max_iter,
     )
     try:
         yield

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from deqseq.tasks.state_tracking.evaluate import Evaluation
+
+logger = logging.getLogger(__name__)
 
 
 def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance: float, trained: int) -> None:
@@ -17,11 +21,9 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
         chance: accuracy of a guess, drawn as a line.
         trained: longest training length, drawn as a line.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = _pyplot()
+    if plt is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6.5), sharex=True, layout="constrained")
     for name, e in rows:
@@ -46,11 +48,9 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
 
 def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:
     """Draw loss and, where there was a search, its iterations against the step, and write a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = _pyplot()
+    if plt is None:
+        return
     entries = [entry for entry in log if "loss" in entry]
     figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
     steps = [entry["step"] for entry in entries]
@@ -65,3 +65,16 @@ def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:
     figure.legend(fontsize="small", loc="outside upper right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files; ``None``, and a word about it, where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        logger.warning("no figure without matplotlib: pip install 'deqseq[plots]'")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -106,6 +106,8 @@ class TrainSettings:
             },
             implicit=not self.explicit,
             solver={"name": "picard", "damping": self.damping},
+            gradient=self._phantom(),
+            window=self.train_window,
             convergence=self._policy(),
             eval_convergence={"name": "residual", "rtol": self.tolerance, "max_iter": 256},
         )
@@ -115,17 +117,15 @@ class TrainSettings:
         if self.explicit:
             return None
         unrolled = {"name": "unrolled", "iterations": self.unrolled_iterations}
-        phantom = {
-            "name": "phantom",
-            "steps": self.phantom_steps,
-            "damping": self.phantom_damping,
-        }
         stages = []
         if self.unrolled_share > 0:
             stages.append(Stage(self.unrolled_share, unrolled))
         if self.unrolled_share < 1:
-            stages.append(Stage(1.0, phantom, self._policy(), self.train_window))
+            stages.append(Stage(1.0, self._phantom(), self._policy(), self.train_window))
         return Curriculum(stages)
+
+    def _phantom(self) -> dict[str, Any]:
+        return {"name": "phantom", "steps": self.phantom_steps, "damping": self.phantom_damping}
 
     def _policy(self) -> dict[str, Any]:
         return {"name": "residual", "rtol": self.tolerance, "max_iter": self.max_iter}

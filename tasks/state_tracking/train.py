@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
+from deqseq.tasks.state_tracking.evaluate import load
 from deqseq.tasks.state_tracking.settings import RunFolder, TrainSettings
-from deqseq.tasks.trainer import AlignedTrainer
+from deqseq.tasks.trainer import AlignedTrainer, last_whole_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def train(
     folder = RunFolder(output, settings)
     if folder.finished:
         logger.info("%s is trained already", folder.path)
-        return ImplicitForCausalLM.from_pretrained(folder.path)
+        return load(folder.path)[0]
     set_seed(settings.seed)
     model = ImplicitForCausalLM(settings.config())
     trainer = AlignedTrainer(
@@ -56,7 +56,7 @@ def train(
         curriculum=settings.curriculum(),
         label_smoothing=settings.label_smoothing,
     )
-    checkpoint = get_last_checkpoint(str(folder.path))
+    checkpoint = last_whole_checkpoint(folder.path)
     if checkpoint is not None:
         logger.info("resuming from %s", checkpoint)
     start = time.perf_counter()

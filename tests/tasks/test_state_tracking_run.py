@@ -14,7 +14,7 @@ from deqseq.tasks.state_tracking.__main__ import main
 from deqseq.tasks.state_tracking.evaluate import evaluate, held_out, load
 from deqseq.tasks.state_tracking.settings import RunFolder, TrainSettings
 from deqseq.tasks.state_tracking.train import train
-from deqseq.tasks.trainer import AlignedTrainer
+from deqseq.tasks.trainer import AlignedTrainer, last_whole_checkpoint
 
 SMALL: dict[str, Any] = {
     "group": "S3", "length": 8, "min_length": 4, "unrolled_length": 4, "d_model": 16, "d_state": 4,
@@ -30,31 +30,47 @@ def weights(model: ImplicitForCausalLM) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stopped_at", [3, 7, 11])
-def test_resumed_run_equals_uninterrupted_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
-) -> None:
-    whole = weights(train(small(), tmp_path / "whole", save_steps=2, progress=False))
+def interrupt(patch: pytest.MonkeyPatch, step: int, output: Path) -> None:
+    """Train until step number ``step``, then stop as Ctrl-C does; checkpoints every second step."""
     calls = 0
     original = AlignedTrainer.compute_loss
 
     def interrupted(self: AlignedTrainer, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == stopped_at:
+        if calls == step:
             raise KeyboardInterrupt
         return original(self, *args, **kwargs)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(AlignedTrainer, "compute_loss", interrupted)
+    with patch.context() as context:
+        context.setattr(AlignedTrainer, "compute_loss", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train(small(), tmp_path / "cut", save_steps=2, progress=False)
+            train(small(), output, save_steps=2, progress=False)
+
+
+@pytest.mark.parametrize("stopped_at", [3, 7, 11])
+def test_resumed_run_equals_uninterrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
+) -> None:
+    whole = weights(train(small(), tmp_path / "whole", save_steps=2, progress=False))
+    interrupt(monkeypatch, stopped_at, tmp_path / "cut")
     with pytest.raises(ValueError, match="not finished"):
         load(tmp_path / "cut")
     resumed = weights(train(small(), tmp_path / "cut", save_steps=2, progress=False))
     assert json.loads((tmp_path / "cut" / "training.json").read_text())["resumed"]
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
+
+
+def test_torn_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = weights(train(small(), tmp_path / "whole", save_steps=2, progress=False))
+    interrupt(monkeypatch, 8, tmp_path / "cut")
+    torn = tmp_path / "cut" / "checkpoint-6"
+    (torn / "trainer_state.json").unlink()
+    (torn / "model.safetensors").write_bytes(b"half")
+    assert last_whole_checkpoint(tmp_path / "cut") == str(tmp_path / "cut" / "checkpoint-4")
+    resumed = weights(train(small(), tmp_path / "cut", save_steps=2, progress=False))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_training_learns_and_logs_the_search(tmp_path: Path) -> None:
@@ -134,6 +150,10 @@ def test_evaluate_refuses_wrong_input(run: Path) -> None:
     model, _ = load(run)
     with pytest.raises(ValueError, match="one shape"):
         evaluate(model, torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        evaluate(model, torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="batch_size must be a whole number >= 1, got 0"):
+        evaluate(model, *torch.zeros(2, 2, 3, dtype=torch.long), batch_size=0)
     with pytest.raises(ValueError, match="token 6 is outside"):
         evaluate(model, torch.full((2, 3), 6), torch.zeros(2, 3, dtype=torch.long))
 

@@ -1,0 +1,64 @@
+"""The benchmark scripts run, check what they compare, and write what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deqseq.tasks.state_tracking.settings import TrainSettings
+from deqseq.tasks.state_tracking.train import train
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_loop_overhead(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    small = ["--d-model", "32", "--length", "16", "--batch", "2", "--iterations", "3", "--rounds", "1"]
+    done = run("loop_overhead.py", *small, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert {"picard", "anderson, memory 5"} <= {row["solver"] for row in rows}
+    assert all(row["over bare evaluations"] > 0 for row in rows)
+
+
+def test_data_speed(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    done = run("data_speed.py", "--seconds", "0.01", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    assert all(row["Mtokens/s"] > 0 for row in json.loads(output.read_text())["rows"])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    settings = TrainSettings(
+        group="S3", length=8, min_length=4, unrolled_length=4, d_model=16, d_state=4, headdim=8,
+        steps=150, batch_size=16, max_iter=10,
+    )  # fmt: skip
+    train(settings, folder, progress=False)
+    return folder
+
+
+def test_window(trained: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    small = ["--lengths", "12", "--windows", "all", "4", "1", "--sequences", "16", "--tolerance", "1e-4"]
+    done = run("window.py", "--run", str(trained), *small, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    evaluations = [row["evaluations a token"] for row in rows]
+    assert evaluations[0] > evaluations[1] > evaluations[2]
+    assert output.with_suffix(".png").stat().st_size > 0
+
+
+def test_window_without_a_run_says_so(tmp_path: Path) -> None:
+    done = run("window.py", "--run", str(tmp_path))
+    assert done.returncode == 2 and "holds no run" in done.stderr

@@ -62,3 +62,11 @@ def test_window(trained: Path, tmp_path: Path) -> None:
 def test_window_without_a_run_says_so(tmp_path: Path) -> None:
     done = run("window.py", "--run", str(tmp_path))
     assert done.returncode == 2 and "holds no run" in done.stderr
+
+
+def test_leak(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    done = run("leak.py", "--length", "16", "--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert all((row["leak"] == 0) == row["causal"] for row in rows)

@@ -1,7 +1,7 @@
 """The future leak of a solver: how far earlier outputs move when only the last token changes.
 
-One random Mamba2 layer in evaluation mode at a loose tolerance. In token scope nothing moves, to the bit: that
-is checked. Solvers that mix whole sequences leak, which is why training refuses them unless asked.
+One random Mamba2 layer in evaluation mode at a loose tolerance. In token scope nothing moves, to the
+bit: that is checked. Solvers that mix whole sequences leak, which is why training refuses them.
 
     python benchmarks/leak.py
 """

@@ -154,24 +154,32 @@ def test_only_padding(make_layer: MakeLayer, backbone: str, window: int | None) 
     assert nothing.solution.nfe >= 1
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("window", [None, 3, 1])
 @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_slow_batch_mates(
-    make_layer: MakeLayer, assert_close: Close, backbone: str, solver: str, window: int | None
+    make_layer: MakeLayer,
+    assert_close: Close,
+    backbone: str,
+    solver: str,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
-    # In double precision: rounding differs with the batch size, and solvers amplify it.
-    layer = make_layer(backbone, solver=solver, window=window, dtype=torch.float64).eval()
-    x = torch.randn(3, 8, 16, dtype=torch.float64)
-    z0 = torch.randn(3, 8, 16, dtype=torch.float64)
+    exact = dtype is torch.float64
+    convergence = Residual(rtol=0.05 if exact else 1e-6, max_iter=200)
+    layer = make_layer(backbone, solver=solver, window=window, dtype=dtype, convergence=convergence).eval()
+    x = torch.randn(3, 8, 16, dtype=dtype)
+    z0 = torch.randn(3, 8, 16, dtype=dtype)
     with torch.no_grad():
         z0[0] = layer(x[:1], window=1).z[0]  # starts at its solution
-        z0[1:] *= 10
+        z0[1:] *= 10 if exact else 1000
         out = layer(x, z0=z0)
         for i in range(3):
             alone = layer(x[i : i + 1], z0=z0[i : i + 1])
             assert_close(out.z[i : i + 1], alone.z, 1e-5)
-            assert torch.equal(out.solution.iterations[i : i + 1], alone.solution.iterations)
+            if exact:  # rounding differs with the batch size, and moves counts at a tight tolerance
+                assert torch.equal(out.solution.iterations[i : i + 1], alone.solution.iterations)
     assert out.solution.iterations[0].sum() < out.solution.iterations[1].sum()
 
 

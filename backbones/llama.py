@@ -119,6 +119,7 @@ class LlamaBackbone(Backbone):
     """
 
     d_model: int
+    rewinds = True
 
     def __init__(
         self,

@@ -23,6 +23,8 @@ class ModuleBackbone(Backbone):
         d_model: width D, to check inputs against; any by default.
     """
 
+    rewinds = True
+
     def __init__(
         self, module: nn.Module, injection: nn.Module | None = None, d_model: int | None = None
     ) -> None:

@@ -79,10 +79,13 @@ class Backbone(nn.Module, ABC):
         d_model: width D of z and x; ``None`` where any width goes.
         injects: whether f depends on x through the context. Explicit use, where x enters as z, takes a
             backbone that does not.
+        rewinds: whether lowering ``State.seen`` takes a state back to fewer tokens, as it does where the
+            state keeps a slot for every token.
     """
 
     d_model: int | None = None
     injects: bool = True
+    rewinds: bool = False
 
     @abstractmethod
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:

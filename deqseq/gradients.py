@@ -82,7 +82,7 @@ class Phantom(GradientStrategy):
             _parallel(
                 problem,
                 found.z,
-                map=_Checkpointed(problem.map) if self.checkpoint else problem.map,
+                map=checkpointed(problem.map) if self.checkpoint else problem.map,
                 solver=self._picard(),
                 policy=FixedIterations(self.steps),
             )
@@ -116,7 +116,7 @@ class Unrolled(GradientStrategy):
     def solve(self, problem: Problem) -> Solution:
         unrolled = replace(
             problem,
-            map=_Checkpointed(problem.map) if self.checkpoint else problem.map,
+            map=checkpointed(problem.map) if self.checkpoint else problem.map,
             policy=FixedIterations(self.iterations),
             window=None,
         )
@@ -255,11 +255,18 @@ class _Checkpointed:
         self.inner = inner
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
+        if not torch.is_grad_enabled():  # a search stores nothing anyway
+            return self.inner.evaluate(z, context, state)
         fz, trace = checkpoint(self.inner.evaluate, z, context, state, use_reentrant=False)
         return fz, trace
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+def checkpointed(map: Map) -> Map:
+    """``map``, with its activations recomputed in the backward pass instead of stored."""
+    return map if isinstance(map, _Checkpointed) else _Checkpointed(map)
 
 
 gradients: Registry[GradientStrategy] = Registry(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, State, backbones
 from deqseq.convergence import ConvergencePolicy, Residual, check_count, policies
-from deqseq.gradients import GradientStrategy, gradients, search
-from deqseq.loop import Problem
-from deqseq.padding import Packing
+from deqseq.gradients import GradientStrategy, checkpointed, gradients, search
+from deqseq.loop import Map, Problem
+from deqseq.padding import Packing, sequence_starts
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
@@ -37,11 +37,21 @@ class LayerOutput:
 
 
 class SequenceLayer(nn.Module):
-    """What implicit and explicit layers share: a backbone, and inputs without padding."""
+    """What implicit and explicit layers share: a backbone, and inputs without padding.
+
+    Attributes:
+        checkpoint: recompute every evaluation that carries a graph in the backward pass, instead of
+            storing its activations; whatever the gradient strategy.
+    """
 
     def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
         super().__init__()
         self.backbone = backbones.create(backbone)
+        self.checkpoint = False
+
+    @property
+    def _map(self) -> Map:
+        return checkpointed(self.backbone) if self.checkpoint else self.backbone
 
     def _inputs(
         self,
@@ -62,7 +72,7 @@ class SequenceLayer(nn.Module):
             raise ValueError(f"z0 must have x's shape {tuple(x.shape)}, got {tuple(z0.shape)}")
         if state is not None and state.batch_size != x.shape[0]:
             raise ValueError(f"state holds {state.batch_size} sequences, but x has {x.shape[0]}")
-        packing = None if attention_mask is None else Packing.of(attention_mask)
+        packing = _packing(x, attention_mask, position_ids, state)
         lengths = torch.full((x.shape[0],), x.shape[1], device=x.device)
         if packing is not None:
             x, lengths = packing.pack(x), packing.lengths
@@ -174,6 +184,8 @@ class ImplicitSequenceLayer(SequenceLayer):
             x: (B, L, D) input.
             attention_mask: (B, L), non-zero for real tokens; padding may stand anywhere.
             position_ids: (B, L) int64; by default each sequence's real tokens count on from ``state``.
+                Where they start anew at 0 inside a row, another sequence begins: it is solved as one of
+                its own, and sees nothing of those before it in the row.
             state: backbone state before the first token; the output then has the one after the last.
             z0: (B, L, D) initial guess, zero by default.
             window: overrides the layer's window for this call.
@@ -186,7 +198,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         inputs = self._inputs(x, attention_mask, position_ids, state, z0)
         x, z0 = inputs.x, inputs.z0
         problem = Problem(
-            map=self.backbone,
+            map=self._map,
             context=self.backbone.prepare(x, inputs.position_ids),
             z0=torch.zeros_like(x) if z0 is None else z0,
             solver=self.solver,
@@ -204,8 +216,9 @@ class ImplicitSequenceLayer(SequenceLayer):
         solution.residual = solution.residual.masked_fill(broken, torch.nan)
         solution.status = solution.status.masked_fill(broken, int(Status.NON_FINITE))
         if inputs.packing is not None:
-            for name in ("z", "residual", "iterations", "status"):
+            for name in ("z", "residual", "iterations"):
                 setattr(solution, name, inputs.packing.unpack(getattr(solution, name)))
+            solution.status = inputs.packing.unpack(solution.status, int(Status.CONVERGED))
         return LayerOutput(solution.z, _after(solution.state, broken), solution)
 
     def extra_repr(self) -> str:
@@ -255,7 +268,7 @@ class ExplicitSequenceLayer(SequenceLayer):
         """Apply the stack to ``x`` (B, L, D); arguments as in :class:`ImplicitSequenceLayer`."""
         inputs = self._inputs(x, attention_mask, position_ids, state, None)
         x = inputs.x
-        z, trace = self.backbone.evaluate(x, self.backbone.prepare(x, inputs.position_ids), state)
+        z, trace = self._map.evaluate(x, self.backbone.prepare(x, inputs.position_ids), state)
         if state is not None:
             room = self.backbone.reserve(state, x)
             state = self.backbone.advance(trace, room, inputs.lengths).detach()
@@ -265,6 +278,24 @@ class ExplicitSequenceLayer(SequenceLayer):
         if inputs.packing is not None:
             z = inputs.packing.unpack(z)
         return LayerOutput(z, _after(state, inputs.broken))
+
+
+def _packing(
+    x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, state: State | None
+) -> Packing | None:
+    """How the tokens of a call go into rows of their own; ``None`` if that is how they stand."""
+    if position_ids is not None and x.shape[1] > 1:
+        real = torch.ones_like(position_ids, dtype=torch.bool)
+        real = real if attention_mask is None else attention_mask.bool()
+        starts = sequence_starts(position_ids, real)
+        if starts is not None:
+            if state is not None:
+                raise ValueError(
+                    "position_ids start anew inside a row: several sequences in a row have no common "
+                    "state to carry (give none, or one sequence a row)"
+                )
+            return Packing.of_packed(real, starts)
+    return None if attention_mask is None else Packing.of(attention_mask)
 
 
 def _after(state: State | None, broken: Tensor) -> State | None:

@@ -88,6 +88,12 @@ def _seed() -> Iterator[None]:
 
 
 @pytest.fixture
+def contractive() -> Callable[[Backbone], Backbone]:
+    """``contractive(backbone)``: the backbone, made to contract in place."""
+    return contract
+
+
+@pytest.fixture
 def make_backbone() -> MakeBackbone:
     """``make_backbone(name, seed=0, dtype=None, **options)``: a small contractive map of width 16."""
 

@@ -6,6 +6,7 @@ load them like any other model. It needs the ``lm`` extra: ``pip install 'deqseq
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.causal_lm.modeling import (
     ImplicitCausalLMOutput,
@@ -20,6 +21,7 @@ AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
 AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
 
 __all__ = [
+    "EquilibriumCache",
     "ImplicitCausalLMOutput",
     "ImplicitConfig",
     "ImplicitForCausalLM",

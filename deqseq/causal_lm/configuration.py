@@ -36,6 +36,8 @@ class ImplicitConfig(PreTrainedConfig):
         eval_convergence: policy in evaluation; as in training by default.
         window: tokens solved at a time; all by default.
         causal: refuse, in training, parts that leak the future; see the layer.
+        initial_guess: where a token's search starts in calls that continue a cache, as in generation:
+            ``"zero"``, or ``"previous"``: the equilibrium of the token before the call.
         initializer_range: standard deviation of the embeddings at the start.
         tie_word_embeddings: share the embeddings with the output layer.
 
@@ -44,7 +46,7 @@ class ImplicitConfig(PreTrainedConfig):
     """
 
     model_type = "implicit_lm"
-    keys_to_ignore_at_inference = ("state", "solution")
+    keys_to_ignore_at_inference = ("past_key_values", "solution")
 
     vocab_size: int = 50277
     backbone: dict[str, Any] | None = None
@@ -55,6 +57,7 @@ class ImplicitConfig(PreTrainedConfig):
     eval_convergence: str | dict[str, Any] | None = None
     window: int | None = None
     causal: bool = True
+    initial_guess: str = "zero"
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
@@ -68,6 +71,8 @@ class ImplicitConfig(PreTrainedConfig):
         if not isinstance(self.backbone.get("d_model"), int):
             raise ValueError(f"backbone needs a d_model, got {self.backbone}")
         check_count("vocab_size", self.vocab_size)
+        if self.initial_guess not in ("zero", "previous"):
+            raise ValueError(f"initial_guess must be 'zero' or 'previous', got {self.initial_guess!r}")
         if self.window is not None:
             check_count("window", self.window)
         # Looked at here, so that a wrong option is reported where it was written.
@@ -77,6 +82,17 @@ class ImplicitConfig(PreTrainedConfig):
         policies.create(self.convergence)
         policies.create(self.eval_convergence)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> "ImplicitConfig":
+        """The paper's configuration ``name``, such as ``"llama-1.3b-free"``, with some fields changed.
+
+        Raises:
+            ValueError: no preset of that name; the message lists them (:mod:`deqseq.causal_lm.presets`).
+        """
+        from deqseq.causal_lm.presets import options
+
+        return cls(**{**options(name), **overrides})
 
     @property
     def hidden_size(self) -> int:

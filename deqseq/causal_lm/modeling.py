@@ -6,13 +6,14 @@ Shapes: B sequences, L tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.generic import ModelOutput
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput, can_return_tuple
 
-from deqseq.backbone import State
+from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.solution import Solution
@@ -24,12 +25,15 @@ class ImplicitModelOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: (B, L, D) the equilibrium.
-        state: backbone state after the last token, if the call was given one.
+        past_key_values: what to pass to the next call, if asked for with ``use_cache`` or given one.
+        hidden_states: if asked for, a pair of (B, L, D): the embeddings x that enter, and the equilibrium
+            z* that comes out. The layer has no depth in between: its iterates approach z*.
         solution: residual, iterations and status of every token; ``None`` for explicit models.
     """
 
     last_hidden_state: Tensor | None = None
-    state: State | None = None
+    past_key_values: EquilibriumCache | None = None
+    hidden_states: tuple[Tensor, Tensor] | None = None
     solution: Solution | None = None
 
 
@@ -39,13 +43,14 @@ class ImplicitCausalLMOutput(ModelOutput):
 
     Attributes:
         loss: mean cross-entropy of token t + 1 given tokens up to t, if labels were given.
-        logits: (B, L, V).
-        state, solution: as in :class:`ImplicitModelOutput`.
+        logits: (B, L, V), or of the last ``logits_to_keep`` tokens.
+        past_key_values, hidden_states, solution: as in :class:`ImplicitModelOutput`.
     """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    state: State | None = None
+    past_key_values: EquilibriumCache | None = None
+    hidden_states: tuple[Tensor, Tensor] | None = None
     solution: Solution | None = None
 
 
@@ -55,6 +60,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     config_class = ImplicitConfig
     config: ImplicitConfig
     base_model_prefix = "model"
+    supports_gradient_checkpointing = True
 
     def _init_weights(self, module: nn.Module) -> None:
         # Backbones initialise themselves as they are built; the embeddings are ours.
@@ -94,6 +100,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layer: ImplicitSequenceLayer | ExplicitSequenceLayer
+        self.gradient_checkpointing = False
         assert config.backbone is not None
         if config.implicit:
             assert config.convergence is not None and config.eval_convergence is not None
@@ -109,44 +116,97 @@ class ImplicitModel(ImplicitPreTrainedModel):
             self.layer = ExplicitSequenceLayer({**config.backbone, "injection": False})
         self.post_init()  # type: ignore[no-untyped-call]
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        past_key_values: EquilibriumCache | None = None,
         inputs_embeds: Tensor | None = None,
-        state: State | None = None,
-        **layer_options: Any,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        window: int | Literal["layer"] | None = "layer",
+        z0: Tensor | None = None,
     ) -> ImplicitModelOutput:
         """Solve for the equilibria of a batch.
 
         Args:
             input_ids: (B, L) int64; or ``inputs_embeds`` (B, L, D).
-            attention_mask: (B, L), non-zero for real tokens.
-            position_ids: (B, L) int64.
-            state: backbone state before the first token.
-            layer_options: ``window`` and ``z0`` of :class:`~deqseq.ImplicitSequenceLayer`.
+            attention_mask: (B, L), non-zero for real tokens, which may stand anywhere; with a cache also
+                (B, C + L), the columns of earlier calls included.
+            position_ids: (B, L) or (1, L) int64; where they start anew at 0, another sequence begins.
+            past_key_values: the cache of an earlier call, which this call continues and extends.
+            use_cache: return a cache; by default only if one was given.
+            output_hidden_states: return the embeddings and the equilibrium as ``hidden_states``.
+            window: tokens solved at a time, instead of the configuration's.
+            z0: (B, L, D) initial guess, instead of the configuration's.
 
         Raises:
-            ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; other options; what the
-                layer refuses.
+            ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; a mask that fits neither
+                the tokens nor the tokens with those before; a cache of another kind; ``window`` or ``z0``
+                for an explicit model; what the layer refuses.
         """
-        known = {"window", "z0"} if self.config.implicit else set()
-        if unknown := set(layer_options) - known:
-            raise ValueError(
-                f"unknown options {sorted(unknown)}; this model's layer takes: {sorted(known) or 'none'}"
-            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        out = self.layer(
-            inputs_embeds, attention_mask, position_ids=position_ids, state=state, **layer_options
+        batch, length, _ = inputs_embeds.shape
+        cache = self._cache(past_key_values, use_cache)
+        content = None if cache is None else cache.content
+        attention_mask = _mask_of_call(attention_mask, length, content)
+        if position_ids is not None and position_ids.shape[0] == 1:
+            position_ids = position_ids.expand(batch, -1)
+        state = None
+        if content is not None:
+            state = content.state or self.layer.backbone.initial_state(
+                batch, device=inputs_embeds.device, dtype=inputs_embeds.dtype
+            )
+        self.layer.checkpoint = self.gradient_checkpointing and self.training
+        options: dict[str, Any] = {}
+        if isinstance(self.layer, ImplicitSequenceLayer):
+            if z0 is None and content is not None and self.config.initial_guess == "previous":
+                z0 = content.guess(inputs_embeds)
+            options = {"window": window, "z0": z0}
+        elif window != "layer" or z0 is not None:
+            raise ValueError("an explicit model is not solved: it takes neither window nor z0")
+        out = self.layer(inputs_embeds, attention_mask, position_ids=position_ids, state=state, **options)
+        if content is not None:
+            content.commit(out.state, out.z, attention_mask)
+        return ImplicitModelOutput(
+            last_hidden_state=out.z,
+            past_key_values=cache,
+            hidden_states=(inputs_embeds, out.z) if output_hidden_states else None,
+            solution=out.solution,
         )
-        return ImplicitModelOutput(last_hidden_state=out.z, state=out.state, solution=out.solution)
+
+    def _cache(self, given: Cache | None, use_cache: bool | None) -> EquilibriumCache | None:
+        """The cache to continue: the given one, or a fresh one if one is wanted."""
+        if given is not None and not isinstance(given, EquilibriumCache):
+            raise ValueError(
+                f"past_key_values must be the EquilibriumCache of an earlier call, got {type(given).__name__}"
+            )
+        if use_cache is False or (given is None and not use_cache):
+            if given is not None:
+                raise ValueError("past_key_values were given, but use_cache is False")
+            return None
+        return given or EquilibriumCache(self.layer.backbone.rewinds)
 
 
-class ImplicitForCausalLM(ImplicitPreTrainedModel):
+def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) -> Tensor | None:
+    """The part (B, L) of an attention mask that is about this call's tokens."""
+    if mask is None or mask.shape[1] == length:
+        return mask
+    seen = 0 if content is None else content.get_seq_length()
+    if mask.dim() != 2 or mask.shape[1] != seen + length:
+        raise ValueError(
+            f"attention_mask must be (B, L) for the {length} tokens of the call, or reach over the {seen} "
+            f"before them too, got {tuple(mask.shape)}"
+        )
+    return mask[:, -length:]
+
+
+class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     """A causal language model with an implicit (or explicit) body and a linear output layer."""
 
     _tied_weights_keys = {  # noqa: RUF012 - transformers declares it as an instance variable
@@ -157,29 +217,80 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel):
         super().__init__(config)
         self.model = ImplicitModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # transformers' word for a cache that cannot take tokens back, as speculative decoding would.
+        self._is_stateful = not self.model.layer.backbone.rewinds
         self.post_init()  # type: ignore[no-untyped-call]
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        past_key_values: EquilibriumCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        state: State | None = None,
-        **options: Any,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        window: int | Literal["layer"] | None = "layer",
+        z0: Tensor | None = None,
+        **loss_options: Any,
     ) -> ImplicitCausalLMOutput:
         """Logits (B, L, V) and, with ``labels`` (B, L), the loss of predicting the next token.
 
         ``labels`` are the input ids, as everywhere in transformers: they are shifted here, and -100 is
         ignored. Tasks whose targets stand at their inputs compute their loss from the logits.
+
+        Args:
+            logits_to_keep: compute the logits of the last so many tokens only (0: of all), or of the
+                tokens at these indices.
+            loss_options: ``num_items_in_batch``, as transformers' trainer passes it.
+
+        The other arguments are those of :class:`ImplicitModel`.
         """
-        loss_options = {k: options.pop(k) for k in ("num_items_in_batch",) if k in options}
-        out = self.model(input_ids, attention_mask, position_ids, inputs_embeds, state, **options)
-        logits = self.lm_head(out.last_hidden_state)
+        if unknown := set(loss_options) - {"num_items_in_batch"}:
+            raise ValueError(f"unknown arguments {sorted(unknown)}")
+        out = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            window=window,
+            z0=z0,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
+            if logits.shape[1] != labels.shape[1]:
+                raise ValueError("the loss needs the logits of all tokens: leave logits_to_keep at 0")
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_options
             )
-        return ImplicitCausalLMOutput(loss=loss, logits=logits, state=out.state, solution=out.solution)
+        return ImplicitCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            solution=out.solution,
+        )
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Put an empty cache of our kind where ``generate`` would put one of its own."""
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                "these models have one kind of cache: leave cache_implementation unset, got "
+                f"{generation_config.cache_implementation!r}"
+            )
+        if model_kwargs.get("past_key_values") is not None:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, *args, **kwargs
+            )
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = EquilibriumCache(self.model.layer.backbone.rewinds)

@@ -1,0 +1,137 @@
+"""What a language model remembers between calls, in the form transformers' generation works with.
+
+Shapes: B sequences, C columns seen so far (tokens and padding), L columns of a call, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from deqseq.backbone import State, take_tokens
+
+
+class StateLayer(CacheLayerMixin):
+    """The one layer of an :class:`EquilibriumCache`: a backbone's state behind transformers' interface.
+
+    A stack of blocks settles as one, so its blocks' states (keys and values with one slot a token, or the
+    convolution's tail and the SSM state) are kept together.
+
+    Attributes:
+        state: the backbone's state; ``None`` before the first call.
+        real: (B, C) bool, columns that were tokens and not padding.
+        equilibrium: (B, D) of each sequence's last token; ``None`` where it is not known.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, rewinds: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_croppable = rewinds
+        self.reset()
+
+    def reset(self) -> None:
+        self.state: State | None = None
+        self.real: Tensor | None = None
+        self.equilibrium: Tensor | None = None
+
+    def commit(self, state: State, z: Tensor, attention_mask: Tensor | None) -> None:
+        """Take over the ``state`` after a call that solved z (B, L, D)."""
+        real = z.new_ones(z.shape[:2], dtype=torch.bool)
+        if attention_mask is not None:
+            real = attention_mask.bool()
+        place = torch.arange(1, z.shape[1] + 1, device=z.device)
+        last = take_tokens(z, (real * place).argmax(1, keepdim=True))[:, 0]
+        if self.equilibrium is not None:  # nothing but padding: what was last is still last
+            last = torch.where(real.any(1, keepdim=True), last, self.equilibrium)
+        self.state = state
+        self.equilibrium = last.detach()
+        self.real = real if self.real is None else torch.cat([self.real, real], 1)
+        self.is_initialized = True
+
+    def guess(self, x: Tensor) -> Tensor | None:
+        """Every new token's initial guess (B, L, D): the equilibrium of the last one before the call."""
+        if self.equilibrium is None:
+            return None
+        return self.equilibrium[:, None].expand_as(x).contiguous()
+
+    def get_seq_length(self) -> int:
+        return 0 if self.real is None else self.real.shape[1]
+
+    def get_max_length(self) -> int:
+        return -1  # grows
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` columns; the number is negative, as in transformers.
+
+        Raises:
+            ValueError: a positive number; more columns than there are; a state that cannot go back.
+        """
+        columns = self.get_seq_length()
+        if not -columns <= tokens_to_remove <= 0:
+            raise ValueError(f"crop takes a number in -{columns} … 0, got {tokens_to_remove}")
+        if tokens_to_remove == 0 or self.state is None or self.real is None:
+            return
+        if not self.is_croppable:
+            raise ValueError(
+                "this model's state is recurrent and cannot forget its last tokens: copy the cache before "
+                "a call that may have to be taken back"
+            )
+        kept = columns + tokens_to_remove
+        # Slots behind `seen` are not looked at, and written anew.
+        self.state = State(self.real[:, :kept].sum(1), self.state.layers)
+        self.real = self.real[:, :kept]
+        self.equilibrium = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.real is not None:
+            rows = torch.arange(self.real.shape[0], device=self.real.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is None or self.real is None:
+            return
+        indices = indices.to(self.real.device)
+        self.state = self.state.select(indices)
+        self.real = self.real[indices]
+        self.equilibrium = None if self.equilibrium is None else self.equilibrium[indices]
+
+    def offload(self) -> None:
+        raise ValueError("an EquilibriumCache stays on its device: it cannot be offloaded")
+
+    prefetch = offload
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise ValueError("an EquilibriumCache is filled by its model, token by settled token")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("an EquilibriumCache is filled by its model, token by settled token")
+
+
+class EquilibriumCache(Cache):
+    """The tokens a model has solved: what ``past_key_values`` is for these models.
+
+    A call commits its tokens once all of them have settled. ``model(..., use_cache=True)`` makes one, and
+    ``generate`` does so by itself. Beams reorder it, ``crop(-n)`` takes the last n columns back where the
+    backbone keeps a slot for every token (attention), and raises where it is recurrent (Mamba2).
+    """
+
+    def __init__(self, rewinds: bool) -> None:
+        self.content = StateLayer(rewinds)
+        super().__init__(layers=[self.content])
+
+    @property
+    def state(self) -> State | None:
+        """The backbone's state after the last token."""
+        return self.content.state

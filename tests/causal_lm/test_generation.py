@@ -1,0 +1,259 @@
+"""Caches and generation: what is decoded is what the full forward pass says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, TextIteratorStreamer
+
+from deqseq import Backbone
+from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM
+
+V = 40
+BODIES: dict[str, dict[str, Any]] = {
+    "mamba2": {"name": "mamba2", "d_model": 16, "n_layer": 2, "d_state": 8, "headdim": 8},
+    "llama": {"name": "llama", "d_model": 16, "n_layer": 2, "n_head": 4, "n_kv_head": 2},
+}
+MODELS = [(body, implicit) for body in BODIES for implicit in (True, False)]
+TIGHT = {"name": "residual", "rtol": 1e-6, "max_iter": 400}
+
+Make = Callable[..., ImplicitForCausalLM]
+
+
+@pytest.fixture
+def make(contractive: Callable[[Backbone], Backbone]) -> Make:
+    """``make(body, implicit=True, **options)``: a small model in evaluation mode, tightly solved."""
+
+    def build(body: str, implicit: bool = True, **options: Any) -> ImplicitForCausalLM:
+        torch.manual_seed(3)
+        if implicit:
+            options = {"convergence": TIGHT, **options}
+        config = ImplicitConfig(
+            vocab_size=V, backbone=BODIES[body], implicit=implicit, initializer_range=0.5,
+            pad_token_id=0, eos_token_id=None, tie_word_embeddings=False, **options,
+        )  # fmt: skip
+        model = ImplicitForCausalLM(config).eval()
+        contractive(model.model.layer.backbone)
+        return model
+
+    return build
+
+
+def prompts(batch: int = 4, length: int = 12) -> Tensor:
+    return torch.randint(1, V, (batch, length))
+
+
+def greedy(model: ImplicitForCausalLM, ids: Tensor, new: int, **options: Any) -> Tensor:
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **options}
+    out: Tensor = model.generate(ids, **options)
+    return out
+
+
+@torch.no_grad()
+def by_full_forward(model: ImplicitForCausalLM, ids: Tensor, new: int) -> Tensor:
+    for _ in range(new):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+@pytest.mark.parametrize("calls", [[1], [3], [17], [5, 1, 1, 10], [1] * 6])
+@torch.no_grad()
+def test_cached_calls_equal_the_full_forward(make: Make, body: str, implicit: bool, calls: list[int]) -> None:
+    model, ids = make(body, implicit), prompts(2, 8 + sum(calls))
+    whole = model(ids).logits
+    out = model(ids[:, :8], use_cache=True)
+    torch.testing.assert_close(out.logits, whole[:, :8], rtol=1e-4, atol=1e-4)
+    at = 8
+    for count in calls:
+        out = model(ids[:, at : at + count], past_key_values=out.past_key_values)
+        torch.testing.assert_close(out.logits, whole[:, at : at + count], rtol=1e-4, atol=1e-4)
+        at += count
+    assert out.past_key_values.get_seq_length() == at
+
+
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_greedy_generation_is_the_argmax_of_the_full_forward(make: Make, body: str, implicit: bool) -> None:
+    model, ids = make(body, implicit), prompts(2)
+    expected = by_full_forward(model, ids, 8)
+    assert torch.equal(greedy(model, ids, 8), expected)
+    assert torch.equal(greedy(model, ids, 8, use_cache=False), expected)
+
+
+@pytest.mark.parametrize("guess", ["zero", "previous"])
+@pytest.mark.parametrize("body", BODIES)
+def test_left_padded_prompts_equal_each_alone(make: Make, body: str, guess: str) -> None:
+    model = make(body, initial_guess=guess)
+    ids, mask = prompts(4), torch.ones(4, 12, dtype=torch.int64)
+    for row, length in enumerate([12, 7, 1, 4]):
+        mask[row, : 12 - length] = 0
+        ids[row, : 12 - length] = 0
+    together = greedy(model, ids, 8, attention_mask=mask)
+    for row in range(4):
+        alone = greedy(model, ids[row : row + 1, mask[row].bool()], 8)
+        assert torch.equal(together[row, 12:], alone[0, -8:])
+
+
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+@torch.no_grad()
+def test_beams(make: Make, body: str, implicit: bool) -> None:
+    """A beam's score is the log-likelihood that a full forward pass gives it."""
+    model, ids = make(body, implicit), prompts(2, 5)
+    out = model.generate(
+        ids, num_beams=3, max_new_tokens=6, min_new_tokens=6, do_sample=False, length_penalty=0.0,
+        num_return_sequences=3, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    logs = model(out.sequences).logits.log_softmax(-1)[:, 4:-1]
+    scores = logs.gather(-1, out.sequences[:, 5:, None]).sum((1, 2))
+    torch.testing.assert_close(out.sequences_scores, scores, rtol=1e-4, atol=1e-4)
+    assert (out.sequences_scores.view(2, 3).diff(dim=1) <= 0).all()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_sampling_is_seeded_and_batches_return_several(make: Make, body: str) -> None:
+    model, ids = make(body), prompts(2, 4)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        runs.append(
+            model.generate(ids, do_sample=True, num_return_sequences=2, max_new_tokens=5, min_new_tokens=5)
+        )
+    assert runs[0].shape == (4, 9) and torch.equal(*runs)
+
+
+class _Ids:
+    """A tokenizer for a streamer: a token is its number."""
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        return "".join(f"{int(i)} " for i in ids)
+
+
+def test_streaming(make: Make) -> None:
+    model, ids = make("mamba2"), prompts(1, 4)
+    streamer = TextIteratorStreamer(_Ids(), skip_prompt=True)
+    out = greedy(model, ids, 5, streamer=streamer)
+    assert "".join(streamer).split() == [str(int(i)) for i in out[0, 4:]]
+
+
+def test_a_window_can_be_asked_for(make: Make) -> None:
+    model, ids = make("llama"), prompts(2)
+    assert torch.equal(greedy(model, ids, 4, window=4), greedy(model, ids, 4))
+
+
+@torch.no_grad()
+def test_cropping_takes_tokens_back(make: Make) -> None:
+    model, ids = make("llama"), prompts(3, 14)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    whole = model(ids, attention_mask=mask).logits
+    cache = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values
+    model(prompts(3, 5), past_key_values=cache)  # a draft that is refused
+    cache.crop(-5)
+    assert cache.get_seq_length() == 8 and cache.state.seen.tolist() == [8, 0, 8]
+    out = model(ids[:, 8:], attention_mask=mask, past_key_values=cache)
+    real = mask[:, 8:].bool()
+    torch.testing.assert_close(out.logits[real], whole[:, 8:][real], rtol=1e-4, atol=1e-4)
+    for wrong in (1, -100):
+        with pytest.raises(ValueError, match="crop"):
+            cache.crop(wrong)
+
+
+def test_speculative_decoding(make: Make) -> None:
+    """By prompt look-up: attention takes refused tokens back, a recurrent state says that it cannot."""
+    model = make("llama")
+    ids = prompts(1, 6).repeat(1, 3)
+    assert torch.equal(greedy(model, ids, 8, prompt_lookup_num_tokens=3), greedy(model, ids, 8))
+    with pytest.raises(ValueError, match="stateful"):
+        greedy(make("mamba2"), ids, 8, prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match="cache_implementation"):
+        greedy(model, ids, 8, cache_implementation="static")
+    cache = make("mamba2")(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="recurrent"):
+        cache.crop(-1)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@torch.no_grad()
+def test_a_copied_cache_goes_its_own_way(make: Make, body: str) -> None:
+    model, ids = make(body), prompts(2, 10)
+    cache = model(ids[:, :6], use_cache=True).past_key_values
+    copied = copy.deepcopy(cache)
+    first = model(ids[:, 6:], past_key_values=cache).logits
+    assert copied.get_seq_length() == 6
+    again = model(ids[:, 6:], past_key_values=copied).logits
+    assert torch.equal(first, again)
+    copied.batch_repeat_interleave(2)
+    assert copied.state.seen.tolist() == [10] * 4
+    copied.batch_select_indices(torch.tensor([3, 0]))
+    assert torch.equal(copied.state.layers[0][0][1], cache.state.layers[0][0][0])
+    copied.reset()
+    assert copied.get_seq_length() == 0 and copied.state is None
+
+
+def test_wrong_caches(make: Make) -> None:
+    model, ids = make("llama"), prompts(2, 4)
+    with pytest.raises(ValueError, match="DynamicCache"):
+        model(ids, past_key_values=DynamicCache())
+    cache = model(ids, use_cache=True).past_key_values
+    assert isinstance(cache, EquilibriumCache)
+    with pytest.raises(ValueError, match="use_cache"):
+        model(ids, past_key_values=cache, use_cache=False)
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(ids, past_key_values=cache, attention_mask=torch.ones(2, 7))
+    with pytest.raises(ValueError, match="sequences"):
+        model(ids[:1], past_key_values=cache)
+    assert model(ids).past_key_values is None
+
+
+def test_the_previous_equilibrium_as_a_guess(make: Make) -> None:
+    """The same tokens, from another start: a slow map makes the difference visible."""
+    model, ids = make("llama"), prompts(1, 6)
+    with torch.no_grad():
+        cache = model(ids[:, :5], use_cache=True).past_key_values
+        again = copy.deepcopy(cache)
+        zero = model(ids[:, 4:5], past_key_values=cache)
+        model.config.initial_guess = "previous"
+        warm = model(ids[:, 4:5], past_key_values=again)
+    torch.testing.assert_close(zero.logits, warm.logits, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(zero.solution.residual, warm.solution.residual)
+    with pytest.raises(ValueError, match="initial_guess"):
+        make("llama", initial_guess="last")
+
+
+@pytest.mark.parametrize("layout", ["left", "right"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+@torch.no_grad()
+def test_packed_sequences_equal_separate_ones(
+    make: Make, body: str, implicit: bool, window: int | None, layout: str
+) -> None:
+    """Positions that start anew at 0 begin another sequence."""
+    model = make(body, implicit, **({"window": window} if implicit else {}))
+    lengths = [[5, 1, 4], [7, 2], [10]]
+    ids, mask = prompts(3, 12), torch.zeros(3, 12, dtype=torch.int64)
+    position = torch.zeros(3, 12, dtype=torch.int64)
+    parts = []
+    for row, row_lengths in enumerate(lengths):
+        at = 12 - sum(row_lengths) if layout == "left" else 0
+        for length in row_lengths:
+            mask[row, at : at + length] = 1
+            position[row, at : at + length] = torch.arange(length)
+            parts.append((row, slice(at, at + length)))
+            at += length
+    out = model(ids, attention_mask=mask, position_ids=position)
+    for row, part in parts:
+        alone = model(ids[row : row + 1, part])
+        torch.testing.assert_close(out.logits[row, part], alone.logits[0], rtol=1e-4, atol=1e-4)
+    if implicit:
+        assert out.solution.iterations.shape == (3, 12)
+        assert not out.solution.iterations[mask == 0].any()
+    with pytest.raises(ValueError, match="start anew"):
+        model(ids, attention_mask=mask, position_ids=position, use_cache=True)
+    position[0, 6 if layout == "left" else 4] = 1
+    with pytest.raises(ValueError, match="rise"):
+        model(ids, attention_mask=mask, position_ids=position)

@@ -70,3 +70,13 @@ def test_leak(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(output.read_text())["rows"]
     assert all((row["leak"] == 0) == row["causal"] for row in rows)
+
+
+def test_warm_start(trained: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    small = ["--length", "8", "--sequences", "4", "--tolerances", "1e-5"]
+    done = run("warm_start.py", "--run", str(trained), *small, "--output", str(output))
+    assert done.returncode == 0, done.stderr + done.stdout
+    zero, previous = json.loads(output.read_text())["rows"]
+    assert zero["accuracy"] == previous["accuracy"]
+    assert zero["evaluations a token"] != previous["evaluations a token"]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from deqseq.backbone import State
+from deqseq.causal_lm import reference
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.solution import Solution
@@ -70,8 +71,11 @@ class ImplicitPreTrainedModel(PreTrainedModel):
                 be random.
         """
         with_info = kwargs.pop("output_loading_info", False)
+        kwargs.setdefault("key_mapping", reference.KEYS)
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
+        # What was renamed on loading would be named back on saving, under a configuration of ours.
+        vars(model).pop("_weight_conversions", None)
         problems = {
             what: sorted(map(str, info[key]))
             for what, key in (
@@ -89,6 +93,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
 class ImplicitModel(ImplicitPreTrainedModel):
     """Embeddings and the sequence layer: (B, L) token ids -> (B, L, D) equilibria."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 - the output layer's
 
     def __init__(self, config: ImplicitConfig) -> None:
         super().__init__(config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,6 +28,17 @@ class Injection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(self.norm(x))
         return out
+
+
+class InputSkip(nn.Module):
+    """gain * z + x: where the blocks start if x (B, W, D) enters their stream too; the gain starts at 0."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(d_model))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.addcmul(x, self.gain.to(x.dtype), z)
 
 
 class MLPWeights(NamedTuple):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace
-from deqseq.backbones.blocks import RMS_EPS, Injection, SwiGLU, check_norm_eps, check_sizes
+from deqseq.backbones.blocks import RMS_EPS, Injection, InputSkip, SwiGLU, check_norm_eps, check_sizes
 from deqseq.normalisation import normalise_weights
 
 
@@ -114,6 +114,8 @@ class LlamaBackbone(Backbone):
         norm_eps: added to the mean square by every norm.
         weight_norm: weight normalisation of every linear map.
         injection: ``False`` for explicit use, where x enters as z.
+        input_skip: x also enters the residual stream, which starts from ``gain * z + x`` with a learned
+            gain (D,) that starts at 0: f(z, x) then starts without memory of z (see ``to_implicit``).
 
     Raises:
         ValueError: sizes below 1, or that do not divide as said.
@@ -132,6 +134,7 @@ class LlamaBackbone(Backbone):
         norm_eps: float = RMS_EPS,
         weight_norm: bool = True,
         injection: bool = True,
+        input_skip: bool = False,
     ) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
@@ -157,6 +160,9 @@ class LlamaBackbone(Backbone):
         self.injects = injection
         qkv_width = (n_head + 2 * n_kv_head) * self.headdim
         self.injection = Injection(d_model, qkv_width, norm_eps) if injection else None
+        if input_skip and not injection:
+            raise ValueError("input_skip needs injection=True: in explicit use x enters as z")
+        self.input_skip = InputSkip(d_model) if input_skip else None
         if weight_norm:
             normalise_weights(self)
 
@@ -169,11 +175,15 @@ class LlamaBackbone(Backbone):
         tokens = [angle.cos().to(x.dtype), angle.sin().to(x.dtype)]
         if self.injection is not None:
             tokens.append(self.injection(x))
+        if self.input_skip is not None:
+            tokens.append(x)
         return Context(tuple(tokens), [cast(LlamaBlock, layer).weights() for layer in self.layers])
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         cos, sin, *injected = context.tokens
         injection = injected[0] if injected else None
+        if self.input_skip is not None:
+            z = self.input_skip(z, injected[1])
         rotary = (cos[:, None], sin[:, None])
         mask = None if state is None else self._mask(z.shape[1], state)
         traces = []

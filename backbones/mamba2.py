@@ -17,6 +17,7 @@ from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
 from deqseq.backbones.blocks import (
     RMS_EPS,
     Injection,
+    InputSkip,
     MLPWeights,
     ValueGateMLP,
     check_norm_eps,
@@ -181,6 +182,8 @@ class Mamba2Backbone(Backbone):
         chunk_size: tokens handled quadratically at a time by the recurrence; speed only.
         weight_norm: weight normalisation of every linear map and convolution.
         injection: ``False`` for explicit use, where x enters as z.
+        input_skip: x also enters the residual stream, which starts from ``gain * z + x`` with a learned
+            gain (D,) that starts at 0: f(z, x) then starts without memory of z (see ``to_implicit``).
 
     Raises:
         ValueError: sizes below 1, or that do not divide as said.
@@ -203,6 +206,7 @@ class Mamba2Backbone(Backbone):
         chunk_size: int = 64,
         weight_norm: bool = True,
         injection: bool = True,
+        input_skip: bool = False,
     ) -> None:
         super().__init__()
         check_sizes(
@@ -216,7 +220,9 @@ class Mamba2Backbone(Backbone):
         if (expand * d_model // headdim) % n_groups:
             raise ValueError(f"n_groups must divide the {expand * d_model // headdim} heads, got {n_groups}")
         if expand * d_model % norm_groups:
-            raise ValueError(f"norm_groups must divide expand * d_model = {expand * d_model}, got {norm_groups}")
+            raise ValueError(
+                f"norm_groups must divide expand * d_model = {expand * d_model}, got {norm_groups}"
+            )
         check_norm_eps(norm_eps)
         self.d_model = d_model
         self.layers = nn.ModuleList(
@@ -234,6 +240,9 @@ class Mamba2Backbone(Backbone):
         self.injects = injection
         width = self._mixer.in_proj.out_features
         self.injection = Injection(d_model, width, norm_eps) if injection else None
+        if input_skip and not injection:
+            raise ValueError("input_skip needs injection=True: in explicit use x enters as z")
+        self.input_skip = InputSkip(d_model) if input_skip else None
         if weight_norm:
             normalise_weights(self)
 
@@ -243,10 +252,14 @@ class Mamba2Backbone(Backbone):
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         tokens = () if self.injection is None else (self.injection(x),)
+        if self.input_skip is not None:
+            tokens = (*tokens, x)
         return Context(tokens, [cast(Mamba2Block, layer).weights() for layer in self.layers])
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         injection = context.tokens[0] if context.tokens else None
+        if self.input_skip is not None:
+            z = self.input_skip(z, context.tokens[1])
         traces = []
         for i, layer in enumerate(self.layers):
             before = None if state is None else state.layers[i]

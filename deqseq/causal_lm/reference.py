@@ -36,7 +36,17 @@ _SOLVERS = {
     "anderson": "anderson",
     "broyden": "broyden",
 }
-_BODY = {"block_cfg", "block_type", "d_inner", "d_model", "dropout", "mlp_type", "n_layer", "pre_norm", "rms_norm"}
+_BODY = {
+    "block_cfg",
+    "block_type",
+    "d_inner",
+    "d_model",
+    "dropout",
+    "mlp_type",
+    "n_layer",
+    "pre_norm",
+    "rms_norm",
+}
 # Initialisation and the stages of training: nothing of a trained model depends on them.
 _TRAINING = {"init_gain", "pretrain_iter", "pretrain_steps"}
 _BLOCK = {
@@ -163,7 +173,9 @@ def _solver(solver: dict[str, Any], which: str) -> str:
 
 
 def _policy(solver: dict[str, Any], which: str) -> dict[str, Any]:
-    mode = _one_of(f"deq_params.solver.{which}_stop_mode", solver.get(f"{which}_stop_mode", "rel"), "rel", "abs")
+    mode = _one_of(
+        f"deq_params.solver.{which}_stop_mode", solver.get(f"{which}_stop_mode", "rel"), "rel", "abs"
+    )
     missing = [name for name in (f"{which}_tol", f"{which}_max_iter") if name not in solver]
     if missing:
         raise ValueError(f"deq_params.solver of the reference's configuration needs {', '.join(missing)}")

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ def from_explicit(
         name: deepcopy(getattr(config, name))
         for name in ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
     }
-    converted = cls(
+    converted: Any = cls(
         ImplicitConfig(
             **settings
             | {
@@ -81,7 +81,8 @@ def from_explicit(
             converted.lm_head.weight.copy_(output)
     _load(converted.model.layer.backbone, weights)
     converted.generation_config = deepcopy(model.generation_config)
-    return converted.to(device=model.device, dtype=model.dtype).train(model.training)
+    converted.to(device=model.device, dtype=model.dtype)
+    return cast("ImplicitForCausalLM", converted.train(model.training))
 
 
 def _llama(model: Any) -> dict[str, Any]:
@@ -198,11 +199,11 @@ def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> Imp
     settings = model.config.to_dict() | dict(overrides)
     body = {k: v for k, v in settings["backbone"].items() if k != "injection"}
     settings |= {"backbone": {**body, "input_skip": True}, "implicit": True}
-    converted = type(model)(ImplicitConfig(**settings)).to(device=model.device, dtype=model.dtype)
-    backbone: Any = converted.model.layer.backbone
+    converted: Any = type(model)(ImplicitConfig(**settings))
+    converted.to(device=model.device, dtype=model.dtype)
     # The map starts as the explicit stack: the gain of z is 0 as built, and nothing is injected yet. Under
     # weight normalisation g vanishes, not v: rows keep their random directions, along which they can grow.
-    linear = backbone.injection.linear
+    linear = converted.model.layer.backbone.injection.linear
     with torch.no_grad():
         if is_parametrized(linear):
             linear.parametrizations.weight.original0.zero_()
@@ -211,4 +212,4 @@ def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> Imp
         linear.bias.zero_()
     converted.load_state_dict({**converted.state_dict(), **model.state_dict()})
     converted.generation_config = deepcopy(model.generation_config)
-    return converted.train(model.training)
+    return cast("ImplicitForCausalLM", converted.train(model.training))

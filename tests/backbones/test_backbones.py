@@ -23,9 +23,11 @@ CASES = {
     "mamba2-deep": ("mamba2", {"n_layer": 2, "d_inner": 24, "n_groups": 2, "chunk_size": 3}),
     "mamba2-no-conv": ("mamba2", {"d_conv": 1}),
     "mamba2-plain": ("mamba2", {"weight_norm": False}),
+    "mamba2-skip": ("mamba2", {"input_skip": True, "norm_groups": 2}),
     "llama": ("llama", {}),
     "llama-deep": ("llama", {"n_layer": 2, "n_head": 4, "n_kv_head": 2}),
     "llama-plain": ("llama", {"weight_norm": False}),
+    "llama-skip": ("llama", {"input_skip": True}),
     "module": ("module", {}),
 }
 EXPLICIT = {

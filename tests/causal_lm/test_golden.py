@@ -43,7 +43,7 @@ def golden(name: str) -> Golden:
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+    return float((found.detach() - expected).norm() / expected.norm())
 
 
 def ours(name: str) -> str:
@@ -87,7 +87,8 @@ def test_phantom(golden: Golden, name: str) -> None:
 @pytest.mark.parametrize("window", [None, 8, 1])
 def test_sequential_and_simultaneous(golden: Golden, name: str, window: int | None) -> None:
     model, e = golden
+    length = 8 if window == 1 else None  # token by token is slow, and no token depends on later ones
     with torch.no_grad():
-        logits = model(e["input_ids"], window=window).logits
+        logits = model(e["input_ids"][:, :length], window=window).logits
     for what in ("sequential_logits", "simultaneous_eval_logits"):
-        assert relative(logits, e[what]) < EVALUATION[name]
+        assert relative(logits, e[what][:, :length]) < EVALUATION[name]

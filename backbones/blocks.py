@@ -5,8 +5,10 @@ Modules here are evaluated with effective weights read beforehand, once a forwar
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,14 +20,25 @@ RMS_EPS = 1e-5
 class Injection(nn.Module):
     """W RMSNorm(x) + b: how the layer's input x (B, L, D) enters every block, (B, L, width)."""
 
-    def __init__(self, d_model: int, width: int) -> None:
+    def __init__(self, d_model: int, width: int, norm_eps: float = RMS_EPS) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.linear = nn.Linear(d_model, width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(self.norm(x))
         return out
+
+
+class InputSkip(nn.Module):
+    """gain * z + x: where the blocks start if x (B, W, D) enters their stream too; the gain starts at 0."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(d_model))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.addcmul(x, self.gain.to(x.dtype), z)
 
 
 class MLPWeights(NamedTuple):
@@ -74,3 +87,9 @@ def check_sizes(**sizes: int) -> None:
     """Raise ``ValueError`` for a size that is not a whole number of at least 1."""
     for name, value in sizes.items():
         check_count(name, value)
+
+
+def check_norm_eps(norm_eps: float) -> None:
+    """Raise ``ValueError`` unless ``norm_eps`` is finite and positive: a token may be all zeros."""
+    if not (math.isfinite(norm_eps) and norm_eps > 0):
+        raise ValueError(f"norm_eps must be finite and positive, got {norm_eps}")

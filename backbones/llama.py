@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace
-from deqseq.backbones.blocks import RMS_EPS, Injection, SwiGLU, check_sizes
+from deqseq.backbones.blocks import RMS_EPS, Injection, InputSkip, SwiGLU, check_norm_eps, check_sizes
 from deqseq.normalisation import normalise_weights
 
 
@@ -73,11 +73,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class LlamaBlock(nn.Module):
     """Pre-norm attention and pre-norm SwiGLU, each added to the stream."""
 
-    def __init__(self, d_model: int, n_head: int, n_kv_head: int, d_inner: int) -> None:
+    def __init__(self, d_model: int, n_head: int, n_kv_head: int, d_inner: int, norm_eps: float) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.mixer = Attention(d_model, n_head, n_kv_head)
-        self.norm2 = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.norm2 = nn.RMSNorm(d_model, eps=norm_eps)
         self.mlp = SwiGLU(d_model, d_inner)
 
     def weights(self) -> tuple[_MixerWeights, tuple[Tensor, Tensor, Tensor]]:
@@ -111,8 +111,11 @@ class LlamaBackbone(Backbone):
         n_kv_head: key/value heads J; divides H; H by default.
         d_inner: MLP width before SwiGLU's 2/3: hidden units are int(2 d_inner / 3). 4 D by default.
         rope_theta: base of the rotary positions.
+        norm_eps: added to the mean square by every norm.
         weight_norm: weight normalisation of every linear map.
         injection: ``False`` for explicit use, where x enters as z.
+        input_skip: x also enters the residual stream, which starts from ``gain * z + x`` with a learned
+            gain (D,) that starts at 0: f(z, x) then starts without memory of z (see ``to_implicit``).
 
     Raises:
         ValueError: sizes below 1, or that do not divide as said.
@@ -129,8 +132,10 @@ class LlamaBackbone(Backbone):
         n_kv_head: int | None = None,
         d_inner: int | None = None,
         rope_theta: float = 5e5,
+        norm_eps: float = RMS_EPS,
         weight_norm: bool = True,
         injection: bool = True,
+        input_skip: bool = False,
     ) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
@@ -144,15 +149,21 @@ class LlamaBackbone(Backbone):
             raise ValueError(f"d_inner must be at least 2, got {d_inner}")
         if not rope_theta > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
+        check_norm_eps(norm_eps)
         self.d_model = d_model
         self.headdim = d_model // n_head
         self.n_kv_head = n_kv_head
         self.rope_theta = rope_theta
-        self.layers = nn.ModuleList(LlamaBlock(d_model, n_head, n_kv_head, d_inner) for _ in range(n_layer))
-        self.norm_f = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.layers = nn.ModuleList(
+            LlamaBlock(d_model, n_head, n_kv_head, d_inner, norm_eps) for _ in range(n_layer)
+        )
+        self.norm_f = nn.RMSNorm(d_model, eps=norm_eps)
         self.injects = injection
         qkv_width = (n_head + 2 * n_kv_head) * self.headdim
-        self.injection = Injection(d_model, qkv_width) if injection else None
+        self.injection = Injection(d_model, qkv_width, norm_eps) if injection else None
+        if input_skip and not injection:
+            raise ValueError("input_skip needs injection=True: in explicit use x enters as z")
+        self.input_skip = InputSkip(d_model) if input_skip else None
         if weight_norm:
             normalise_weights(self)
 
@@ -165,11 +176,15 @@ class LlamaBackbone(Backbone):
         tokens = [angle.cos().to(x.dtype), angle.sin().to(x.dtype)]
         if self.injection is not None:
             tokens.append(self.injection(x))
+        if self.input_skip is not None:
+            tokens.append(x)
         return Context(tuple(tokens), [cast(LlamaBlock, layer).weights() for layer in self.layers])
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         cos, sin, *injected = context.tokens
         injection = injected[0] if injected else None
+        if self.input_skip is not None:
+            z = self.input_skip(z, injected[1])
         rotary = (cos[:, None], sin[:, None])
         mask = None if state is None else self._mask(z.shape[1], state)
         traces = []

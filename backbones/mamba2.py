@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
-from deqseq.backbones.blocks import RMS_EPS, Injection, MLPWeights, ValueGateMLP, check_sizes
+from deqseq.backbones.blocks import (
+    RMS_EPS,
+    Injection,
+    InputSkip,
+    MLPWeights,
+    ValueGateMLP,
+    check_norm_eps,
+    check_sizes,
+)
 from deqseq.backbones.ssd import ssd, ssd_advance
 from deqseq.normalisation import normalise_weights
 
@@ -42,7 +50,7 @@ class Mamba2Mixer(nn.Module):
 
     def __init__(
         self, d_model: int, d_state: int, expand: int, headdim: int, d_conv: int, n_groups: int,
-        chunk_size: int,
+        chunk_size: int, norm_groups: int, norm_eps: float,
     ) -> None:  # fmt: skip
         super().__init__()
         self.inner = expand * d_model
@@ -61,7 +69,8 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(self.heads))
-        self.norm = nn.RMSNorm(self.inner, eps=RMS_EPS)
+        self.norm_groups = norm_groups
+        self.norm = nn.RMSNorm(self.inner, eps=norm_eps)
         self.out_proj = nn.Linear(self.inner, d_model, bias=False)
 
     def weights(self) -> _MixerWeights:
@@ -100,8 +109,15 @@ class Mamba2Mixer(nn.Module):
         before = None if state is None else state[1]
         y = ssd(scaled, a, b, c, before, self.chunk_size)
         y = torch.addcmul(y, x, weights.skip.to(x.dtype)[:, None]).flatten(-2)
-        y = F.rms_norm(y * F.silu(gate), (self.inner,), weights.norm, RMS_EPS)
+        y = self._gated_norm(y * F.silu(gate), weights.norm)
         return F.linear(y, weights.out_proj), _LayerTrace(conv_in, scaled, a, b)
+
+    def _gated_norm(self, y: Tensor, weight: Tensor) -> Tensor:
+        eps = self.norm.eps
+        if self.norm_groups == 1:
+            return F.rms_norm(y, (self.inner,), weight, eps)
+        groups = y.unflatten(-1, (self.norm_groups, -1))
+        return F.rms_norm(groups, groups.shape[-1:], eps=eps).flatten(-2) * weight
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -122,11 +138,11 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None = N
 class Mamba2Block(nn.Module):
     """Pre-norm mixer and, where ``d_inner`` > 0, pre-norm gated MLP, each added to the stream."""
 
-    def __init__(self, mixer: Mamba2Mixer, d_model: int, d_inner: int) -> None:
+    def __init__(self, mixer: Mamba2Mixer, d_model: int, d_inner: int, norm_eps: float) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.mixer = mixer
-        self.norm2 = nn.RMSNorm(d_model, eps=RMS_EPS) if d_inner else None
+        self.norm2 = nn.RMSNorm(d_model, eps=norm_eps) if d_inner else None
         self.mlp = ValueGateMLP(d_model, d_inner) if d_inner else None
 
     def weights(self) -> tuple[_MixerWeights, MLPWeights | None]:
@@ -160,9 +176,14 @@ class Mamba2Backbone(Backbone):
         d_conv: taps of the causal convolution.
         d_inner: 0: no MLP; otherwise its hidden width, rounded up to a multiple of 128.
         n_groups: groups of heads that share the B and C projections.
+        norm_groups: groups of channels that the gated norm normalises by themselves; divides the inner
+            width. The original Mamba2 has ``n_groups`` of them.
+        norm_eps: added to the mean square by every norm.
         chunk_size: tokens handled quadratically at a time by the recurrence; speed only.
         weight_norm: weight normalisation of every linear map and convolution.
         injection: ``False`` for explicit use, where x enters as z.
+        input_skip: x also enters the residual stream, which starts from ``gain * z + x`` with a learned
+            gain (D,) that starts at 0: f(z, x) then starts without memory of z (see ``to_implicit``).
 
     Raises:
         ValueError: sizes below 1, or that do not divide as said.
@@ -180,14 +201,17 @@ class Mamba2Backbone(Backbone):
         d_conv: int = 4,
         d_inner: int = 0,
         n_groups: int = 1,
+        norm_groups: int = 1,
+        norm_eps: float = RMS_EPS,
         chunk_size: int = 64,
         weight_norm: bool = True,
         injection: bool = True,
+        input_skip: bool = False,
     ) -> None:
         super().__init__()
         check_sizes(
             d_model=d_model, n_layer=n_layer, d_state=d_state, expand=expand, headdim=headdim,
-            d_conv=d_conv, n_groups=n_groups, chunk_size=chunk_size,
+            d_conv=d_conv, n_groups=n_groups, norm_groups=norm_groups, chunk_size=chunk_size,
         )  # fmt: skip
         if d_inner != 0:
             check_sizes(d_inner=d_inner)
@@ -195,19 +219,30 @@ class Mamba2Backbone(Backbone):
             raise ValueError(f"headdim must divide expand * d_model = {expand * d_model}, got {headdim}")
         if (expand * d_model // headdim) % n_groups:
             raise ValueError(f"n_groups must divide the {expand * d_model // headdim} heads, got {n_groups}")
+        if expand * d_model % norm_groups:
+            raise ValueError(
+                f"norm_groups must divide expand * d_model = {expand * d_model}, got {norm_groups}"
+            )
+        check_norm_eps(norm_eps)
         self.d_model = d_model
         self.layers = nn.ModuleList(
             Mamba2Block(
-                Mamba2Mixer(d_model, d_state, expand, headdim, d_conv, n_groups, chunk_size),
+                Mamba2Mixer(
+                    d_model, d_state, expand, headdim, d_conv, n_groups, chunk_size, norm_groups, norm_eps
+                ),
                 d_model,
                 d_inner,
+                norm_eps,
             )
             for _ in range(n_layer)
         )
-        self.norm_f = nn.RMSNorm(d_model, eps=RMS_EPS)
+        self.norm_f = nn.RMSNorm(d_model, eps=norm_eps)
         self.injects = injection
         width = self._mixer.in_proj.out_features
-        self.injection = Injection(d_model, width) if injection else None
+        self.injection = Injection(d_model, width, norm_eps) if injection else None
+        if input_skip and not injection:
+            raise ValueError("input_skip needs injection=True: in explicit use x enters as z")
+        self.input_skip = InputSkip(d_model) if input_skip else None
         if weight_norm:
             normalise_weights(self)
 
@@ -217,10 +252,14 @@ class Mamba2Backbone(Backbone):
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         tokens = () if self.injection is None else (self.injection(x),)
+        if self.input_skip is not None:
+            tokens = (*tokens, x)
         return Context(tokens, [cast(Mamba2Block, layer).weights() for layer in self.layers])
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         injection = context.tokens[0] if context.tokens else None
+        if self.input_skip is not None:
+            z = self.input_skip(z, context.tokens[1])
         traces = []
         for i, layer in enumerate(self.layers):
             before = None if state is None else state.layers[i]

@@ -15,8 +15,11 @@ from deqseq.causal_lm.modeling import (
     ImplicitModelOutput,
     ImplicitPreTrainedModel,
 )
+from deqseq.causal_lm.reference import ReferenceLlamaConfig, ReferenceMamba2Config
 
 AutoConfig.register(ImplicitConfig.model_type, ImplicitConfig, exist_ok=True)
+for _reference in (ReferenceMamba2Config, ReferenceLlamaConfig):
+    AutoConfig.register(_reference.model_type, _reference, exist_ok=True)
 AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
 AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
 

@@ -94,6 +94,14 @@ class ImplicitConfig(PreTrainedConfig):
 
         return cls(**{**options(name), **overrides})
 
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; configurations of the reference implementation are translated."""
+        from deqseq.causal_lm.reference import is_reference, translate  # which need this class
+
+        settings, unused = super().get_config_dict(*args, **kwargs)
+        return (translate(settings) if is_reference(settings) else settings), unused
+
     @property
     def hidden_size(self) -> int:
         """Width D."""

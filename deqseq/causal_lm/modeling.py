@@ -5,6 +5,7 @@ Shapes: B sequences, L tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -13,6 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
@@ -76,8 +78,11 @@ class ImplicitPreTrainedModel(PreTrainedModel):
                 be random.
         """
         with_info = kwargs.pop("output_loading_info", False)
+        kwargs.setdefault("key_mapping", reference.KEYS)
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
+        # What was renamed on loading would be named back on saving, under a configuration of ours.
+        vars(model).pop("_weight_conversions", None)
         problems = {
             what: sorted(map(str, info[key]))
             for what, key in (
@@ -95,6 +100,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
 class ImplicitModel(ImplicitPreTrainedModel):
     """Embeddings and the sequence layer: (B, L) token ids -> (B, L, D) equilibria."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 - the output layer's
 
     def __init__(self, config: ImplicitConfig) -> None:
         super().__init__(config)
@@ -220,6 +227,50 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         # transformers' word for a cache that cannot take tokens back, as speculative decoding would.
         self._is_stateful = not self.model.layer.backbone.rewinds
         self.post_init()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def from_explicit(
+        cls,
+        source: str | os.PathLike[str] | PreTrainedModel,
+        weight_norm: bool = True,
+        **config_overrides: Any,
+    ) -> ImplicitForCausalLM:
+        """A ``LlamaForCausalLM`` or ``Mamba2ForCausalLM`` of transformers as an explicit model of ours.
+
+        The logits stay the same, up to rounding. Device, type and mode are the model's.
+
+        Args:
+            source: the model, or its folder or name on the hub.
+            weight_norm: weight normalisation of the body, as implicit models are trained with; the
+                function stays the same.
+            config_overrides: further settings of :class:`ImplicitConfig`, for :meth:`to_implicit`.
+
+        Raises:
+            ValueError: another kind of model; a setting that our backbones have no counterpart for
+                (biases, scaled rotary positions, another activation, a bounded time step, ...).
+        """
+        return conversion.from_explicit(cls, source, weight_norm, config_overrides)
+
+    def to_implicit(self, **config_overrides: Any) -> ImplicitForCausalLM:
+        """An implicit model that starts as exactly the function of this explicit one, to be fine-tuned.
+
+        The weights of the body are copied. The input enters the residual stream, ``gain * z + x``
+        (``input_skip`` of the backbones), and the input projections by the usual injection; both the
+        gain of z and the injection start at 0, so that f(z, x) = F(x) for every z: the equilibrium is the
+        explicit model's output, found in two evaluations. Gradients reach both from the first step on.
+
+        On character models of 2 layers (width 64) the explicit loss was 1.83 (Llama) and 1.81 (Mamba2),
+        and the equilibrium's the same, before and after 60 steps of fine-tuning. Without the stream, an
+        injection of what layer 0 projects gave 4.65 and 3.57 (after 60 steps 2.98 and 2.08), a
+        least-squares fit to the explicit activations 4.70 and 4.46; chance is 4.17 (LOG.md).
+
+        Args:
+            config_overrides: settings of :class:`ImplicitConfig`, such as ``solver`` and ``convergence``.
+
+        Raises:
+            ValueError: this model is implicit; settings that follow from it are given.
+        """
+        return conversion.to_implicit(self, config_overrides)
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(

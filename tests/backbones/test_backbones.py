@@ -23,9 +23,11 @@ CASES = {
     "mamba2-deep": ("mamba2", {"n_layer": 2, "d_inner": 24, "n_groups": 2, "chunk_size": 3}),
     "mamba2-no-conv": ("mamba2", {"d_conv": 1}),
     "mamba2-plain": ("mamba2", {"weight_norm": False}),
+    "mamba2-skip": ("mamba2", {"input_skip": True, "norm_groups": 2}),
     "llama": ("llama", {}),
     "llama-deep": ("llama", {"n_layer": 2, "n_head": 4, "n_kv_head": 2}),
     "llama-plain": ("llama", {"weight_norm": False}),
+    "llama-skip": ("llama", {"input_skip": True}),
     "module": ("module", {}),
 }
 EXPLICIT = {
@@ -333,6 +335,11 @@ WRONG = [
     ("mamba2", {"d_inner": 1.5}, r"1\.5"),
     ("mamba2", {"chunk_size": 0}, "0"),
     ("mamba2", {"d_stat": 8}, "d_stat"),
+    ("mamba2", {"norm_groups": 3}, "norm_groups.*3"),
+    ("mamba2", {"norm_eps": 0.0}, r"norm_eps.*0\.0"),
+    ("mamba2", {"input_skip": True, "injection": False}, "input_skip"),
+    ("llama", {"norm_eps": float("nan")}, "norm_eps.*nan"),
+    ("llama", {"input_skip": True, "injection": False}, "input_skip"),
     ("llama", {"n_head": 3}, "3"),
     ("llama", {"n_head": 16}, "16"),
     ("llama", {"n_head": 0}, "0"),

@@ -66,7 +66,7 @@ def test_sampling_is_seeded(model: str, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere", "the"], "nowhere"),
+        (["{model}/nowhere", "the"], "nowhere"),
         (["{model}", ""], "no tokens"),
         (["{model}", "the", "--rtol", "-1"], "-1"),
         (["{model}/../explicit", "the", "--tokenizer", "{model}", "--show-iterations"], "not implicit"),

@@ -1,0 +1,215 @@
+"""Explicit transformers models become ours, and explicit models become implicit.
+
+Use it through :meth:`ImplicitForCausalLM.from_explicit` and :meth:`ImplicitForCausalLM.to_implicit`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from deqseq.causal_lm.configuration import ImplicitConfig
+
+if TYPE_CHECKING:
+    from deqseq.causal_lm.modeling import ImplicitForCausalLM
+
+# Regular expressions: transformers' names of weights -> ours, the body's without "model.layer.backbone.".
+_LLAMA = {
+    r"model\.embed_tokens\.": "embed_tokens.",
+    r"model\.norm\.": "norm_f.",
+    r"model\.layers\.(\d+)\.input_layernorm\.": r"layers.\1.norm.",
+    r"model\.layers\.(\d+)\.post_attention_layernorm\.": r"layers.\1.norm2.",
+    r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj\.": r"layers.\1.mixer.w\2.",
+    r"model\.layers\.(\d+)\.self_attn\.o_proj\.": r"layers.\1.mixer.out_proj.",
+    r"model\.layers\.(\d+)\.mlp\.gate_proj\.": r"layers.\1.mlp.w1.",
+    r"model\.layers\.(\d+)\.mlp\.up_proj\.": r"layers.\1.mlp.w3.",
+    r"model\.layers\.(\d+)\.mlp\.down_proj\.": r"layers.\1.mlp.fc2.",
+}
+_MAMBA2 = {
+    r"backbone\.embeddings\.": "embed_tokens.",
+    r"backbone\.(layers|norm_f)\.": r"\1.",
+}
+_FIXED = ("backbone", "implicit", "vocab_size", "tie_word_embeddings")
+
+
+def from_explicit(
+    cls: type[ImplicitForCausalLM],
+    source: str | os.PathLike[str] | PreTrainedModel,
+    weight_norm: bool,
+    overrides: Mapping[str, Any],
+) -> ImplicitForCausalLM:
+    """See :meth:`ImplicitForCausalLM.from_explicit`."""
+    _refuse_overrides(overrides, _FIXED)
+    model: Any = source
+    if not isinstance(source, PreTrainedModel):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    config = model.config
+    if config.model_type not in _TABLES or not type(model).__name__.endswith("ForCausalLM"):
+        raise ValueError(
+            f"from_explicit takes a LlamaForCausalLM or a Mamba2ForCausalLM of transformers, got a "
+            f"{type(model).__name__} with model_type {config.model_type!r}"
+        )
+    table, sizes = _TABLES[config.model_type]
+    settings = {
+        name: deepcopy(getattr(config, name))
+        for name in ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
+    }
+    converted: Any = cls(
+        ImplicitConfig(
+            **settings
+            | {
+                "backbone": {**sizes(model), "weight_norm": weight_norm},
+                "implicit": False,
+                "tie_word_embeddings": config.tie_word_embeddings,
+            }
+            | dict(overrides)
+        )
+    )
+    weights = {_renamed(name, table): value for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        converted.model.embed_tokens.weight.copy_(weights.pop("embed_tokens.weight"))
+        output = weights.pop("lm_head.weight")
+        if not config.tie_word_embeddings:
+            converted.lm_head.weight.copy_(output)
+    _load(converted.model.layer.backbone, weights)
+    converted.generation_config = deepcopy(model.generation_config)
+    converted.to(device=model.device, dtype=model.dtype)
+    return cast("ImplicitForCausalLM", converted.train(model.training))
+
+
+def _llama(model: Any) -> dict[str, Any]:
+    config = model.config
+    rope = dict(config.rope_parameters or {})
+    _require(
+        config,
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        attention_dropout=0.0,
+        head_dim=config.hidden_size // config.num_attention_heads,
+    )
+    for name, value, supported in (
+        ("rope_type", rope.get("rope_type", "default"), "default"),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
+        ("sliding_window", getattr(config, "sliding_window", None), None),
+    ):
+        _supported(name, value, supported)
+    return {
+        "name": "llama",
+        "d_model": config.hidden_size,
+        "n_layer": config.num_hidden_layers,
+        "n_head": config.num_attention_heads,
+        "n_kv_head": config.num_key_value_heads,
+        "d_inner": swiglu_width(config.intermediate_size),
+        "rope_theta": float(rope.get("rope_theta", 1e4)),
+        "norm_eps": config.rms_norm_eps,
+    }
+
+
+def swiglu_width(hidden: int) -> int:
+    """The ``d_inner`` whose SwiGLU has exactly ``hidden`` units, ``2 * d_inner // 3``."""
+    return -(-3 * hidden // 2)
+
+
+def _mamba2(model: Any) -> dict[str, Any]:
+    config = model.config
+    _require(config, hidden_act="silu", use_bias=False)
+    limit = tuple(map(float, config.time_step_limit))
+    _supported("time_step_limit", limit, (0.0, float("inf")))
+    inner = config.expand * config.hidden_size
+    _supported("num_heads * head_dim", config.num_heads * config.head_dim, inner)
+    # Since when the gated norm works by groups differs between versions of transformers: the module says.
+    norm = model.backbone.layers[0].mixer.norm
+    return {
+        "name": "mamba2",
+        "d_model": config.hidden_size,
+        "n_layer": config.num_hidden_layers,
+        "d_state": config.state_size,
+        "expand": config.expand,
+        "headdim": config.head_dim,
+        "d_conv": config.conv_kernel,
+        "n_groups": config.n_groups,
+        "norm_groups": inner // getattr(norm, "group_size", inner),
+        "norm_eps": config.layer_norm_epsilon,
+        "chunk_size": config.chunk_size,
+    }
+
+
+_TABLES = {"llama": (_LLAMA, _llama), "mamba2": (_MAMBA2, _mamba2)}
+
+
+def _require(config: Any, **supported: Any) -> None:
+    for name, value in supported.items():
+        _supported(name, getattr(config, name), value)
+
+
+def _supported(name: str, value: Any, supported: Any) -> None:
+    if value != supported:
+        raise ValueError(f"{name} must be {supported!r} to be converted, got {value!r}")
+
+
+def _refuse_overrides(overrides: Mapping[str, Any], fixed: tuple[str, ...]) -> None:
+    if wrong := sorted(set(overrides) & set(fixed)):
+        raise ValueError(f"{', '.join(wrong)} follow from the model that is converted, and cannot be given")
+
+
+def _renamed(name: str, table: Mapping[str, str]) -> str:
+    for pattern, ours in table.items():
+        name, found = re.subn(f"^{pattern}", ours, name)
+        if found:
+            break
+    return name
+
+
+def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load plain ``weights`` into a body, weight-normalised or not: what is normalised is split here."""
+    state = {}
+    for name, target in backbone.state_dict().items():
+        module, _, part = name.partition(".parametrizations.weight.")
+        if part:
+            g, v = _split(weights[f"{module}.weight"])
+            state[name] = g if part == "original0" else v
+        elif name in weights:
+            state[name] = weights[name]
+        elif name.endswith("conv1d.bias"):
+            state[name] = torch.zeros_like(target)  # a convolution without a bias
+    backbone.load_state_dict(state)
+
+
+def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """g and v with g v / ||v|| = ``weight``, by rows. A row of zeros has no direction: v is all ones."""
+    rows = tuple(range(1, weight.dim()))
+    g = torch.linalg.vector_norm(weight, dim=rows, keepdim=True)
+    return g, torch.where(g > 0, weight, torch.ones_like(weight))
+
+
+def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> ImplicitForCausalLM:
+    """See :meth:`ImplicitForCausalLM.to_implicit`."""
+    _refuse_overrides(overrides, _FIXED)
+    if model.config.implicit:
+        raise ValueError("to_implicit takes an explicit model (implicit=False); this one is implicit")
+    settings = model.config.to_dict() | dict(overrides)
+    body = {k: v for k, v in settings["backbone"].items() if k != "injection"}
+    settings |= {"backbone": {**body, "input_skip": True}, "implicit": True}
+    converted: Any = type(model)(ImplicitConfig(**settings))
+    converted.to(device=model.device, dtype=model.dtype)
+    # The map starts as the explicit stack: the gain of z is 0 as built, and nothing is injected yet. Under
+    # weight normalisation g vanishes, not v: rows keep their random directions, along which they can grow.
+    linear = converted.model.layer.backbone.injection.linear
+    with torch.no_grad():
+        if is_parametrized(linear):
+            linear.parametrizations.weight.original0.zero_()
+        else:
+            linear.weight.zero_()
+        linear.bias.zero_()
+    converted.load_state_dict({**converted.state_dict(), **model.state_dict()})
+    converted.generation_config = deepcopy(model.generation_config)
+    return cast("ImplicitForCausalLM", converted.train(model.training))

@@ -1,0 +1,210 @@
+"""Checkpoints of the reference implementation (``implicit_mamba2``, ``implicit_llama3``).
+
+They load like any other model, through ``AutoModelForCausalLM.from_pretrained(path)`` or
+``ImplicitForCausalLM.from_pretrained(path)``: the configuration is translated when it is read, weights are
+renamed when they are loaded, and what results is a plain :class:`ImplicitForCausalLM`, which saves in this
+library's own format.
+
+(Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from deqseq.causal_lm.configuration import ImplicitConfig
+
+# Regular expressions: the reference's names of weights -> ours. No name of ours matches any of them, so
+# they may stand for every checkpoint. Order matters: the general ones come last.
+KEYS = {
+    r"^criterion\.decoder\.weight$": "lm_head.weight",
+    r"^word_emb\.emb\.weight$": "model.embed_tokens.weight",
+    r"^backbone\.injection_norm\.weight$": "model.layer.backbone.injection.norm.weight",
+    r"^backbone\.injection\.(weight.*|bias)$": r"model.layer.backbone.injection.linear.\1",
+    r"^backbone\.(layers|norm_f)\.": r"model.layer.backbone.\1.",
+    r"\.weight_g$": ".parametrizations.weight.original0",
+    r"\.weight_v$": ".parametrizations.weight.original1",
+}
+
+# Solvers of torchdeq, and ours. Ours judge every token by itself; the fixed point is the same.
+_SOLVERS = {
+    "fixed_point_iter": "picard",
+    "simple_fixed_point_iter": "picard",
+    "anderson": "anderson",
+    "broyden": "broyden",
+}
+_BODY = {
+    "block_cfg",
+    "block_type",
+    "d_inner",
+    "d_model",
+    "dropout",
+    "mlp_type",
+    "n_layer",
+    "pre_norm",
+    "rms_norm",
+}
+# Initialisation and the stages of training: nothing of a trained model depends on them.
+_TRAINING = {"init_gain", "pretrain_iter", "pretrain_steps"}
+_BLOCK = {
+    "implicit_mamba2": {"d_state", "expand", "headdim", "d_conv", "chunk_size"},
+    "implicit_llama3": {"n_head", "n_kv_head", "rope_theta"},
+}
+
+
+def is_reference(settings: Mapping[str, Any]) -> bool:
+    """Whether ``settings``, a ``config.json``, is the reference implementation's."""
+    return settings.get("model_type") in _BLOCK
+
+
+def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of :class:`ImplicitConfig` from a ``config.json`` of the reference implementation.
+
+    - Training searches by undamped Picard iteration to the relative tolerance ``f_tol`` in at most
+      ``f_max_iter`` evaluations. The phantom gradient takes ``grad`` steps damped by ``tau``; ``ift`` and
+      ``hook_ift`` become the implicit gradient.
+    - Evaluation allows ``eval_f_max_iter`` evaluations or, without it, ``eval_factor * f_max_iter``; if
+      both are missing or 0, as many as training. The reference damps its iterations by ``tau`` there: the
+      fixed point is the same; ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})`` damps
+      where the plain iteration does not converge.
+    - The tolerance holds for every token, not for the norm over a sequence, and the last iterate counts,
+      not the best: the reference's rules leak the future in training (see :class:`~deqseq.Residual`).
+
+    What concerns training alone (Jacobian regularisation, supervision along the trajectory, weight decay,
+    initialisation of the body) is left out.
+
+    Raises:
+        ValueError: settings that this library has no counterpart for, or does not know.
+    """
+    kind = settings["model_type"]
+    body = dict(settings.get("backbone_config") or {})
+    deq = dict(settings.get("deq_params") or {})
+    implicit = _one_of("backbone_type", settings.get("backbone_type", "implicit"), "implicit", "explicit")
+    for name in ("head_bias", "dropout"):
+        _one_of(name, settings.get(name) or 0, 0)
+    d_model = body.get("d_model", settings.get("d_embed"))
+    _one_of("d_embed", settings.get("d_embed") or d_model, d_model)
+    translated: dict[str, Any] = {
+        "model_type": ImplicitConfig.model_type,
+        "architectures": ["ImplicitForCausalLM"],
+        "backbone": {**_backbone(kind, body), "weight_norm": _weight_norm(deq.get("norm") or {})},
+        "vocab_size": _vocabulary(settings),
+        "implicit": implicit == "implicit",
+        "initializer_range": settings.get("emb_init_std", ImplicitConfig.initializer_range),
+        "tie_word_embeddings": settings.get("tie_embeddings", True),
+    }
+    if implicit == "implicit":
+        translated |= _parts(deq)
+    dtype = settings.get("dtype", settings.get("torch_dtype"))
+    kept = ("pad_token_id", "bos_token_id", "eos_token_id", "transformers_version")
+    return translated | {k: settings[k] for k in kept if k in settings} | ({"dtype": dtype} if dtype else {})
+
+
+def _backbone(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    _known("backbone_config", body, _BODY | _TRAINING)
+    llama = kind == "implicit_llama3"
+    _one_of("backbone_config.dropout", body.get("dropout") or 0, 0)
+    _one_of("backbone_config.pre_norm", body.get("pre_norm", True), True)
+    _one_of("backbone_config.rms_norm", body.get("rms_norm", True), True)
+    block_type = "transformer" if llama else "mamba2"
+    _one_of("backbone_config.block_type", body.get("block_type", block_type), block_type)
+    if llama:
+        _one_of("backbone_config.mlp_type", body.get("mlp_type", "llama_mlp"), "llama_mlp")
+    block = dict(body.get("block_cfg") or {})
+    _known("backbone_config.block_cfg", block, _BLOCK[kind])
+    for name in ("d_model", "n_layer"):
+        if name not in body:
+            raise ValueError(f"backbone_config of the reference's configuration needs {name}")
+    sizes = {name: body[name] for name in ("d_model", "n_layer")}
+    if body.get("d_inner"):
+        sizes["d_inner"] = body["d_inner"]
+    elif llama:
+        raise ValueError(f"backbone_config.d_inner must be positive, got {body.get('d_inner')}")
+    return {"name": "llama" if llama else "mamba2", **sizes, **block}
+
+
+def _weight_norm(norm: dict[str, Any]) -> bool:
+    kind = _one_of("deq_params.norm.norm_type", norm.get("norm_type") or "none", "weight_norm", "none")
+    if kind == "weight_norm":
+        _one_of("deq_params.norm.norm_clip", norm.get("norm_clip", False), False)
+        _one_of("deq_params.norm.norm_no_scale", norm.get("norm_no_scale", False), False)
+        _one_of("deq_params.norm.norm_target_norm", norm.get("norm_target_norm", 1.0), 1.0)
+    return bool(kind == "weight_norm")
+
+
+def _vocabulary(settings: Mapping[str, Any]) -> int:
+    names = ("n_tokens", "vocab_size") if settings["model_type"] == "implicit_mamba2" else ("vocab_size",)
+    given = [settings[name] for name in names if settings.get(name)]
+    if not given:
+        raise ValueError(f"the reference's configuration needs {' or '.join(names)}")
+    multiple = settings.get("pad_vocab_size_multiple", 1) if settings.get("pad_vocab") else 1
+    return -(-int(given[0]) // multiple) * multiple
+
+
+def _parts(deq: dict[str, Any]) -> dict[str, Any]:
+    """Solver, gradient and convergence."""
+    solver, training = dict(deq.get("solver") or {}), dict(deq.get("training") or {})
+    _one_of("deq_params.training.core", training.get("core", "sliced"), "sliced")
+    policy = _policy(solver, "f")
+    budget = policy["max_iter"]
+    longer = solver.get("eval_f_max_iter") or int((solver.get("eval_factor") or 0) * budget) or budget
+    gradient: dict[str, Any]
+    if training.get("ift") or training.get("hook_ift"):
+        gradient = {"name": "implicit", "solver": _solver(solver, "b"), "convergence": _policy(solver, "b")}
+    else:
+        steps = training.get("grad", 1)
+        if not isinstance(steps, int):
+            raise ValueError(f"deq_params.training.grad must be a number of steps, got {steps!r}")
+        gradient = {"name": "phantom", "steps": steps, "damping": training.get("tau", 1.0)}
+    return {
+        "solver": _solver(solver, "f"),
+        "gradient": gradient,
+        "convergence": policy,
+        "eval_convergence": {**policy, "max_iter": longer},
+    }
+
+
+def _solver(solver: dict[str, Any], which: str) -> str:
+    name = solver.get(f"{which}_solver", "fixed_point_iter")
+    return _SOLVERS[_one_of(f"deq_params.solver.{which}_solver", name, *_SOLVERS)]
+
+
+def _policy(solver: dict[str, Any], which: str) -> dict[str, Any]:
+    mode = _one_of(
+        f"deq_params.solver.{which}_stop_mode", solver.get(f"{which}_stop_mode", "rel"), "rel", "abs"
+    )
+    missing = [name for name in (f"{which}_tol", f"{which}_max_iter") if name not in solver]
+    if missing:
+        raise ValueError(f"deq_params.solver of the reference's configuration needs {', '.join(missing)}")
+    tolerance = {"rel": "rtol", "abs": "atol"}[mode]
+    return {"name": "residual", tolerance: solver[f"{which}_tol"], "max_iter": solver[f"{which}_max_iter"]}
+
+
+def _one_of(name: str, value: Any, *supported: Any) -> Any:
+    if value not in supported:
+        raise ValueError(f"the reference's {name} must be {' or '.join(map(repr, supported))}, got {value!r}")
+    return value
+
+
+def _known(name: str, given: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"unknown settings {unknown} in the reference's {name}; known: {sorted(known)}")
+
+
+class _ReferenceConfig(PreTrainedConfig):
+    """Stands for the reference's configurations in ``AutoConfig``; reading one gives an ImplicitConfig."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return ImplicitConfig.from_dict(translate(config_dict), **kwargs)
+
+
+class ReferenceMamba2Config(_ReferenceConfig):
+    model_type = "implicit_mamba2"
+
+
+class ReferenceLlamaConfig(_ReferenceConfig):
+    model_type = "implicit_llama3"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from deqseq.tasks.figures import pyplot
 from deqseq.tasks.state_tracking.evaluate import Evaluation
-
-logger = logging.getLogger(__name__)
 
 
 def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance: float, trained: int) -> None:
@@ -21,7 +18,7 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
         chance: accuracy of a guess, drawn as a line.
         trained: longest training length, drawn as a line.
     """
-    plt = _pyplot()
+    plt = pyplot()
     if plt is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +45,7 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
 
 def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:
     """Draw loss and, where there was a search, its iterations against the step, and write a PNG."""
-    plt = _pyplot()
+    plt = pyplot()
     if plt is None:
         return
     entries = [entry for entry in log if "loss" in entry]
@@ -65,16 +62,3 @@ def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:
     figure.legend(fontsize="small", loc="outside upper right")
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-def _pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files; ``None``, and a word about it, where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        logger.warning("no figure without matplotlib: pip install 'deqseq[plots]'")
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

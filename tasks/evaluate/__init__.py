@@ -1,0 +1,1 @@
+"""Evaluation of language models: perplexity, lengths, iterations, windows and downstream tasks."""

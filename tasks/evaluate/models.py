@@ -1,0 +1,173 @@
+"""Models, tokenizers and texts for the reports, and how an implicit model is solved while one is made.
+
+Shapes: N tokens of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+import deqseq.causal_lm  # noqa: F401 - registers the implicit models with AutoModelForCausalLM
+from deqseq.convergence import ConvergencePolicy, Residual, check_count
+from deqseq.layer import ImplicitSequenceLayer
+
+Window = int | None | Literal["model"]
+"""Tokens solved at a time; ``None``: all; ``"model"``: the model's own."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
+
+
+def load_model(name: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
+    """The model of a folder or of the hub, ready for evaluation.
+
+    Args:
+        device: a GPU if there is one, by default.
+        dtype: ``"auto"``: the checkpoint's.
+
+    Raises:
+        ValueError: nothing there that transformers can load; a device that is not there.
+    """
+    if _is_local(name) and not (Path(name) / "config.json").is_file():
+        raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model.to(place)
+    except Exception as error:
+        # transformers, the hub, safetensors and torch each report with classes of their own.
+        raise ValueError(f"the model {name} cannot be loaded: {_first_line(error)}") from error
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # nothing is generated, so keys and values need not be kept
+    model.eval()
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def load_tokenizer(model: str, source: str | None = None) -> Any:
+    """The tokenizer at ``source``, a tokenizer.json, a folder or a hub name; by default the model's.
+
+    Raises:
+        ValueError: none there.
+    """
+    place = Path(source or model)
+    hint = "name one with --tokenizer FILE_OR_FOLDER"
+    if place.is_dir():
+        single = place / "tokenizer.json"
+        if not single.is_file() and not (place / "tokenizer_config.json").is_file():
+            raise ValueError(f"no tokenizer in {place}: {hint}")
+        if not (place / "tokenizer_config.json").is_file():
+            place = single
+    elif _is_local(str(place)) and not place.is_file():
+        raise ValueError(f"no tokenizer in {place}: {hint}")
+    try:
+        if not place.is_file():
+            return AutoTokenizer.from_pretrained(str(place))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(place))
+    except Exception as error:
+        raise ValueError(f"the tokenizer {place} cannot be loaded: {_first_line(error)}; {hint}") from error
+    # The file does not say which token ends a text; lm-eval needs one for empty contexts.
+    known = tokenizer.get_vocab()
+    end = next((token for token in _END_OF_TEXT if token in known), None)
+    if end is not None:
+        tokenizer.eos_token = end
+    return tokenizer
+
+
+def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) -> Tensor:
+    """The tokens (N,) int64 of the files, one after the other, without special tokens.
+
+    Args:
+        limit: tokens to predict; N is then at most one more, for the first is not predicted.
+
+    Raises:
+        ValueError: a file that is not there or not UTF-8.
+    """
+    if limit is not None:
+        check_count("limit", limit)
+    tokens: list[int] = []
+    for path in paths:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the text {path} cannot be read: {error}") from error
+        tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if limit is not None and len(tokens) > limit:
+            break
+    return torch.tensor(tokens if limit is None else tokens[: limit + 1], dtype=torch.int64)
+
+
+def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
+    """The implicit layer of a model; ``None`` for explicit ones."""
+    found = (module for module in model.modules() if isinstance(module, ImplicitSequenceLayer))
+    return next(found, None)
+
+
+def tolerance_and_budget(
+    model: torch.nn.Module, rtol: float | None = None, max_iter: int | None = None
+) -> ConvergencePolicy | None:
+    """The model's evaluation policy with another tolerance or budget; ``None`` if neither is given.
+
+    A model whose policy is not a :class:`~deqseq.Residual` gets one, of 1e-3 unless ``rtol`` says else.
+    """
+    if rtol is None and max_iter is None:
+        return None
+    layer = _needed(model, "a tolerance or a budget")
+    own = layer.eval_convergence
+    base = own if isinstance(own, Residual) else Residual(rtol=1e-3, max_iter=own.max_iter)
+    return replace(
+        base,
+        rtol=base.rtol if rtol is None else rtol,
+        max_iter=base.max_iter if max_iter is None else max_iter,
+    )
+
+
+@contextmanager
+def solving(
+    model: torch.nn.Module, window: Window = "model", policy: ConvergencePolicy | None = None
+) -> Iterator[ImplicitSequenceLayer | None]:
+    """The model with another window or evaluation policy, for a while; gives its implicit layer.
+
+    Raises:
+        ValueError: either is given for an explicit model; a window below 1.
+    """
+    if window == "model" and policy is None:
+        yield implicit_layer(model)
+        return
+    layer = _needed(model, "a window" if policy is None else "a tolerance or a budget")
+    before = layer.window, layer.train_convergence, layer.eval_convergence
+    if window != "model":
+        if window is not None:
+            check_count("window", window)
+        layer.window = window
+    if policy is not None:
+        layer.set_convergence((layer.train_convergence, policy))
+    try:
+        yield layer
+    finally:
+        layer.window, layer.train_convergence, layer.eval_convergence = before
+
+
+def _needed(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
+    layer = implicit_layer(model)
+    if layer is None:
+        raise ValueError(f"{what} is for implicit models, but this {type(model).__name__} is explicit")
+    return layer
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name is meant as a path: it is there, or starts like one."""
+    return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

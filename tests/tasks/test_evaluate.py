@@ -1,0 +1,473 @@
+"""Evaluation: perplexity, lengths, iterations, windows, downstream tasks and the command line."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from deqseq import FixedIterations, Residual
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.tasks.evaluate.__main__ import main
+from deqseq.tasks.evaluate.downstream import TASKS, average, evaluate_tasks, local_files, read_docs
+from deqseq.tasks.evaluate.duality import compare_windows
+from deqseq.tasks.evaluate.models import load_tokenizer, read_tokens, solving, tolerance_and_budget
+from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+TEXT = "".join(
+    f"The {a} {b} saw a {c} near the {d}. " * 2
+    for a in ("old", "red", "tall") for b in ("cat", "king", "tree")
+    for c in ("dog", "ship") for d in ("river", "house", "wall")
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    found.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    found.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token="<|endoftext|>")
+
+
+def encode(tokenizer: Any, text: str) -> Tensor:
+    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def make_model(implicit: bool = True) -> ImplicitForCausalLM:
+    backbone = {"name": "mamba2", "d_model": 32, "n_layer": 1, "d_state": 8, "headdim": 8, "chunk_size": 8}
+    return ImplicitForCausalLM(
+        ImplicitConfig(
+            vocab_size=300,
+            implicit=implicit,
+            backbone=backbone,
+            convergence={"name": "residual", "rtol": 0.05, "max_iter": 16},
+            eval_convergence={"name": "residual", "rtol": 1e-5, "max_iter": 1000},
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> ImplicitForCausalLM:
+    """An implicit model that has seen the text for some seconds."""
+    torch.manual_seed(0)
+    made = make_model().train()
+    tokens = encode(tokenizer, TEXT)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+    for _ in range(30):
+        starts = torch.randint(len(tokens) - 24, (8,))
+        batch = torch.stack([tokens[i : i + 24] for i in starts.tolist()])
+        made(batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    return encode(tokenizer, TEXT)[:86]
+
+
+@pytest.fixture(scope="module")
+def saved(model: ImplicitForCausalLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model, its tokenizer beside it, and a text in ``text.txt``."""
+    folder = tmp_path_factory.mktemp("saved")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "bare")
+    torch.manual_seed(0)
+    make_model(implicit=False).save_pretrained(folder / "explicit")
+    (folder / "text.txt").write_text(TEXT[:400])
+    return folder
+
+
+@torch.no_grad()
+def by_hand(model: Any, tokens: Tensor, length: int) -> float:
+    """Cross-entropy of every token but the first, each given the tokens before it in its sequence."""
+    total = 0.0
+    for i in range(0, len(tokens) - 1, length):
+        inputs = tokens[i : min(i + length, len(tokens) - 1)]
+        log_p = model(inputs[None]).logits[0].double().log_softmax(-1)
+        total -= sum(log_p[t, tokens[i + t + 1]].item() for t in range(len(inputs)))
+    return total / (len(tokens) - 1)
+
+
+@pytest.mark.parametrize("length", [16, 17, 85])
+def test_perplexity_is_the_cross_entropy_of_every_token(
+    model: ImplicitForCausalLM, tokens: Tensor, length: int
+) -> None:
+    expected = by_hand(model, tokens, length)
+    for batch_size in (1, 3, 100):
+        found = score(model, tokens, length, batch_size)
+        assert found.tokens == 85
+        assert found.nll == pytest.approx(expected, abs=1e-4)
+        assert found.perplexity == pytest.approx(torch.tensor(expected).exp().item(), rel=1e-4)
+        assert found.converged == 1 and found.iterations and found.nfe
+    parts = found.by_position
+    assert sum(p["tokens"] or 0 for p in parts) == 85
+    assert sum((p["tokens"] or 0) * (p["nll"] or 0) for p in parts) / 85 == pytest.approx(found.nll)
+    assert parts[0]["first"] == 1 and parts[-1]["last"] == length
+    assert all(a["last"] == (b["first"] or 0) - 1 for a, b in pairwise(parts))
+
+
+def test_iterations_are_those_of_the_tokens(model: ImplicitForCausalLM, tokens: Tensor) -> None:
+    found = score(model, tokens, 20, 2)
+    with torch.no_grad():
+        each = [model(tokens[i : min(i + 20, 85)][None]).solution.iterations for i in range(0, 85, 20)]
+    assert found.iterations == pytest.approx(torch.cat(each, 1).double().mean().item())
+
+
+def test_other_models_of_transformers(tokens: Tensor) -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
+    found = score(gpt2, tokens, 32, 2)
+    assert found.nll == pytest.approx(by_hand(gpt2, tokens, 32), abs=1e-5)
+    assert found.iterations is found.converged is found.nfe is found.window is None
+    with pytest.raises(ValueError, match="no positions for sequences of 40"):
+        score(gpt2, tokens, 40)
+
+
+def test_lengths_share_their_tokens(model: ImplicitForCausalLM, tokens: Tensor) -> None:
+    found = score_by_length(model, tokens, [8, 16, 64])
+    assert [s.tokens for s in found] == [85] * 3
+    for s in found:
+        assert s.nll == pytest.approx(by_hand(model, tokens, s.length), abs=1e-4)
+    with pytest.raises(ValueError, match="86 tokens; one sequence of length 86 needs 87"):
+        score_by_length(model, tokens, [8, 86])
+
+
+def test_more_iterations_approach_the_equilibrium(model: ImplicitForCausalLM, tokens: Tensor) -> None:
+    *limited, own = score_by_budget(model, tokens, 32, [1, 4, 16, 64])
+    assert [s.iterations for s in limited] == [1, 4, 16, 64]
+    assert all(s.converged is None for s in limited) and own.converged == 1
+    away = [abs(s.nll - own.nll) for s in limited]
+    assert away[0] > 100 * away[-1] and away[-1] < 1e-4
+    assert model.model.layer.eval_convergence == Residual(rtol=1e-5, max_iter=1000)
+
+
+def test_budgets_bound_a_window(model: ImplicitForCausalLM, tokens: Tensor) -> None:
+    few, many, own = score_by_budget(model, tokens, 32, [2, 1000], window=4)
+    assert few.window == many.window == own.window == 4
+    assert few.iterations is not None and few.iterations <= 2 and few.converged != 1
+    assert many.nll == pytest.approx(own.nll, abs=1e-5) and many.converged == 1
+
+
+def test_windows_agree_at_the_equilibrium_and_not_before_it(
+    model: ImplicitForCausalLM, tokens: Tensor
+) -> None:
+    same = compare_windows(model, tokens, 32, [None, 8, 1], Residual(rtol=1e-6, max_iter=2000))
+    assert [a.window for a in same] == [None, 8, 1]
+    assert (same[0].same, same[0].largest, same[0].divergence) == (1, 0, 0)
+    for a in same[1:]:
+        assert a.same == 1 and 0 < a.mean <= a.largest < 1e-3 and abs(a.divergence) < 1e-6
+        assert a.perplexity == pytest.approx(same[0].perplexity, rel=1e-4)
+    assert [a.iterations for a in same] == sorted((a.iterations for a in same), reverse=True)
+    # One evaluation of f(0, x) is the same however it is windowed; from the second on, a token whose
+    # predecessors have settled sees another past.
+    noise = torch.randint(300, (86,))  # on its own text the model is too sure of itself to waver
+    _, early = compare_windows(model, noise, 32, [None, 1], FixedIterations(2))
+    assert early.iterations == 2 and early.same < 1 and early.largest > 0.01
+
+
+def test_explicit_models_have_nothing_to_solve(tokens: Tensor) -> None:
+    explicit = make_model(implicit=False)
+    found = score(explicit, tokens, 16)
+    assert found.nll == pytest.approx(by_hand(explicit, tokens, 16), abs=1e-4)
+    assert found.policy is found.iterations is None
+    for wrong in (
+        lambda: score_by_budget(explicit, tokens, 16, [1]),
+        lambda: compare_windows(explicit, tokens, 16, [None, 1]),
+        lambda: tolerance_and_budget(explicit, rtol=0.1),
+        lambda: solving(explicit, window=4).__enter__(),
+    ):
+        with pytest.raises(ValueError, match="this ImplicitForCausalLM is explicit"):
+            wrong()
+
+
+def test_a_foreign_tokenizer_is_noticed(model: ImplicitForCausalLM) -> None:
+    with pytest.raises(ValueError, match="token 300 is outside the model's vocabulary of 300"):
+        score(model, torch.tensor([1, 300, 2, 4]), 2)
+
+
+CHOICES = ["the dog near the wall", "a ship", "the old king saw a tree"]
+
+
+def questions(stems: list[str], answers: str) -> list[dict[str, Any]]:
+    choices = [{"text": text, "label": label} for text, label in zip(CHOICES, "ABC", strict=True)]
+    return [
+        {"question": {"stem": stem, "choices": choices}, "answerKey": answer}
+        for stem, answer in zip(stems, answers, strict=True)
+    ]
+
+
+STEMS = ["What did the red cat see?", "Where is the river?", "Who saw the tall house?", "What is old?"]
+DOCS: dict[str, list[dict[str, Any]]] = {
+    "lambada_openai": [{"text": "The old cat saw a" + word} for word in (" dog", " ship", " river")],
+    "hellaswag": [
+        {"ind": i, "activity_label": "Seeing", "ctx_a": "[header] The red king.", "ctx_b": "he saw",
+         "ctx": "[header] The red king. he saw", "endings": CHOICES, "label": i}
+        for i in range(3)
+    ],
+    "piqa": [
+        {"goal": goal, "sol1": CHOICES[i % 3], "sol2": CHOICES[(i + 1) % 3], "label": i % 2}
+        for i, goal in enumerate(STEMS)
+    ],
+    "arc_easy": questions(STEMS, "ABCA"),
+    "arc_challenge": questions(STEMS[::-1], "CCBA"),
+    "winogrande": [
+        {"sentence": "The cat saw a dog near the wall so _ saw a ship.", "option1": a, "option2": b,
+         "answer": answer}
+        for a, b, answer in (("the dog", "the old cat", "1"), ("the wall", "the ship", "2"))
+    ],
+    "openbookqa": questions(STEMS, "BBCA"),
+}  # fmt: skip
+
+
+def prompts(name: str, doc: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
+    """Contexts with their continuations, and which is right."""
+    if name == "lambada_openai":
+        context, _, last = doc["text"].rpartition(" ")
+        return [(context, " " + last)], 0
+    if name == "hellaswag":
+        if "ctx_a" in doc:
+            context = f"{doc['activity_label']}: The red king. He saw"
+        else:
+            context = "The red king. he saw"
+        return [(context, " " + ending) for ending in doc["endings"]], doc["label"]
+    if name == "piqa":
+        context = f"Question: {doc['goal']}\nAnswer:"
+        return [(context, " " + doc["sol1"]), (context, " " + doc["sol2"])], doc["label"]
+    if name == "winogrande":
+        before, after = doc["sentence"].split("_")
+        return [(before + doc[o], after) for o in ("option1", "option2")], int(doc["answer"]) - 1
+    question = doc["question"]
+    stem = question["stem"] if name == "openbookqa" else f"Question: {question['stem']}\nAnswer:"
+    right = [choice["label"] for choice in question["choices"]].index(doc["answerKey"])
+    return [(stem, " " + choice["text"]) for choice in question["choices"]], right
+
+
+@torch.no_grad()
+def log_likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
+    ids = encode(tokenizer, context + continuation)
+    start = len(encode(tokenizer, context))
+    log_p = model(ids[None, :-1]).logits[0, start - 1 :].log_softmax(-1)
+    greedy = bool((log_p.argmax(-1) == ids[start:]).all())
+    return -F.nll_loss(log_p, ids[start:], reduction="sum").item(), greedy
+
+
+def expected(model: Any, tokenizer: Any, name: str, docs: list[dict[str, Any]]) -> dict[str, float]:
+    """acc and acc_norm, or acc and perplexity, by hand."""
+    right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "nll": []}
+    for doc in docs:
+        pairs, answer = prompts(name, doc)
+        found = [log_likelihood(model, tokenizer, *pair) for pair in pairs]
+        if name == "lambada_openai":
+            right["acc"].append(found[0][1])
+            right["nll"].append(-found[0][0])
+            continue
+        values = torch.tensor([value for value, _ in found])
+        sizes = torch.tensor([float(len(continuation) - 1) for _, continuation in pairs])
+        right["acc"].append(int(values.argmax()) == answer)
+        right["acc_norm"].append(int((values / sizes).argmax()) == answer)
+    means = {key: sum(values) / len(values) for key, values in right.items() if values}
+    if "nll" in means:
+        means["perplexity"] = torch.tensor(means.pop("nll")).exp().item()
+    return means
+
+
+def write_docs(folder: Path, docs: dict[str, list[dict[str, Any]]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, rows in docs.items():
+        (folder / f"{name}_x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_downstream_scores_are_those_of_the_log_likelihoods(
+    model: ImplicitForCausalLM, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    files = local_files(list(TASKS), write_docs(tmp_path / "data", DOCS))
+    found = evaluate_tasks(model, tokenizer, files=files, batch_size=3)
+    assert [s.task for s in found] == list(TASKS)
+    for s in found:
+        assert s.documents == len(DOCS[s.task]) and s.source == str(files[s.task])
+        for metric, value in expected(model, tokenizer, s.task, DOCS[s.task]).items():
+            if metric != "acc_norm" or s.task != "winogrande":
+                assert getattr(s, metric) == pytest.approx(value, rel=1e-3), (s.task, metric)
+        assert s.main == getattr(s, TASKS[s.task].metric)
+        assert s.main_stderr is not None
+    assert average(found) == pytest.approx(sum(s.main for s in found) / 7)
+    assert len({s.main for s in found}) > 1  # not all right, not all wrong
+
+
+def test_downstream_reads_selections_and_the_schema_of_the_hub(
+    model: ImplicitForCausalLM, tokenizer: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    short = [{k: doc[k] for k in ("ctx", "endings", "label")} for doc in DOCS["hellaswag"]]
+    hub = [
+        {
+            "question": doc["question"]["stem"],
+            "choices": {k: [c[k] for c in doc["question"]["choices"]] for k in ("text", "label")},
+            "answerKey": doc["answerKey"],
+            "id": "x",
+        }
+        for doc in DOCS["arc_easy"]
+    ]
+    folder = write_docs(tmp_path, {"hellaswag": short, "arc_easy": hub})
+    names = ["hellaswag", "arc_easy"]
+    found = evaluate_tasks(model, tokenizer, names, local_files(names, folder), limit=2)
+    assert [s.documents for s in found] == [2, 2]
+    for s, docs in zip(found, (short, DOCS["arc_easy"]), strict=True):
+        assert expected(model, tokenizer, s.task, docs[:2]) == {"acc": s.acc, "acc_norm": s.acc_norm}
+
+
+def test_files_of_the_shared_data(model: ImplicitForCausalLM, tokenizer: Any) -> None:
+    pytest.importorskip("lm_eval")
+    if not (SHARED / "eval").is_dir():
+        pytest.skip(f"no data in {SHARED / 'eval'}")
+    names = ["winogrande", "openbookqa"]
+    files = local_files(names, SHARED / "eval")
+    with solving(model, policy=Residual(rtol=0.05, max_iter=8)):
+        found = evaluate_tasks(model, tokenizer, names, files, limit=4)
+        for s in found:
+            docs = [json.loads(line) for line in files[s.task].read_text().split("\n")[:4]]
+            assert expected(model, tokenizer, s.task, docs)["acc"] == s.acc
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"goal": "x"', r"line 2: no document of piqa"),
+        ("[1, 2]", r"line 2: no document of piqa"),
+        ('{"goal": "x", "sol1": "y", "label": 0}', r"line 2: piqa needs the fields \['sol2'\]"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(DOCS["piqa"][0]) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_docs("piqa", tmp_path / "piqa.jsonl")
+
+
+def test_of_several_files_the_longest_is_taken(tmp_path: Path) -> None:
+    write_docs(tmp_path, {"piqa": DOCS["piqa"][:3], "piqa_first": DOCS["piqa"][:1]})
+    assert local_files(["piqa"], tmp_path)["piqa"].name == "piqa_x.jsonl"
+
+
+def test_tokens_of_texts(tokenizer: Any, saved: Path) -> None:
+    text = str(saved / "text.txt")
+    whole = read_tokens([text, text], tokenizer)
+    assert torch.equal(whole, encode(tokenizer, TEXT[:400]).repeat(2))
+    assert torch.equal(read_tokens([text, text], tokenizer, limit=10), whole[:11])
+    alone = load_tokenizer("unused", str(saved / "model" / "tokenizer.json"))
+    assert torch.equal(read_tokens([text], alone), encode(tokenizer, TEXT[:400]))
+    assert alone.eos_token == "<|endoftext|>"
+
+
+def run_main(command: list[str], saved: Path, tmp_path: Path) -> int:
+    return main([part.format(saved=saved, tmp=tmp_path) for part in command])
+
+
+TEXT_FLAGS = ["--text", "{saved}/text.txt", "--rtol", "1e-3", "--length", "16"]
+COMMANDS: dict[str, list[str]] = {
+    "perplexity": [*TEXT_FLAGS, "--window", "4", "--max-iter", "50", "--dtype", "float32"],
+    "length": [*TEXT_FLAGS, "32", "--limit", "70"],
+    "iterations": [*TEXT_FLAGS, "--iterations", "1", "4", "--window", "all", "--batch-size", "2"],
+    "duality": [*TEXT_FLAGS, "--window", "all", "4", "1"],
+}
+
+
+@pytest.mark.parametrize(
+    ("report", "rows"), [("perplexity", 1), ("length", 2), ("iterations", 3), ("duality", 3)]
+)
+def test_command_line(
+    report: str, rows: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    command = [report, "{saved}/model", *COMMANDS[report], "--output", "{tmp}/out"]
+    for _ in range(2):  # the second time over a former result
+        assert run_main(command, saved, tmp_path) == 0
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {f"{report}.json", f"{report}.png"}
+    result = json.loads((tmp_path / "out" / f"{report}.json").read_text())
+    assert result["report"] == report and len(result["rows"]) == rows
+    assert result["settings"]["rtol"] == 1e-3 and result["settings"]["text"] == [str(saved / "text.txt")]
+    printed = capsys.readouterr().out.splitlines()
+    assert "perplexity" in printed[0] and f"{result['rows'][-1]['perplexity']:.3f}" in printed[rows]
+
+
+def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval")
+    write_docs(tmp_path / "data", DOCS)
+    command = ["downstream", "{saved}/bare", "--tokenizer", "{saved}/model/tokenizer.json", "--data-dir",
+               "{tmp}/data", "--tasks", "piqa", "openbookqa", "--limit", "3", "--window", "8",
+               "--output", "{tmp}/out"]  # fmt: skip
+    assert run_main(command, saved, tmp_path) == 0
+    result = json.loads((tmp_path / "out" / "downstream.json").read_text())
+    assert [row["task"] for row in result["rows"]] == ["piqa", "openbookqa"]
+    assert result["average"] == pytest.approx(sum(row["main"] for row in result["rows"]) / 2)
+    assert f"average {result['average']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["perplexity", "{tmp}/none", *TEXT_FLAGS], "no tokenizer in"),
+        (["perplexity", "{tmp}/none", "--tokenizer", "{saved}/model", *TEXT_FLAGS], "no model in"),
+        (["perplexity", "{saved}/bare", *TEXT_FLAGS], "name one with --tokenizer"),
+        (["perplexity", "{saved}/model", "--text", "{tmp}/none.txt"], "cannot be read"),
+        (["perplexity", "{saved}/model", "--text", "{saved}/text.txt"], "one sequence of length 2048"),
+        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--window", "0"], "window must be"),
+        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--rtol", "-1"], "rtol must be"),
+        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--device", "nowhere"], "cannot be loaded"),
+        (["length", "{saved}/model", *TEXT_FLAGS, "100000"], "one sequence of length 100000"),
+        (["iterations", "{saved}/model", *TEXT_FLAGS, "--iterations", "0"], "must be a whole number"),
+        (["duality", "{saved}/model", *TEXT_FLAGS, "--window", "all"], "at least two"),
+        (["duality", "{saved}/explicit", "--tokenizer", "{saved}/model", "--text", "{saved}/text.txt",
+          "--length", "16"], "is explicit"),
+        (["downstream", "{saved}/model", "--tasks", "chess"], "unknown tasks ['chess']"),
+        (["downstream", "{saved}/model", "--data-dir", "{tmp}"], "no file for lambada_openai"),
+        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--output", "{saved}"], "holds other files"),
+    ],
+)  # fmt: skip
+def test_errors_end_with_a_sentence_and_status_2(
+    command: list[str], message: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(command, saved, tmp_path) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.lstrip().startswith("error: ") and message in last
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_force_writes_beside_other_files(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("precious")
+    command = ["perplexity", "{saved}/model", *TEXT_FLAGS, "--output", "{tmp}"]
+    assert run_main(command, saved, tmp_path) == 2
+    assert run_main([*command, "--force"], saved, tmp_path) == 0
+    assert (tmp_path / "notes.txt").read_text() == "precious"
+    assert (tmp_path / "perplexity.json").is_file()
+    assert run_main(["length", *command[1:]], saved, tmp_path) == 2  # another report is another file
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "downstream"])
+def test_help_explains_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert "default" in capsys.readouterr().out

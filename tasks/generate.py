@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.generation.streamers import TextStreamer
 
-import deqseq.causal_lm  # noqa: F401 - registers the models
-from deqseq.convergence import Residual
 from deqseq.solution import Status
+from deqseq.tasks.evaluate.models import (
+    implicit_layer,
+    load_model,
+    load_tokenizer,
+    tolerance_and_budget,
+)
+from deqseq.tasks.figures import pyplot
 
 # Cheap to dear, from the 256-colour table: green, yellow, orange, red.
 SHADES = (34, 70, 106, 142, 178, 208, 196)
@@ -52,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
         help="colour each token by its iterations, and sum them up below the text",
     )
     add("--plot", type=Path, metavar="PNG", help="draw iterations and residual of every token")
-    add("--device", default="cpu", help="where to run, such as cuda (default: cpu)")
+    add("--device", help="where to run, such as cpu (default: a GPU if there is one)")
     return found
 
 
@@ -115,13 +119,6 @@ def shade_of(iterations: int, budget: int) -> int:
     return SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)]
 
 
-def load_tokenizer(path: str) -> Any:
-    """A tokenizer from a folder, the hub or a single ``tokenizer.json``."""
-    if path.endswith(".json"):
-        return PreTrainedTokenizerFast(tokenizer_file=path)
-    return AutoTokenizer.from_pretrained(path)
-
-
 def generate(arguments: argparse.Namespace) -> None:
     """Run the command.
 
@@ -129,32 +126,26 @@ def generate(arguments: argparse.Namespace) -> None:
         ValueError: what cannot be loaded; options that the model does not take.
     """
     prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(arguments.model).to(arguments.device).eval()
-        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    except OSError as error:
-        raise ValueError(f"cannot load {arguments.model!r} with its tokenizer: {error}") from error
-    implicit = getattr(model.config, "implicit", False)
-    asked = ("rtol", "max_iter", "initial_guess", "show_iterations", "plot")
-    if not implicit and any(getattr(arguments, name) for name in asked):
-        raise ValueError(f"{arguments.model} is not implicit: it has no iterations to set or to show")
+    model: Any = load_model(arguments.model, arguments.device)
+    tokenizer = load_tokenizer(arguments.model, arguments.tokenizer)
+    layer = implicit_layer(model)
+    asked = ("initial_guess", "show_iterations", "plot")
+    if layer is None and any(getattr(arguments, name) for name in asked):
+        raise ValueError(f"{arguments.model} is explicit: it has no iterations to set or to show")
     watch = None
-    if implicit:
-        layer = model.model.layer
-        if arguments.rtol is not None or arguments.max_iter is not None:
-            now = layer.eval_convergence
-            rtol = getattr(now, "rtol", 0.05) if arguments.rtol is None else arguments.rtol
-            budget = now.max_iter if arguments.max_iter is None else arguments.max_iter
-            layer.set_convergence((layer.train_convergence, Residual(rtol=rtol, max_iter=budget)))
+    if layer is not None:
+        policy = tolerance_and_budget(model, arguments.rtol, arguments.max_iter)
+        if policy is not None:
+            layer.set_convergence((layer.train_convergence, policy))
         if arguments.initial_guess:
             model.config.initial_guess = arguments.initial_guess
         watch = _Watch(model)
-    tokens = tokenizer(prompt, return_tensors="pt").to(arguments.device)
+    tokens = tokenizer(prompt, return_tensors="pt").to(model.device)
     if tokens.input_ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens")
     streamer: Any = TextStreamer(tokenizer)
-    if arguments.show_iterations and watch is not None:
-        streamer = _ColourStreamer(tokenizer, watch, model.model.layer.eval_convergence.max_iter)
+    if arguments.show_iterations and watch is not None and layer is not None:
+        streamer = _ColourStreamer(tokenizer, watch, layer.eval_convergence.max_iter)
     torch.manual_seed(arguments.seed)
     sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p}
     model.generate(
@@ -166,8 +157,7 @@ def generate(arguments: argparse.Namespace) -> None:
     )
     if watch is not None and arguments.show_iterations:
         print(summary(watch))
-    if watch is not None and arguments.plot:
-        plot(watch, arguments.plot)
+    if watch is not None and arguments.plot and plot(watch, arguments.plot):
         print(f"wrote {arguments.plot}", file=sys.stderr)
 
 
@@ -181,14 +171,12 @@ def summary(watch: _Watch) -> str:
     )
 
 
-def plot(watch: _Watch, path: Path) -> None:
-    """Iterations and residual of every token, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True)
+def plot(watch: _Watch, path: Path) -> bool:
+    """Iterations and residual of every token, as a PNG; returns whether one was written."""
+    plt = pyplot()
+    if plt is None:
+        return False
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
     above.bar(range(len(watch.iterations)), watch.iterations)
     above.set_ylabel("iterations")
     below.semilogy(watch.residual, ".")
@@ -196,6 +184,8 @@ def plot(watch: _Watch, path: Path) -> None:
     below.set_xlabel("token")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

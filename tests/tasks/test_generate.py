@@ -69,7 +69,7 @@ def test_sampling_is_seeded(model: str, capsys: pytest.CaptureFixture[str]) -> N
         (["{model}/nowhere", "the"], "nowhere"),
         (["{model}", ""], "no tokens"),
         (["{model}", "the", "--rtol", "-1"], "-1"),
-        (["{model}/../explicit", "the", "--tokenizer", "{model}", "--show-iterations"], "not implicit"),
+        (["{model}/../explicit", "the", "--tokenizer", "{model}", "--show-iterations"], "explicit"),
     ],
 )
 def test_wrong_input(model: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deqseq import Backbone, ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, Status
-from deqseq.padding import Packing
+from deqseq.padding import Packing, sequence_starts
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
 MakeBackbone = Callable[..., Backbone]
@@ -31,7 +31,23 @@ def test_packing_moves_real_tokens_to_the_front_and_back() -> None:
     packed = packing.pack(values)
     assert packing.lengths.tolist() == [3, 5, 0]
     assert packed[0, :3, 0].tolist() == [1, 3, 4] and torch.equal(packed[1], values[1])
-    assert torch.equal(packing.unpack(packed), values)
+    assert torch.equal(packing.unpack(packed), values * mask[..., None])
+    assert packing.unpack(packed, padding=-1)[2].eq(-1).all()
+
+
+def test_packing_takes_several_sequences_of_a_row_apart() -> None:
+    real = torch.tensor([[0, 1, 1, 1, 1], [1, 0, 1, 1, 0]]).bool()
+    position = torch.tensor([[7, 0, 1, 0, 1], [4, 9, 5, 0, 0]])
+    starts = sequence_starts(position, real)
+    assert starts is not None
+    assert starts.nonzero().tolist() == [[0, 1], [0, 3], [1, 0], [1, 3]]
+    packing = Packing.of_packed(real, starts)
+    values = torch.arange(10.0).view(2, 5, 1)
+    packed = packing.pack(values)[..., 0]
+    assert packing.lengths.tolist() == [2, 2, 2, 1]
+    assert packed[:, 0].tolist() == [1, 3, 5, 8] and packed[:3, 1].tolist() == [2, 4, 7]
+    assert torch.equal(packing.unpack(packing.pack(values)), values * real[..., None])
+    assert sequence_starts(position[:, :3], real[:, :3]) is None
 
 
 def padded_batch(mask: str, fill: float) -> tuple[Tensor, Tensor, Tensor]:

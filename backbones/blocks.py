@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from deqseq.convergence import check_count
 
@@ -58,7 +59,7 @@ class ValueGateMLP(nn.Module):
         self.fc2 = nn.Linear(hidden, d_model, bias=False)
 
     def weights(self) -> MLPWeights:
-        return MLPWeights(self.fc1.weight, self.fc2.weight)
+        return MLPWeights(plain_weight(self.fc1), plain_weight(self.fc2))
 
     def forward(self, x: Tensor, weights: MLPWeights) -> Tensor:
         value, gate = F.linear(x, weights.into).chunk(2, dim=-1)
@@ -76,11 +77,26 @@ class SwiGLU(nn.Module):
         self.fc2 = nn.Linear(hidden, d_model, bias=False)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.w1.weight, self.w3.weight, self.fc2.weight
+        return plain_weight(self.w1), plain_weight(self.w3), plain_weight(self.fc2)
 
     def forward(self, x: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         w1, w3, fc2 = weights
         return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), fc2)
+
+
+def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
+    """The effective weight of a map that backbones apply themselves, once a forward pass.
+
+    Raises:
+        ValueError: something else stands in the module's place, an adapter for example, whose own forward
+            would never be called.
+    """
+    if type_before_parametrizations(module) not in (nn.Linear, nn.Conv1d):
+        raise ValueError(
+            "backbones read weights instead of calling their modules, so a "
+            f"{type(module).__name__} in place of a linear map would be left out: merge adapters first"
+        )
+    return module.weight
 
 
 def check_sizes(**sizes: int) -> None:

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace
-from deqseq.backbones.blocks import RMS_EPS, Injection, InputSkip, SwiGLU, check_norm_eps, check_sizes
+from deqseq.backbones.blocks import (
+    RMS_EPS,
+    Injection,
+    InputSkip,
+    SwiGLU,
+    check_norm_eps,
+    check_sizes,
+    plain_weight,
+)
 from deqseq.normalisation import normalise_weights
 
 
@@ -36,9 +44,8 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def weights(self) -> _MixerWeights:
-        return _MixerWeights(
-            torch.cat([self.wq.weight, self.wk.weight, self.wv.weight]), self.out_proj.weight
-        )
+        qkv = torch.cat([plain_weight(linear) for linear in (self.wq, self.wk, self.wv)])
+        return _MixerWeights(qkv, plain_weight(self.out_proj))
 
     def forward(
         self,

@@ -22,6 +22,7 @@ from deqseq.backbones.blocks import (
     ValueGateMLP,
     check_norm_eps,
     check_sizes,
+    plain_weight,
 )
 from deqseq.backbones.ssd import ssd, ssd_advance
 from deqseq.normalisation import normalise_weights
@@ -76,14 +77,14 @@ class Mamba2Mixer(nn.Module):
     def weights(self) -> _MixerWeights:
         assert self.conv1d.bias is not None
         return _MixerWeights(
-            self.in_proj.weight,
-            self.conv1d.weight.squeeze(1),
+            plain_weight(self.in_proj),
+            plain_weight(self.conv1d).squeeze(1),
             self.conv1d.bias,
             -at_least_float32(self.A_log).exp(),
             self.dt_bias,
             self.D,
             self.norm.weight,
-            self.out_proj.weight,
+            plain_weight(self.out_proj),
         )
 
     def forward(

@@ -108,6 +108,11 @@ class Backbone(nn.Module, ABC):
         """f(z), (B, W, D)."""
         return self.evaluate(z, context, state)[0]
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it can carry state across windows and calls."""
+        return type(self).initial_state is not Backbone.initial_state
+
     def initial_state(
         self,
         batch_size: int,

@@ -14,7 +14,7 @@ from deqseq.backbone import Backbone, State, backbones
 from deqseq.convergence import ConvergencePolicy, Residual, check_count, policies
 from deqseq.gradients import GradientStrategy, checkpointed, gradients, search
 from deqseq.loop import Map, Problem
-from deqseq.padding import Packing, sequence_starts
+from deqseq.padding import Packing, real_tokens, sequence_starts
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
@@ -284,18 +284,22 @@ def _packing(
     x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, state: State | None
 ) -> Packing | None:
     """How the tokens of a call go into rows of their own; ``None`` if that is how they stand."""
+    real = None if attention_mask is None else real_tokens(attention_mask)
     if position_ids is not None and x.shape[1] > 1:
-        real = torch.ones_like(position_ids, dtype=torch.bool)
-        real = real if attention_mask is None else attention_mask.bool()
-        starts = sequence_starts(position_ids, real)
+        tokens = torch.ones_like(position_ids, dtype=torch.bool) if real is None else real
+        starts = sequence_starts(position_ids, tokens)
         if starts is not None:
             if state is not None:
                 raise ValueError(
                     "position_ids start anew inside a row: several sequences in a row have no common "
                     "state to carry (give none, or one sequence a row)"
                 )
-            return Packing.of_packed(real, starts)
-    return None if attention_mask is None else Packing.of(attention_mask)
+            return Packing.of_packed(tokens, starts)
+        if state is not None and bool((tokens & (position_ids < state.seen[:, None])).any()):
+            raise ValueError(
+                f"position_ids must go on from the {state.seen.tolist()} tokens that the state has seen"
+            )
+    return None if real is None else Packing.of(real)
 
 
 def _after(state: State | None, broken: Tensor) -> State | None:

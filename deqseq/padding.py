@@ -64,6 +64,29 @@ class Packing:
         return values.flatten(0, 1)[self.target].where(real, values.new_full((), padding))
 
 
+def real_tokens(attention_mask: Tensor) -> Tensor:
+    """(B, L) bool, the tokens that are not padding.
+
+    Raises:
+        ValueError: an additive mask (0 for tokens, large negative for padding), or NaN.
+    """
+    if attention_mask.is_floating_point() and not bool((attention_mask >= 0).all()):
+        raise ValueError(
+            "attention_mask is 1 for tokens and 0 for padding; this one has values below 0 or NaN, as "
+            "additive masks do"
+        )
+    return attention_mask.bool()
+
+
+def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bool:
+    """Whether a row holds several sequences, by where ``position_ids`` (B, L) start anew. Reads the host."""
+    if position_ids.shape[1] == 1:
+        return False
+    real = torch.ones_like(position_ids, dtype=torch.bool)
+    real = real if attention_mask is None else real_tokens(attention_mask)
+    return sequence_starts(position_ids, real) is not None
+
+
 def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     """(B, L) bool, the tokens at which a sequence begins; ``None`` if every row has one sequence at most.
 

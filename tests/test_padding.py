@@ -50,6 +50,14 @@ def test_packing_takes_several_sequences_of_a_row_apart() -> None:
     assert sequence_starts(position[:, :3], real[:, :3]) is None
 
 
+@pytest.mark.parametrize("wrong", [-1e9, float("nan")])
+def test_additive_masks_are_refused(make_layer: MakeLayer, wrong: float) -> None:
+    mask = torch.zeros(2, 5)
+    mask[0, :2] = wrong
+    with pytest.raises(ValueError, match="additive"):
+        make_layer("llama")(torch.randn(2, 5, 16), attention_mask=mask)
+
+
 def padded_batch(mask: str, fill: float) -> tuple[Tensor, Tensor, Tensor]:
     """x (3, 12, 16) with padding of ``fill`` in sequence 1, its mask, and sequence 1 without it."""
     x = torch.randn(3, 12, 16)

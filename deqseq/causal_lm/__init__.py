@@ -5,6 +5,7 @@ load them like any other model. It needs the ``lm`` extra: ``pip install 'deqseq
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.causal_lm.configuration import ImplicitConfig
@@ -22,6 +23,8 @@ for _reference in (ReferenceMamba2Config, ReferenceLlamaConfig):
     AutoConfig.register(_reference.model_type, _reference, exist_ok=True)
 AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
 AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
+# By this table the trainer knows, with label smoothing, whose labels it has to shift.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ImplicitConfig.model_type] = ImplicitForCausalLM.__name__
 
 __all__ = [
     "EquilibriumCache",

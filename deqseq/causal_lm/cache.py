@@ -40,6 +40,24 @@ class StateLayer(CacheLayerMixin):
         self.real: Tensor | None = None
         self.equilibrium: Tensor | None = None
 
+    def continued(self, fresh: State) -> State:
+        """The state a call starts from, ``fresh`` being what it would be before the first token.
+
+        Raises:
+            ValueError: the cache holds another number of sequences, or is of another model.
+        """
+        if self.state is None:
+            return fresh
+        if self.state.batch_size != fresh.batch_size:
+            raise ValueError(
+                f"the cache holds {self.state.batch_size} sequences, the call has {fresh.batch_size}"
+            )
+        if not _same_form(self.state, fresh):
+            raise ValueError(
+                "the cache is of another model, or was filled in another type or on another device"
+            )
+        return self.state
+
     def commit(self, state: State, z: Tensor, attention_mask: Tensor | None) -> None:
         """Take over the ``state`` after a call that solved z (B, L, D)."""
         real = z.new_ones(z.shape[:2], dtype=torch.bool)
@@ -117,6 +135,22 @@ class StateLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("an EquilibriumCache is filled by its model, token by settled token")
+
+
+def _same_form(state: State, fresh: State) -> bool:
+    """Whether the state could have grown out of ``fresh``, whose empty dimensions are what grows."""
+    if len(state.layers) != len(fresh.layers):
+        return False
+    for layer, start in zip(state.layers, fresh.layers, strict=True):
+        if len(layer) != len(start):
+            return False
+        for values, new in zip(layer, start, strict=True):
+            same = all(b in (0, a) for a, b in zip(values.shape, new.shape, strict=False))
+            if values.dim() != new.dim() or not same:
+                return False
+            if values.dtype != new.dtype or values.device != new.device:
+                return False
+    return True
 
 
 class EquilibriumCache(Cache):

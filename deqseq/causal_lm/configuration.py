@@ -1,10 +1,11 @@
 """The configuration of implicit and explicit causal language models."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from deqseq.backbone import backbones
 from deqseq.convergence import check_count, policies
@@ -18,6 +19,41 @@ def _default_backbone() -> dict[str, Any]:
 
 def _default_policy() -> dict[str, Any]:
     return {"name": "residual", "rtol": 0.05, "max_iter": 32}
+
+
+# Settings that transformers takes besides the fields of a configuration.
+_TRANSFORMERS = {
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "quantization_config",
+    "torch_dtype",
+}
+
+
+def _refuse_unknown(settings: Mapping[str, Any], cls: type) -> None:
+    """Raise ``ValueError`` for settings that nothing would read."""
+    known = _TRANSFORMERS | set(vars(GenerationConfig()))
+    unknown = sorted(name for name in settings if name not in known and not name.startswith("_"))
+    if unknown:
+        fields = sorted(set(cls.__annotations__) - {"model_type"})
+        raise ValueError(
+            f"unknown settings {', '.join(unknown)}; an ImplicitConfig has {', '.join(fields)}. Options of a "
+            'part stand in its mapping, such as backbone={"name": "llama", "d_model": 64, ...} or '
+            'convergence={"name": "residual", "rtol": 0.05, "max_iter": 64}'
+        )
+
+
+def _check_part(name: str, value: Any) -> None:
+    if not (value is None or isinstance(value, (str, Mapping))):
+        raise ValueError(
+            f'{name} must be a name or a mapping such as {{"name": "...", "option": 1}}, which config.json '
+            f"can hold, got {value!r}"
+        )
 
 
 @strict
@@ -39,32 +75,41 @@ class ImplicitConfig(PreTrainedConfig):
         initial_guess: where a token's search starts in calls that continue a cache, as in generation:
             ``"zero"``, or ``"previous"``: the equilibrium of the token before the call.
         initializer_range: standard deviation of the embeddings at the start.
+        use_cache: whether calls in evaluation mode return a cache to continue from.
         tie_word_embeddings: share the embeddings with the output layer.
 
     Raises:
-        ValueError: unknown parts or options, a window below 1, a backbone without a width.
+        ValueError: unknown settings, parts or options; parts given as objects, which no file could hold; a
+            window below 1; a backbone without a width.
     """
 
     model_type = "implicit_lm"
-    keys_to_ignore_at_inference = ("past_key_values", "solution")
+    keys_to_ignore_at_inference = ["past_key_values", "solution"]  # noqa: RUF012 - the trainer adds to the list
 
     vocab_size: int = 50277
-    backbone: dict[str, Any] | None = None
+    backbone: Any = None
     implicit: bool = True
-    solver: str | dict[str, Any] = "picard"
-    gradient: str | dict[str, Any] = "phantom"
-    convergence: str | dict[str, Any] | None = None
-    eval_convergence: str | dict[str, Any] | None = None
+    # Parts are names or mappings; what is neither gets an error of ours, which says what to write.
+    solver: Any = "picard"
+    gradient: Any = "phantom"
+    convergence: Any = None
+    eval_convergence: Any = None
     window: int | None = None
     causal: bool = True
     initial_guess: str = "zero"
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
+    use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        _refuse_unknown(kwargs, type(self))
+        for name in ("backbone", "solver", "gradient", "convergence", "eval_convergence"):
+            _check_part(name, getattr(self, name))
+        if isinstance(self.backbone, str):
+            self.backbone = {"name": self.backbone}
         self.backbone = dict(self.backbone or _default_backbone())
         self.convergence = self.convergence or _default_policy()
         self.eval_convergence = deepcopy(self.eval_convergence or self.convergence)
@@ -96,11 +141,23 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; configurations of the reference implementation are translated."""
+        """As in transformers; configurations of the reference implementation are translated.
+
+        Raises:
+            ValueError: the configuration of another kind of model.
+        """
         from deqseq.causal_lm.reference import is_reference, translate  # which need this class
 
         settings, unused = super().get_config_dict(*args, **kwargs)
-        return (translate(settings) if is_reference(settings) else settings), unused
+        if is_reference(settings):
+            return translate(settings), unused
+        kind = settings.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            raise ValueError(
+                f"{args[0] if args else 'this'} is a {kind!r}, not an {cls.model_type!r}; transformers' Llama "
+                "and Mamba2 models become ours by ImplicitForCausalLM.from_explicit(path)"
+            )
+        return settings, unused
 
     @property
     def hidden_size(self) -> int:

@@ -44,6 +44,7 @@ def from_explicit(
     cls: type[ImplicitForCausalLM],
     source: str | os.PathLike[str] | PreTrainedModel,
     weight_norm: bool,
+    dtype: torch.dtype | None,
     overrides: Mapping[str, Any],
 ) -> ImplicitForCausalLM:
     """See :meth:`ImplicitForCausalLM.from_explicit`."""
@@ -81,7 +82,8 @@ def from_explicit(
             converted.lm_head.weight.copy_(output)
     _load(converted.model.layer.backbone, weights)
     converted.generation_config = deepcopy(model.generation_config)
-    converted.to(device=model.device, dtype=model.dtype)
+    converted.to(device=model.device, dtype=dtype or model.dtype)
+    converted.config.dtype = converted.dtype
     return cast("ImplicitForCausalLM", converted.train(model.training))
 
 

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -18,6 +19,7 @@ from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
+from deqseq.padding import packs_rows
 from deqseq.solution import Solution
 
 
@@ -27,9 +29,10 @@ class ImplicitModelOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: (B, L, D) the equilibrium.
-        past_key_values: what to pass to the next call, if asked for with ``use_cache`` or given one.
-        hidden_states: if asked for, a pair of (B, L, D): the embeddings x that enter, and the equilibrium
-            z* that comes out. The layer has no depth in between: its iterates approach z*.
+        past_key_values: what to pass to the next call; see ``use_cache``.
+        hidden_states: if asked for, whatever the number of blocks, a pair of (B, L, D): the embeddings x
+            that enter, and the equilibrium z* that comes out. The layer has no depth in between: its
+            iterates approach z*.
         solution: residual, iterations and status of every token; ``None`` for explicit models.
     """
 
@@ -144,31 +147,37 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 (B, C + L), the columns of earlier calls included.
             position_ids: (B, L) or (1, L) int64; where they start anew at 0, another sequence begins.
             past_key_values: the cache of an earlier call, which this call continues and extends.
-            use_cache: return a cache; by default only if one was given.
+            use_cache: return a cache. By default the configuration's, in evaluation mode; never in training
+                or of packed rows, unless a cache was given.
             output_hidden_states: return the embeddings and the equilibrium as ``hidden_states``.
             window: tokens solved at a time, instead of the configuration's.
             z0: (B, L, D) initial guess, instead of the configuration's.
 
         Raises:
             ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; a mask that fits neither
-                the tokens nor the tokens with those before; a cache of another kind; ``window`` or ``z0``
+                the tokens nor the tokens with those before; a cache of another model; ``window`` or ``z0``
                 for an explicit model; what the layer refuses.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
+            if input_ids is None or input_ids.dim() != 2:
+                raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")  # type: ignore[union-attr]
             inputs_embeds = self.embed_tokens(input_ids)
         batch, length, _ = inputs_embeds.shape
+        if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[0] == 1:
+            position_ids = position_ids.expand(batch, -1)
+        if use_cache is None and past_key_values is None:
+            use_cache = self._caches(inputs_embeds, position_ids, attention_mask)
         cache = self._cache(past_key_values, use_cache)
         content = None if cache is None else cache.content
         attention_mask = _mask_of_call(attention_mask, length, content)
-        if position_ids is not None and position_ids.shape[0] == 1:
-            position_ids = position_ids.expand(batch, -1)
         state = None
         if content is not None:
-            state = content.state or self.layer.backbone.initial_state(
+            fresh = self.layer.backbone.initial_state(
                 batch, device=inputs_embeds.device, dtype=inputs_embeds.dtype
             )
+            state = content.continued(fresh)
         self.layer.checkpoint = self.gradient_checkpointing and self.training
         options: dict[str, Any] = {}
         if isinstance(self.layer, ImplicitSequenceLayer):
@@ -187,6 +196,14 @@ class ImplicitModel(ImplicitPreTrainedModel):
             solution=out.solution,
         )
 
+    def _caches(self, x: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
+        """Whether a call that does not say so returns a cache."""
+        if self.training or not self.config.use_cache or not self.layer.backbone.keeps_state:
+            return False
+        fits = all(t is None or t.shape == x.shape[:2] for t in (position_ids, attention_mask))
+        # What does not fit is refused further down.
+        return position_ids is None or not fits or not packs_rows(position_ids, attention_mask)
+
     def _cache(self, given: Cache | None, use_cache: bool | None) -> EquilibriumCache | None:
         """The cache to continue: the given one, or a fresh one if one is wanted."""
         if given is not None and not isinstance(given, EquilibriumCache):
@@ -202,7 +219,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
 
 def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) -> Tensor | None:
     """The part (B, L) of an attention mask that is about this call's tokens."""
-    if mask is None or mask.shape[1] == length:
+    if mask is None or (mask.dim() == 2 and mask.shape[1] == length):
         return mask
     seen = 0 if content is None else content.get_seq_length()
     if mask.dim() != 2 or mask.shape[1] != seen + length:
@@ -210,7 +227,27 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
             f"attention_mask must be (B, L) for the {length} tokens of the call, or reach over the {seen} "
             f"before them too, got {tuple(mask.shape)}"
         )
+    if (
+        content is not None
+        and content.real is not None
+        and not torch.equal(mask[:, :seen] != 0, content.real)
+    ):
+        raise ValueError(
+            "attention_mask differs from the calls before in what was padding there: what a cache has "
+            "consumed cannot be masked afterwards"
+        )
     return mask[:, -length:]
+
+
+_IGNORED = {
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "max_length_k",
+    "max_length_q",
+    "seq_idx",
+    "token_type_ids",
+}
 
 
 class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
@@ -233,23 +270,25 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         cls,
         source: str | os.PathLike[str] | PreTrainedModel,
         weight_norm: bool = True,
+        dtype: torch.dtype | None = None,
         **config_overrides: Any,
     ) -> ImplicitForCausalLM:
         """A ``LlamaForCausalLM`` or ``Mamba2ForCausalLM`` of transformers as an explicit model of ours.
 
-        The logits stay the same, up to rounding. Device, type and mode are the model's.
+        The logits stay the same, up to rounding. Device and mode are the model's.
 
         Args:
             source: the model, or its folder or name on the hub.
             weight_norm: weight normalisation of the body, as implicit models are trained with; the
                 function stays the same.
+            dtype: of the weights; the model's by default.
             config_overrides: further settings of :class:`ImplicitConfig`, for :meth:`to_implicit`.
 
         Raises:
             ValueError: another kind of model; a setting that our backbones have no counterpart for
                 (biases, scaled rotary positions, another activation, a bounded time step, ...).
         """
-        return conversion.from_explicit(cls, source, weight_norm, config_overrides)
+        return conversion.from_explicit(cls, source, weight_norm, dtype, config_overrides)
 
     def to_implicit(self, **config_overrides: Any) -> ImplicitForCausalLM:
         """An implicit model that starts as exactly the function of this explicit one, to be fine-tuned.
@@ -296,10 +335,16 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         Args:
             logits_to_keep: compute the logits of the last so many tokens only (0: of all), or of the
                 tokens at these indices.
-            loss_options: ``num_items_in_batch``, as transformers' trainer passes it.
+            loss_options: ``num_items_in_batch``, as transformers' trainer passes it. What tokenizers,
+                collators and ``generate`` add and these models have no use for is ignored:
+                ``token_type_ids``, ``cache_position``, the offsets of flattened batches (``position_ids``
+                say the same).
 
         The other arguments are those of :class:`ImplicitModel`.
         """
+        loss_options = {name: value for name, value in loss_options.items() if name not in _IGNORED}
+        if loss_options.pop("output_attentions", None):
+            raise ValueError("output_attentions: these models keep no attention weights")
         if unknown := set(loss_options) - {"num_items_in_batch"}:
             raise ValueError(f"unknown arguments {sorted(unknown)}")
         out = self.model(
@@ -313,12 +358,17 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             window=window,
             z0=z0,
         )
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must not be negative, got {logits_to_keep}; 0 keeps all")
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
-            if logits.shape[1] != labels.shape[1]:
-                raise ValueError("the loss needs the logits of all tokens: leave logits_to_keep at 0")
+            if logits.shape[:2] != labels.shape:
+                raise ValueError(
+                    f"labels must have the shape of the logits, {tuple(logits.shape[:2])}, got "
+                    f"{tuple(labels.shape)}; the loss needs the logits of all tokens (logits_to_keep=0)"
+                )
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_options
             )
@@ -343,5 +393,5 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, *args, **kwargs
             )
-        elif generation_config.use_cache is not False:
+        elif generation_config.use_cache is not False and self.model.layer.backbone.keeps_state:
             model_kwargs["past_key_values"] = EquilibriumCache(self.model.layer.backbone.rewinds)

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from deqseq.causal_lm.configuration import ImplicitConfig
+from deqseq.convergence import check_count
 
 # Regular expressions: the reference's names of weights -> ours. No name of ours matches any of them, so
 # they may stand for every checkpoint. Order matters: the general ones come last.
@@ -74,14 +75,14 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
       not the best: the reference's rules leak the future in training (see :class:`~deqseq.Residual`).
 
     What concerns training alone (Jacobian regularisation, supervision along the trajectory, weight decay,
-    initialisation of the body) is left out.
+    initialisation of the body) is left out, and so are settings outside the body that are not known.
 
     Raises:
-        ValueError: settings that this library has no counterpart for, or does not know.
+        ValueError: settings that this library has no counterpart for; settings of the body that it does not
+            know.
     """
     kind = settings["model_type"]
-    body = dict(settings.get("backbone_config") or {})
-    deq = dict(settings.get("deq_params") or {})
+    body, deq = _section(settings, "backbone_config"), _section(settings, "deq_params")
     implicit = _one_of("backbone_type", settings.get("backbone_type", "implicit"), "implicit", "explicit")
     for name in ("head_bias", "dropout"):
         _one_of(name, settings.get(name) or 0, 0)
@@ -90,7 +91,10 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     translated: dict[str, Any] = {
         "model_type": ImplicitConfig.model_type,
         "architectures": ["ImplicitForCausalLM"],
-        "backbone": {**_backbone(kind, body), "weight_norm": _weight_norm(deq.get("norm") or {})},
+        "backbone": {
+            **_backbone(kind, body),
+            "weight_norm": _weight_norm(_section(deq, "norm", "deq_params.")),
+        },
         "vocab_size": _vocabulary(settings),
         "implicit": implicit == "implicit",
         "initializer_range": settings.get("emb_init_std", ImplicitConfig.initializer_range),
@@ -113,7 +117,7 @@ def _backbone(kind: str, body: dict[str, Any]) -> dict[str, Any]:
     _one_of("backbone_config.block_type", body.get("block_type", block_type), block_type)
     if llama:
         _one_of("backbone_config.mlp_type", body.get("mlp_type", "llama_mlp"), "llama_mlp")
-    block = dict(body.get("block_cfg") or {})
+    block = _section(body, "block_cfg", "backbone_config.")
     _known("backbone_config.block_cfg", block, _BLOCK[kind])
     for name in ("d_model", "n_layer"):
         if name not in body:
@@ -141,12 +145,13 @@ def _vocabulary(settings: Mapping[str, Any]) -> int:
     if not given:
         raise ValueError(f"the reference's configuration needs {' or '.join(names)}")
     multiple = settings.get("pad_vocab_size_multiple", 1) if settings.get("pad_vocab") else 1
+    check_count("the reference's pad_vocab_size_multiple", multiple)
     return -(-int(given[0]) // multiple) * multiple
 
 
 def _parts(deq: dict[str, Any]) -> dict[str, Any]:
     """Solver, gradient and convergence."""
-    solver, training = dict(deq.get("solver") or {}), dict(deq.get("training") or {})
+    solver, training = (_section(deq, name, "deq_params.") for name in ("solver", "training"))
     _one_of("deq_params.training.core", training.get("core", "sliced"), "sliced")
     policy = _policy(solver, "f")
     budget = policy["max_iter"]
@@ -181,6 +186,13 @@ def _policy(solver: dict[str, Any], which: str) -> dict[str, Any]:
         raise ValueError(f"deq_params.solver of the reference's configuration needs {', '.join(missing)}")
     tolerance = {"rel": "rtol", "abs": "atol"}[mode]
     return {"name": "residual", tolerance: solver[f"{which}_tol"], "max_iter": solver[f"{which}_max_iter"]}
+
+
+def _section(settings: Mapping[str, Any], name: str, where: str = "") -> dict[str, Any]:
+    found = settings.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"the reference's {where}{name} must be a mapping, got {found!r}")
+    return dict(found)
 
 
 def _one_of(name: str, value: Any, *supported: Any) -> Any:

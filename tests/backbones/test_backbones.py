@@ -359,3 +359,24 @@ def test_wrong_options(name: str, options: dict[str, object], said: str) -> None
     }[name]
     with pytest.raises(ValueError, match=said):
         backbones.create({"name": name, **sizes, **options})
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_an_adapter_in_place_of_a_linear_map_is_refused(make_backbone: MakeBackbone, name: str) -> None:
+    """It would be left out without a word: its weight is read, its forward is not called."""
+
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+            self.extra = nn.Linear(base.in_features, base.out_features)
+
+        @property
+        def weight(self) -> Tensor:
+            return self.base.weight
+
+    backbone = make_backbone(name)
+    mixer = backbone.layers[0].mixer
+    mixer.out_proj = Adapter(mixer.out_proj)
+    with pytest.raises(ValueError, match="Adapter"):
+        backbone.prepare(torch.randn(1, 3, 16))

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 
-from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Status
+from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, Status
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, ImplicitModel
 
 V = 40
@@ -84,6 +84,10 @@ def test_the_configuration_reaches_the_layer(make: Make) -> None:
         ({"backbone": {"name": "transformer", "d_model": 16}}, "transformer"),
         ({"backbone": {"name": "mamba2", "n_layer": 1}}, "d_model"),
         ({"backbone": {"d_model": 16}}, "None|name"),
+        ({"backbone": "llama"}, "d_model"),
+        ({"solvr": "anderson"}, "solvr"),
+        ({"d_model": 64}, "backbone="),
+        ({"convergence": Residual(rtol=0.1)}, "mapping"),
     ],
 )
 def test_wrong_configurations(wrong: dict[str, Any], said: str) -> None:
@@ -94,6 +98,12 @@ def test_wrong_configurations(wrong: dict[str, Any], said: str) -> None:
 def test_a_wrong_backbone_option_raises_when_the_model_is_built() -> None:
     with pytest.raises(ValueError, match="d_stat"):
         ImplicitForCausalLM(ImplicitConfig(backbone={**BODIES["mamba2"], "d_stat": 8}))
+
+
+def test_the_configuration_of_another_model(tmp_path: Path) -> None:
+    LlamaConfig(vocab_size=V, hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="from_explicit"):
+        ImplicitForCausalLM.from_pretrained(tmp_path)
 
 
 def test_two_configurations_share_nothing() -> None:

@@ -120,6 +120,10 @@ def test_from_a_folder_and_back_to_one(tmp_path: Path, make: Any) -> None:
 def test_type_and_mode_are_kept() -> None:
     converted = ImplicitForCausalLM.from_explicit(llama().double().train())
     assert converted.dtype == torch.float64 and converted.training
+    halved = ImplicitForCausalLM.from_explicit(llama(), dtype=torch.bfloat16)
+    assert halved.dtype == halved.config.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="foo"):
+        halved.to_implicit(foo=1)
 
 
 def test_every_hidden_width_is_met() -> None:

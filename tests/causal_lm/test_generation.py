@@ -33,8 +33,9 @@ def make(contractive: Callable[[Backbone], Backbone]) -> Make:
         torch.manual_seed(3)
         if implicit:
             options = {"convergence": TIGHT, **options}
+        options = {"backbone": BODIES[body], **options}
         config = ImplicitConfig(
-            vocab_size=V, backbone=BODIES[body], implicit=implicit, initializer_range=0.5,
+            vocab_size=V, implicit=implicit, initializer_range=0.5,
             pad_token_id=0, eos_token_id=None, tie_word_embeddings=False, **options,
         )  # fmt: skip
         model = ImplicitForCausalLM(config).eval()
@@ -207,6 +208,9 @@ def test_wrong_caches(make: Make) -> None:
         model(ids, past_key_values=cache, attention_mask=torch.ones(2, 7))
     with pytest.raises(ValueError, match="sequences"):
         model(ids[:1], past_key_values=cache)
+    assert model(ids, use_cache=False).past_key_values is None
+    assert model.train()(ids).past_key_values is None
+    model.eval().config.use_cache = False
     assert model(ids).past_key_values is None
 
 
@@ -257,3 +261,35 @@ def test_packed_sequences_equal_separate_ones(
     position[0, 6 if layout == "left" else 4] = 1
     with pytest.raises(ValueError, match="rise"):
         model(ids, attention_mask=mask, position_ids=position)
+
+
+@pytest.mark.parametrize("body", BODIES)
+@torch.no_grad()
+def test_a_loop_over_the_model(make: Make, body: str) -> None:
+    """What a cache is for: in evaluation calls return one by themselves."""
+    model, ids = make(body), prompts(2, 9)
+    expected = model(ids).logits
+    out = model(ids[:, :8])
+    out = model(ids[:, 8:], past_key_values=out.past_key_values)
+    torch.testing.assert_close(out.logits[:, 0], expected[:, 8], rtol=1e-4, atol=1e-4)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
+    assert model(ids, position_ids=packed).past_key_values is None
+
+
+@torch.no_grad()
+def test_calls_that_contradict_their_cache(make: Make) -> None:
+    model, ids = make("llama"), prompts(2, 5)
+    cache = model(ids).past_key_values
+    hidden = torch.ones(2, 6)
+    hidden[0, 0] = 0
+    with pytest.raises(ValueError, match="padding there"):
+        model(ids[:, :1], past_key_values=cache, attention_mask=hidden)
+    with pytest.raises(ValueError, match="go on from"):
+        model(ids[:, :2], past_key_values=cache, position_ids=torch.tensor([[0, 1]]))
+    for other in (
+        make("mamba2"),
+        make("llama", backbone={**BODIES["llama"], "n_layer": 1}),
+        make("llama").half(),
+    ):
+        with pytest.raises(ValueError, match="another model"):
+            other(ids[:, :1], past_key_values=cache)

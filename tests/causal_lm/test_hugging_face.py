@@ -100,8 +100,17 @@ def test_outputs(make: Make) -> None:
     assert torch.equal(model(tokens, return_dict=False)[0], out.logits)
     with pytest.raises(ValueError, match="logits_to_keep"):
         model(tokens, labels=tokens, logits_to_keep=1)
+    with pytest.raises(ValueError, match="logits_to_keep"):
+        model(tokens, logits_to_keep=-2)
+    with pytest.raises(ValueError, match="labels"):
+        model(tokens, labels=tokens[:1])
+    with pytest.raises(ValueError, match="input_ids"):
+        model(tokens[0])
     with pytest.raises(ValueError, match="colour"):
         model(tokens, colour="red")
+    with pytest.raises(ValueError, match="attention weights"):
+        model(tokens, output_attentions=True)
+    assert torch.equal(model(tokens, token_type_ids=torch.zeros_like(tokens)).logits, out.logits)
 
 
 @pytest.fixture
@@ -110,6 +119,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("body", BODIES)
+def test_the_trainer_evaluates(make: Make, tmp_path: Path, body: str, smoothing: float) -> None:
+    model, tokens = make(body), ids(4)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, label_smoothing_factor=smoothing,
+        per_device_eval_batch_size=2,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = Trainer(model, arguments, eval_dataset=data)  # type: ignore[arg-type]
+    measured = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        logits = model.eval()(tokens).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=smoothing
+    )
+    assert measured == pytest.approx(expected.item(), rel=1e-5)
+    assert trainer.predict(data).predictions.shape == (4, tokens.shape[1], V)  # type: ignore[arg-type]
 
 
 class StopAt(TrainerCallback):

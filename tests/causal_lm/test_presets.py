@@ -30,7 +30,7 @@ def test_implicit_models_differ_by_their_injection(name: str) -> None:
 
 def test_a_preset_with_other_fields() -> None:
     config = ImplicitConfig.from_preset("llama-1.3b-free", vocab_size=100, window=8)
-    assert config.vocab_size == 100 and config.window == 8
+    assert config.vocab_size == 100 and config.eos_token_id == 0 and config.window == 8
     assert config.backbone == {"name": "llama", "d_model": 2048, "n_layer": 24, "n_head": 32}
     assert config.convergence["max_iter"] == 32 and config.gradient["steps"] == 4
     bounded = ImplicitConfig.from_preset("mamba2-760m-bounded")

@@ -174,6 +174,8 @@ def test_implicit_gradient_and_absolute_tolerance(tmp_path: Path) -> None:
         ("d_embed", 8),
         ("n_tokens", None),
         ("backbone_config.dropout", 0.1),
+        ("deq_params.norm", "weight_norm"),
+        ("deq_params.solver", ["picard"]),
         ("backbone_config.pre_norm", False),
         ("backbone_config.rms_norm", False),
         ("backbone_config.block_type", "mamba"),

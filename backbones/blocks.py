@@ -13,9 +13,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from deqseq.backbones import kernels
 from deqseq.convergence import check_count
 
 RMS_EPS = 1e-5
+
+
+def add_norm(
+    stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """stream + added (B, W, D), in the stream's type, and its norm.
+
+    The norm comes in ``dtype``: by default autocast's, as it enters linear maps, or else the stream's.
+    """
+    if dtype is None:
+        device = stream.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else stream.dtype
+    if not torch.compiler.is_compiling() and kernels.implementation(stream) == "triton":
+        from deqseq.backbones.kernels.norm import add_norm as fused
+
+        return fused(stream, added, norm, dtype)
+    if added is not None:
+        stream = stream + added
+    return stream, norm(stream).to(dtype)
 
 
 class Injection(nn.Module):
@@ -59,7 +79,7 @@ class ValueGateMLP(nn.Module):
         self.fc2 = nn.Linear(hidden, d_model, bias=False)
 
     def weights(self) -> MLPWeights:
-        return MLPWeights(plain_weight(self.fc1), plain_weight(self.fc2))
+        return MLPWeights(projection(self.fc1), projection(self.fc2))
 
     def forward(self, x: Tensor, weights: MLPWeights) -> Tensor:
         value, gate = F.linear(x, weights.into).chunk(2, dim=-1)
@@ -77,7 +97,7 @@ class SwiGLU(nn.Module):
         self.fc2 = nn.Linear(hidden, d_model, bias=False)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return plain_weight(self.w1), plain_weight(self.w3), plain_weight(self.fc2)
+        return projection(self.w1), projection(self.w3), projection(self.fc2)
 
     def forward(self, x: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         w1, w3, fc2 = weights
@@ -97,6 +117,16 @@ def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
             f"{type(module).__name__} in place of a linear map would be left out: merge adapters first"
         )
     return module.weight
+
+
+def projection(linear: nn.Linear) -> Tensor:
+    """The effective weight of a linear map, in the type that autocast would apply it in.
+
+    Cast once a forward pass instead of at every evaluation.
+    """
+    weight = plain_weight(linear)
+    device = weight.device.type
+    return weight.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight
 
 
 def check_sizes(**sizes: int) -> None:

@@ -18,9 +18,10 @@ from deqseq.backbones.blocks import (
     Injection,
     InputSkip,
     SwiGLU,
+    add_norm,
     check_norm_eps,
     check_sizes,
-    plain_weight,
+    projection,
 )
 from deqseq.normalisation import normalise_weights
 
@@ -44,8 +45,8 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def weights(self) -> _MixerWeights:
-        qkv = torch.cat([plain_weight(linear) for linear in (self.wq, self.wk, self.wv)])
-        return _MixerWeights(qkv, plain_weight(self.out_proj))
+        qkv = torch.cat([projection(linear) for linear in (self.wq, self.wk, self.wv)])
+        return _MixerWeights(qkv, projection(self.out_proj))
 
     def forward(
         self,
@@ -55,15 +56,16 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         state: tuple[Tensor, ...] | None,
         mask: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         qkv = F.linear(u, weights.qkv)
         if injection is not None:
             qkv = qkv + injection
         qkv = qkv.unflatten(-1, (-1, self.headdim)).transpose(1, 2)  # (B, H + 2 J, W, P)
         q, k, v = qkv.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        trace = (k, v)
+        trace = None
         if state is not None:
+            trace = (k, v)
             k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
         y = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, enable_gqa=self.n_kv_head != self.n_head
@@ -78,7 +80,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LlamaBlock(nn.Module):
-    """Pre-norm attention and pre-norm SwiGLU, each added to the stream."""
+    """Pre-norm attention and pre-norm SwiGLU, each added to the stream.
+
+    What a block adds is handed on by itself, so that the addition is one with the next norm.
+    """
 
     def __init__(self, d_model: int, n_head: int, n_kv_head: int, d_inner: int, norm_eps: float) -> None:
         super().__init__()
@@ -92,16 +97,19 @@ class LlamaBlock(nn.Module):
 
     def forward(
         self,
-        z: Tensor,
+        stream: Tensor,
+        added: Tensor | None,
         weights: tuple[_MixerWeights, tuple[Tensor, Tensor, Tensor]],
         injection: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         state: tuple[Tensor, ...] | None,
         mask: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        mixed, trace = self.mixer(self.norm(z), weights[0], injection, rotary, state, mask)
-        z = z + mixed
-        return z + self.mlp(self.norm2(z), weights[1]), trace
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """The stream with ``added``, what this block adds to it, and the trace."""
+        stream, u = add_norm(stream, added, self.norm)
+        mixed, trace = self.mixer(u, weights[0], injection, rotary, state, mask)
+        stream, u = add_norm(stream, mixed, self.norm2)
+        return stream, self.mlp(u, weights[1]), trace
 
 
 class LlamaBackbone(Backbone):
@@ -194,12 +202,12 @@ class LlamaBackbone(Backbone):
             z = self.input_skip(z, injected[1])
         rotary = (cos[:, None], sin[:, None])
         mask = None if state is None else self._mask(z.shape[1], state)
-        traces = []
+        stream, added, traces = z, None, []
         for i, layer in enumerate(self.layers):
             before = None if state is None else state.layers[i]
-            z, trace = layer(z, context.shared[i], injection, rotary, before, mask)
+            stream, added, trace = layer(stream, added, context.shared[i], injection, rotary, before, mask)
             traces.append(trace)
-        return self.norm_f(z), traces
+        return add_norm(stream, added, self.norm_f, z.dtype)[1], traces
 
     def _mask(self, width: int, state: State) -> Tensor:
         """(B, 1, W, S + W) bool: a token sees the slots that are filled, and the window up to itself."""

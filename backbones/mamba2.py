@@ -7,6 +7,8 @@ N = d_state, G = n_groups, K = d_conv.
 from __future__ import annotations
 
 import math
+import sys
+from importlib import import_module
 from typing import NamedTuple, cast
 
 import torch
@@ -14,21 +16,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
+from deqseq.backbones import kernels
 from deqseq.backbones.blocks import (
     RMS_EPS,
     Injection,
     InputSkip,
     MLPWeights,
     ValueGateMLP,
+    add_norm,
     check_norm_eps,
     check_sizes,
     plain_weight,
+    projection,
 )
 from deqseq.backbones.ssd import ssd, ssd_advance
 from deqseq.normalisation import normalise_weights
 
+_plain = sys.modules[__name__]
 
-class _MixerWeights(NamedTuple):
+
+class MixerSizes(NamedTuple):
+    """What a mixer's kernels need to know."""
+
+    heads: int
+    headdim: int
+    d_state: int
+    n_groups: int
+    norm_groups: int
+    norm_eps: float
+    chunk: int
+
+    @property
+    def inner(self) -> int:
+        """E."""
+        return self.heads * self.headdim
+
+    @property
+    def conv_width(self) -> int:
+        """E + 2 G N."""
+        return self.inner + 2 * self.n_groups * self.d_state
+
+
+class MixerWeights(NamedTuple):
     in_proj: Tensor  # (2 E + 2 G N + H, D): rows [gate, x, B, C, dt]
     conv: Tensor  # (E + 2 G N, K)
     conv_bias: Tensor
@@ -39,11 +68,14 @@ class _MixerWeights(NamedTuple):
     out_proj: Tensor  # (D, E)
 
 
-class _LayerTrace(NamedTuple):
-    conv: Tensor  # (B, W, E + 2 G N) inputs of the convolution
+class LayerTrace(NamedTuple):
+    """What moves a layer's state on."""
+
+    conv: tuple[Tensor, ...]  # inputs of the convolution are their sum; each (B, W, E + 2 G N)
     x: Tensor  # (B, W, H, P) inputs of the recurrence
-    a: Tensor  # (B, W, H)
     b: Tensor  # (B, W, G, N)
+    step: Tensor  # (B, W, H)
+    decay: Tensor  # (H,)
 
 
 class Mamba2Mixer(nn.Module):
@@ -54,71 +86,69 @@ class Mamba2Mixer(nn.Module):
         chunk_size: int, norm_groups: int, norm_eps: float,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.inner = expand * d_model
-        self.heads = self.inner // headdim
-        self.headdim = headdim
-        self.d_state = d_state
-        self.n_groups = n_groups
-        self.chunk_size = chunk_size
-        self.conv_width = self.inner + 2 * n_groups * d_state
-        self.in_proj = nn.Linear(d_model, self.inner + self.conv_width + self.heads, bias=False)
-        self.conv1d = nn.Conv1d(
-            self.conv_width, self.conv_width, d_conv, groups=self.conv_width, padding=d_conv - 1
-        )
+        heads = expand * d_model // headdim
+        self.sizes = MixerSizes(heads, headdim, d_state, n_groups, norm_groups, norm_eps, chunk_size)
+        inner, width = self.sizes.inner, self.sizes.conv_width
+        self.in_proj = nn.Linear(d_model, inner + width + heads, bias=False)
+        self.conv1d = nn.Conv1d(width, width, d_conv, groups=width, padding=d_conv - 1)
         # Step sizes start log-uniform in [1e-3, 1e-1], decay rates uniform in [1, 16], as in Mamba2.
-        dt = torch.exp(torch.empty(self.heads).uniform_(math.log(1e-3), math.log(1e-1)))
+        dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(1e-1)))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
-        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(1, 16).log())
-        self.D = nn.Parameter(torch.ones(self.heads))
-        self.norm_groups = norm_groups
-        self.norm = nn.RMSNorm(self.inner, eps=norm_eps)
-        self.out_proj = nn.Linear(self.inner, d_model, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = nn.RMSNorm(inner, eps=norm_eps)
+        self.out_proj = nn.Linear(inner, d_model, bias=False)
 
-    def weights(self) -> _MixerWeights:
+    def weights(self) -> MixerWeights:
         assert self.conv1d.bias is not None
-        return _MixerWeights(
-            plain_weight(self.in_proj),
+        return MixerWeights(
+            projection(self.in_proj),
             plain_weight(self.conv1d).squeeze(1),
             self.conv1d.bias,
             -at_least_float32(self.A_log).exp(),
             self.dt_bias,
             self.D,
             self.norm.weight,
-            plain_weight(self.out_proj),
+            projection(self.out_proj),
         )
 
     def forward(
         self,
         u: Tensor,
-        weights: _MixerWeights,
+        weights: MixerWeights,
         injection: Tensor | None,
         state: tuple[Tensor, ...] | None,
-    ) -> tuple[Tensor, _LayerTrace]:
+    ) -> tuple[Tensor, LayerTrace | None]:
+        """The mixer of u (B, W, D), and what moves ``state`` on, if there is one."""
+        name = kernels.implementation(u)
+        if name == "triton" and weights.conv.shape[1] <= 4:
+            from deqseq.backbones.kernels.mamba2 import mix
+
+            return mix(u, injection, weights, state, self.sizes)
+        sizes = self.sizes
         projected = F.linear(u, weights.in_proj)
         if injection is not None:
             projected = projected + injection
-        gate, conv_in, dt = projected.split([self.inner, self.conv_width, self.heads], dim=-1)
-        tail = None if state is None else state[0]
-        convolved = F.silu(causal_conv(conv_in, weights.conv, weights.conv_bias, tail))
-        shared = self.n_groups * self.d_state
-        x, b, c = convolved.split([self.inner, shared, shared], dim=-1)
-        x = x.unflatten(-1, (self.heads, self.headdim))
-        b, c = (t.unflatten(-1, (self.n_groups, self.d_state)) for t in (b, c))
+        gate, conv_in, dt = projected.split([sizes.inner, sizes.conv_width, sizes.heads], dim=-1)
+        tail, before = (None, None) if state is None else state
+        parts = _plain if name in ("torch", "triton") else import_module(f"deqseq.backbones.kernels.{name}")
+        convolved = parts.convolve(conv_in, weights.conv, weights.conv_bias, tail)
+        shared = sizes.n_groups * sizes.d_state
+        x, b, c = convolved.split([sizes.inner, shared, shared], dim=-1)
+        x = x.unflatten(-1, (sizes.heads, sizes.headdim))
+        b, c = (t.unflatten(-1, (sizes.n_groups, sizes.d_state)) for t in (b, c))
         step = F.softplus(at_least_float32(dt + weights.dt_bias))  # (B, W, H)
-        a = step * weights.decay
-        scaled = x * step.to(x.dtype)[..., None]
-        before = None if state is None else state[1]
-        y = ssd(scaled, a, b, c, before, self.chunk_size)
-        y = torch.addcmul(y, x, weights.skip.to(x.dtype)[:, None]).flatten(-2)
-        y = self._gated_norm(y * F.silu(gate), weights.norm)
-        return F.linear(y, weights.out_proj), _LayerTrace(conv_in, scaled, a, b)
+        y = parts.recur(x, step, weights.decay, b, c, weights.skip, before, sizes.chunk)
+        y = self._gated_norm(y.flatten(-2) * F.silu(gate), weights.norm)
+        out = F.linear(y, weights.out_proj)
+        return out, None if state is None else LayerTrace((conv_in,), x, b, step, weights.decay)
 
     def _gated_norm(self, y: Tensor, weight: Tensor) -> Tensor:
-        eps = self.norm.eps
-        if self.norm_groups == 1:
-            return F.rms_norm(y, (self.inner,), weight, eps)
-        groups = y.unflatten(-1, (self.norm_groups, -1))
-        return F.rms_norm(groups, groups.shape[-1:], eps=eps).flatten(-2) * weight
+        sizes = self.sizes
+        if sizes.norm_groups == 1:
+            return F.rms_norm(y, (sizes.inner,), weight, sizes.norm_eps)
+        groups = y.unflatten(-1, (sizes.norm_groups, -1))
+        return F.rms_norm(groups, groups.shape[-1:], eps=sizes.norm_eps).flatten(-2) * weight
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -136,8 +166,34 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None = N
     return y
 
 
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
+    """SiLU of the causal convolution; arguments as in :func:`causal_conv`."""
+    return F.silu(causal_conv(x, weight, bias, tail))
+
+
+def recur(
+    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
+    chunk: int,
+) -> Tensor:  # fmt: skip
+    """The recurrence with its skip, y (B, W, H, P).
+
+    Args:
+        x: (B, W, H, P).
+        step: (B, W, H) step sizes, float32 or better.
+        decay, skip: (H,).
+        b, c: (B, W, G, N).
+        state: (B, H, P, N) before the first token; zero by default.
+        chunk: tokens handled quadratically at a time.
+    """
+    y = ssd(x * step.to(x.dtype)[..., None], step * decay, b, c, state, chunk)
+    return torch.addcmul(y, x, skip.to(x.dtype)[:, None])
+
+
 class Mamba2Block(nn.Module):
-    """Pre-norm mixer and, where ``d_inner`` > 0, pre-norm gated MLP, each added to the stream."""
+    """Pre-norm mixer and, where ``d_inner`` > 0, pre-norm gated MLP, each added to the stream.
+
+    What a block adds is handed on by itself, so that the addition is one with the next norm.
+    """
 
     def __init__(self, mixer: Mamba2Mixer, d_model: int, d_inner: int, norm_eps: float) -> None:
         super().__init__()
@@ -146,21 +202,24 @@ class Mamba2Block(nn.Module):
         self.norm2 = nn.RMSNorm(d_model, eps=norm_eps) if d_inner else None
         self.mlp = ValueGateMLP(d_model, d_inner) if d_inner else None
 
-    def weights(self) -> tuple[_MixerWeights, MLPWeights | None]:
+    def weights(self) -> tuple[MixerWeights, MLPWeights | None]:
         return self.mixer.weights(), None if self.mlp is None else self.mlp.weights()
 
     def forward(
         self,
-        z: Tensor,
-        weights: tuple[_MixerWeights, MLPWeights | None],
+        stream: Tensor,
+        added: Tensor | None,
+        weights: tuple[MixerWeights, MLPWeights | None],
         injection: Tensor | None,
         state: tuple[Tensor, ...] | None,
-    ) -> tuple[Tensor, _LayerTrace]:
-        mixed, trace = self.mixer(self.norm(z), weights[0], injection, state)
-        z = z + mixed
+    ) -> tuple[Tensor, Tensor, LayerTrace | None]:
+        """The stream with ``added``, what this block adds to it, and the trace."""
+        stream, u = add_norm(stream, added, self.norm)
+        added, trace = self.mixer(u, weights[0], injection, state)
         if self.mlp is not None and self.norm2 is not None:
-            z = z + self.mlp(self.norm2(z), weights[1])
-        return z, trace
+            stream, u = add_norm(stream, added, self.norm2)
+            added = self.mlp(u, weights[1])
+        return stream, added, trace
 
 
 class Mamba2Backbone(Backbone):
@@ -261,12 +320,12 @@ class Mamba2Backbone(Backbone):
         injection = context.tokens[0] if context.tokens else None
         if self.input_skip is not None:
             z = self.input_skip(z, context.tokens[1])
-        traces = []
+        stream, added, traces = z, None, []
         for i, layer in enumerate(self.layers):
             before = None if state is None else state.layers[i]
-            z, trace = layer(z, context.shared[i], injection, before)
+            stream, added, trace = layer(stream, added, context.shared[i], injection, before)
             traces.append(trace)
-        return self.norm_f(z), traces
+        return add_norm(stream, added, self.norm_f, z.dtype)[1], traces
 
     def initial_state(
         self,
@@ -276,12 +335,13 @@ class Mamba2Backbone(Backbone):
     ) -> State:
         """Zeros: per layer the convolution's tail (B, K-1, E + 2 G N) and the SSM state (B, H, P, N)."""
         mixer = self._mixer
+        sizes = mixer.sizes
         device = self.norm_f.weight.device if device is None else device
         dtype = self.norm_f.weight.dtype if dtype is None else dtype
         kernel = mixer.conv1d.kernel_size[0]
         layer = (
-            torch.zeros(batch_size, kernel - 1, mixer.conv_width, device=device, dtype=dtype),
-            torch.zeros(batch_size, mixer.heads, mixer.headdim, mixer.d_state, device=device, dtype=dtype),
+            torch.zeros(batch_size, kernel - 1, sizes.conv_width, device=device, dtype=dtype),
+            torch.zeros(batch_size, sizes.heads, sizes.headdim, sizes.d_state, device=device, dtype=dtype),
         )
         seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
         return State(seen, (layer,) * len(self.layers))
@@ -289,7 +349,13 @@ class Mamba2Backbone(Backbone):
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         layers = []
         for (tail, ssm), left in zip(state.layers, trace, strict=True):
-            inputs = torch.cat([tail, left.conv.to(tail.dtype)], 1)
-            last = torch.arange(tail.shape[1], device=tail.device) + count[:, None]
-            layers.append((take_tokens(inputs, last), ssd_advance(left.x, left.a, left.b, ssm, count)))
+            # The last inputs consumed, which may reach back into the tail.
+            taps = tail.shape[1]
+            last = torch.arange(taps, device=tail.device) + count[:, None]
+            if taps:
+                parts = [take_tokens(part, (last - taps).clamp_min(0)) for part in left.conv]
+                new = torch.stack(parts).sum(0).to(tail.dtype)
+                tail = torch.where((last < taps)[..., None], take_tokens(tail, last.clamp_max(taps - 1)), new)
+            x = left.x * left.step.to(left.x.dtype)[..., None]
+            layers.append((tail, ssd_advance(x, left.step * left.decay, left.b, ssm, count)))
         return State(state.seen + count, tuple(layers))

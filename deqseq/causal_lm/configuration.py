@@ -154,8 +154,8 @@ class ImplicitConfig(PreTrainedConfig):
         kind = settings.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ValueError(
-                f"{args[0] if args else 'this'} is a {kind!r}, not an {cls.model_type!r}; transformers' Llama "
-                "and Mamba2 models become ours by ImplicitForCausalLM.from_explicit(path)"
+                f"{args[0] if args else 'this'} is a {kind!r}, not an {cls.model_type!r}; transformers' "
+                "Llama and Mamba2 models become ours by ImplicitForCausalLM.from_explicit(path)"
             )
         return settings, unused
 

@@ -1,0 +1,35 @@
+"""The convolution and the recurrence of Mamba2 by flash-linear-attention (fla-core).
+
+Shapes and arguments as in :mod:`deqseq.backbones.mamba2`.
+"""
+
+from __future__ import annotations
+
+import torch
+from fla.modules.conv import causal_conv1d
+from fla.ops.simple_gla import chunk_simple_gla
+from torch import Tensor
+
+from deqseq.backbones import mamba2 as plain
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
+    """SiLU of the causal convolution; one that goes on from a state goes through plain PyTorch."""
+    if tail is not None:
+        return plain.convolve(x, weight, bias, tail)
+    out = causal_conv1d(x.contiguous(), weight.to(x.dtype), bias.to(x.dtype), activation="silu")
+    y: Tensor = out[0] if isinstance(out, tuple) else out
+    return y
+
+
+def recur(
+    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
+    chunk: int,
+) -> Tensor:  # fmt: skip
+    """The recurrence with its skip: gated linear attention with queries c, keys b and values step * x."""
+    repeat = x.shape[2] // b.shape[2]
+    q, k = (t.repeat_interleave(repeat, 2).contiguous() for t in (c, b))
+    v = (x * step.to(x.dtype)[..., None]).contiguous()
+    start = None if state is None else state.transpose(-1, -2).float().contiguous()
+    y, _ = chunk_simple_gla(q, k, v, g=step * decay, scale=1.0, initial_state=start)
+    return torch.addcmul(y, x, skip.to(x.dtype)[:, None])

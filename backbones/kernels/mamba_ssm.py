@@ -1,0 +1,35 @@
+"""The convolution and the recurrence of Mamba2 by causal_conv1d and mamba_ssm.
+
+Shapes and arguments as in :mod:`deqseq.backbones.mamba2`.
+"""
+
+from __future__ import annotations
+
+from causal_conv1d import causal_conv1d_fn
+from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+from torch import Tensor
+
+from deqseq.backbones import mamba2 as plain
+
+CHUNK = 256  # its kernels' best on an H100
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
+    """SiLU of the causal convolution; shapes that the kernel does not take go through plain PyTorch."""
+    by_channel = x.transpose(1, 2)
+    aligned = by_channel.stride(0) % 8 == 0 and by_channel.stride(2) % 8 == 0
+    if tail is not None or not aligned or not 2 <= weight.shape[1] <= 4:
+        return plain.convolve(x, weight, bias, tail)
+    out: Tensor = causal_conv1d_fn(by_channel, weight.to(x.dtype), bias.to(x.dtype), activation="silu")
+    return out.transpose(1, 2)
+
+
+def recur(
+    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
+    chunk: int,
+) -> Tensor:  # fmt: skip
+    """The recurrence with its skip."""
+    y: Tensor = mamba_chunk_scan_combined(
+        x, step, decay, b, c, chunk_size=CHUNK, D=skip.float(), initial_states=state
+    )
+    return y

@@ -1,0 +1,164 @@
+"""Fused kernels against their plain twins: on a GPU if there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deqseq import FixedIterations, ImplicitSequenceLayer, Phantom
+from deqseq.backbones import LlamaBackbone, Mamba2Backbone, kernels
+from deqseq.backbones.blocks import add_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+SIZES: dict[str, dict[str, Any]] = {
+    "plain": {"d_state": 16, "headdim": 8},
+    "odd": {"d_state": 12, "headdim": 24, "expand": 3, "norm_groups": 3},
+    "groups": {"d_state": 8, "headdim": 8, "n_groups": 2, "d_conv": 2},
+    "no-conv": {"d_state": 8, "headdim": 16, "d_conv": 1, "weight_norm": False},
+    "deep": {"d_state": 8, "headdim": 16, "n_layer": 2, "d_inner": 32},
+}
+
+
+@pytest.fixture(autouse=True)
+def _needs_triton() -> None:
+    triton = pytest.importorskip("triton", reason="Triton is not made for this platform")
+    if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        pytest.skip("Triton's interpreter does not know this numpy before 3.7, and there is no GPU")
+
+
+def backbone(name: str) -> Mamba2Backbone:
+    torch.manual_seed(0)
+    made = Mamba2Backbone(**{"d_model": 16, "n_layer": 1, **SIZES[name]}).to(DEVICE)
+    for parameter in made.parameters():  # norms and skips start as ones, biases as zeros
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+def twins(function: Callable[[], list[Tensor]]) -> None:
+    with kernels.use("torch"):
+        expected = function()
+    with kernels.use("triton"):
+        found = function()
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        if b.numel() == 0:
+            assert a.shape == b.shape
+            continue
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item() + 1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 21])
+@pytest.mark.parametrize("name", SIZES)
+def test_values_and_gradients(name: str, length: int) -> None:
+    body = backbone(name)
+    x, z, weight = (torch.randn(2, length, 16, device=DEVICE) for _ in range(3))
+
+    def run() -> list[Tensor]:
+        z_in, x_in = z.clone().requires_grad_(), x.clone().requires_grad_()
+        out = body(z_in, body.prepare(x_in))
+        return [out, *torch.autograd.grad((out * weight).sum(), [z_in, x_in, *body.parameters()])]
+
+    twins(run)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@torch.no_grad()
+def test_states(name: str) -> None:
+    """What is evaluated after a state, and the state after a part of it."""
+    body = backbone(name)
+    x, z = (torch.randn(2, 9, 16, device=DEVICE) for _ in range(2))
+    start = body.initial_state(2).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
+
+    def run() -> list[Tensor]:
+        out, trace = body.evaluate(z, body.prepare(x), start)
+        end = body.advance(trace, start, torch.tensor([2, 9], device=DEVICE))
+        return [out, *(t for layer in end.layers for t in layer)]
+
+    twins(run)
+
+
+def test_gradients_with_a_state() -> None:
+    body = backbone("plain")
+    x = torch.randn(2, 19, 16, device=DEVICE)
+    start = body.initial_state(2).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
+
+    def run() -> list[Tensor]:
+        out = body.evaluate(x, body.prepare(x), start)[0]
+        return list(torch.autograd.grad(out.square().sum(), list(body.parameters())))
+
+    twins(run)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_training_through_the_layer(name: str) -> None:
+    torch.manual_seed(1)
+    body = backbone("plain") if name == "mamba2" else LlamaBackbone(16, n_layer=2, n_head=2).to(DEVICE)
+    layer = ImplicitSequenceLayer(body, gradient=Phantom(2), convergence=FixedIterations(2))
+    x = torch.randn(2, 11, 16, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        z = layer(x).z
+        return [z, *torch.autograd.grad(z.square().sum(), list(body.parameters()))]
+
+    twins(run)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 16), (1, 3, 300)])
+@pytest.mark.parametrize("with_added", [True, False])
+def test_add_norm(shape: tuple[int, ...], with_added: bool) -> None:
+    torch.manual_seed(0)
+    norm = nn.RMSNorm(shape[-1], eps=1e-5, device=DEVICE)
+    nn.init.normal_(norm.weight)
+    stream, added, left, right = (torch.randn(shape, device=DEVICE) for _ in range(4))
+
+    def run() -> list[Tensor]:
+        inputs = [stream.clone().requires_grad_(), added.clone().requires_grad_()]
+        total, normed = add_norm(inputs[0], inputs[1] if with_added else None, norm)
+        wanted = [*inputs[: 1 + with_added], norm.weight]
+        return [total, normed, *torch.autograd.grad((total * left + normed * right).sum(), wanted)]
+
+    twins(run)
+
+
+def test_coarse_types_are_summed_in_float32() -> None:
+    """The fused form of a coarse type is about as near to the truth as the plain one."""
+    coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bfloat16
+    body = backbone("plain")
+    x, z = (torch.randn(2, 21, 16, device=DEVICE) for _ in range(2))
+
+    def run(name: str, dtype: torch.dtype) -> Tensor:
+        body.to(dtype)
+        with kernels.use(name), torch.no_grad():
+            return body(z.to(dtype), body.prepare(x.to(dtype))).double()
+
+    truth = run("torch", torch.float64)
+    fused, plain = run("triton", coarse), run("torch", coarse)
+    assert fused.sub(truth).norm() < 1.5 * plain.sub(truth).norm()
+    assert fused.sub(truth).norm() < 0.03 * truth.norm()
+
+
+def test_what_is_computed_by_what(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.zeros(1)
+    assert kernels.implementation(x) == "torch"
+    with kernels.use("triton"):
+        assert kernels.implementation(x.double()) == "torch"
+        with kernels.use("torch"):
+            assert kernels.implementation(x) == "torch"
+    monkeypatch.setenv("DEQSEQ_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="triton, mamba_ssm, fla, torch"):
+        kernels.implementation(x)
+    monkeypatch.setitem(kernels._PACKAGES, "fla", ("a_package_nobody_has",))
+    kernels.available.cache_clear()
+    with caplog.at_level(logging.INFO, logger="deqseq"):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="a_package_nobody_has"), kernels.use("fla"):
+                pass
+    assert sum("a_package_nobody_has" in record.message for record in caplog.records) == 1
+    kernels.available.cache_clear()

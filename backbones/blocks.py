@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from deqseq.backbones import kernels
+from deqseq import kernels
 from deqseq.convergence import check_count
 
 RMS_EPS = 1e-5

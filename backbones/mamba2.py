@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
-from deqseq.backbones import kernels
 from deqseq.backbones.blocks import (
     RMS_EPS,
     Injection,

@@ -101,7 +101,8 @@ class Backbone(nn.Module, ABC):
         """One evaluation: f(z) (B, W, D) of the tokens that follow ``state``, and its trace.
 
         The trace is what :meth:`advance` needs to consume tokens at exactly these z, so that moving
-        the state on costs no further evaluation.
+        the state on costs no further evaluation; without a state there is nothing to move, and it may be
+        ``None``. f(z) is a tensor of its own, which a solve without a graph may overwrite.
         """
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:

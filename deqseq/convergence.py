@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from deqseq import kernels
 from deqseq.registry import Registry
 
 Scope = Literal["token", "sequence"]
@@ -82,6 +83,10 @@ class ConvergencePolicy(ABC):
 
 def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
     """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W), at least float32."""
+    if kernels.implementation(z) == "triton" and not torch.is_grad_enabled():
+        from deqseq.loop_triton import residual_norms as fused
+
+        return fused(z, fz)
     dtype = torch.promote_types(z.dtype, torch.float32)
     change = torch.linalg.vector_norm(fz - z, dim=-1, dtype=dtype)
     size = torch.linalg.vector_norm(fz, dim=-1, dtype=dtype)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deqseq import kernels
 from deqseq.backbone import Context, State, Trace, take_tokens
 from deqseq.convergence import ConvergencePolicy
 from deqseq.solution import Solution, Status
@@ -109,7 +110,7 @@ def _iterate_all(problem: Problem) -> Solution:
         if policy.tests_residual and (ends or _stop(tokens.settled, passes, problem)):
             break
         proposal, solver_state = solver.step(z, fz, solver_state, tokens.progress(policy))
-        z = torch.where(tokens.hold[..., None], z, proposal) if policy.tests_residual else proposal
+        z = _held(tokens.hold, z, proposal) if policy.tests_residual else proposal
         if ends:
             break
     value = fz if policy.tests_residual else z
@@ -161,7 +162,7 @@ def _iterate_window(problem: Problem) -> Solution:
         start = start + leaving
         if _stop(start >= ends, passes, problem):
             break
-        z = torch.where(tokens.hold[..., None], z, proposal)
+        z = _held(tokens.hold, z, proposal)
         moved = offsets + leaving[:, None]
         stays, source = moved < width, moved.clamp_max(width - 1)
         index, inside = enter(start)
@@ -203,26 +204,28 @@ class _Tokens:
         active = self.active
         verdict = policy.judge(z, fz, self.iterations, active)
         self.residual, converged = verdict.residual, verdict.converged
+        ended = Status.BUDGET_EXHAUSTED if policy.tests_residual else Status.COMPLETED
+        if kernels.implementation(z) == "triton":
+            from deqseq.loop_triton import settle
+
+            self.settled, self.status, self.hold = settle(
+                self.residual, converged, verdict.stops, self.settled, self.iterations, self.status,
+                policy.max_iter, (int(Status.CONVERGED), int(ended), int(Status.NON_FINITE)),
+            )  # fmt: skip
+            return
         finite = torch.isfinite(self.residual)
         # A value that is not finite is final once no finite token before it can still change it.
         failed = ~finite & _all_before(self.settled | ~finite)
         exhausted = self.iterations >= policy.max_iter
         self.settled = _all_up_to(self.settled | (verdict.stops & finite) | exhausted | failed)
-        ended = Status.BUDGET_EXHAUSTED if policy.tests_residual else Status.COMPLETED
         code = torch.where(converged, int(Status.CONVERGED), int(ended))
         code = torch.where(finite, code, int(Status.NON_FINITE))
         self.status = torch.where(self.settled & active, code, self.status)
         self.hold = self.settled | ~finite
 
     def progress(self, policy: ConvergencePolicy) -> Progress:
-        tests = policy.tests_residual
-        return Progress(
-            residual=self.residual if tests else None,
-            active=self.active,
-            entered=self.iterations <= 1,
-            shifting=~_all_before(self.settled) if tests else torch.zeros_like(self.settled),
-            last=self.iterations + 1 == policy.max_iter,
-        )
+        residual = self.residual if policy.tests_residual else None
+        return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
     def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> _Tokens:
         """The tokens after the settled ones have left; ``source`` (B, W) is where each was before."""
@@ -276,6 +279,15 @@ def _valid(problem: Problem) -> Tensor:
     if problem.lengths is None:
         return torch.ones(batch, length, dtype=torch.bool, device=problem.z0.device)
     return position < problem.lengths[:, None]
+
+
+def _held(hold: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
+    """z where ``hold`` (B, W) says so, else the proposal, whose memory may be used."""
+    if kernels.implementation(z) == "triton" and not torch.is_grad_enabled():
+        from deqseq.loop_triton import hold_
+
+        return hold_(proposal.contiguous(), z, hold)
+    return torch.where(hold[..., None], z, proposal)
 
 
 def _all_up_to(done: Tensor) -> Tensor:

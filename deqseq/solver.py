@@ -6,29 +6,50 @@ Shapes: B sequences, W tokens in the window, D width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from deqseq.registry import Registry
 
 
-class Progress(NamedTuple):
-    """What the loop knows about the tokens at a step; each (B, W).
+@dataclass
+class Progress:
+    """What the loop knows about the tokens at a step, each (B, W); what follows is made when asked for.
 
     Attributes:
         residual: float32, relative residual of the evaluation; ``None`` if the policy tests none.
         active: bool, tokens that took part in the evaluation unsettled.
-        entered: bool, tokens whose first evaluation this was.
-        shifting: bool, tokens with an unsettled one before them: their map is still going to change.
-        last: bool, tokens whose next evaluation is the last that the budget allows.
+        iterations: int64, evaluations each has taken part in.
+        settled: bool; none where the policy tests no residual.
+        budget: evaluations a token may take part in.
     """
 
     residual: Tensor | None
     active: Tensor
-    entered: Tensor
-    shifting: Tensor
-    last: Tensor
+    iterations: Tensor
+    settled: Tensor
+    budget: int
+
+    @cached_property
+    def entered(self) -> Tensor:
+        """(B, W) bool, tokens whose first evaluation this was."""
+        return self.iterations <= 1
+
+    @cached_property
+    def shifting(self) -> Tensor:
+        """(B, W) bool, tokens with an unsettled one before them: their map is still going to change."""
+        if self.residual is None:
+            return torch.zeros_like(self.settled)
+        return (~self.settled).cumsum(1) > (~self.settled).long()
+
+    @cached_property
+    def last(self) -> Tensor:
+        """(B, W) bool, tokens whose next evaluation is the last that the budget allows."""
+        return self.iterations + 1 == self.budget
 
     @property
     def fresh(self) -> Tensor:

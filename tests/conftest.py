@@ -92,6 +92,15 @@ def _seed() -> Iterator[None]:
 
 
 @pytest.fixture
+def needs_triton() -> None:
+    """Triton is made for Linux only, and its interpreter runs with recent numpy from 3.7 on."""
+    triton = pytest.importorskip("triton", reason="Triton is not made for this platform")
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if not torch.cuda.is_available() and version < (3, 7):
+        pytest.skip("Triton's interpreter runs with this numpy from 3.7 on, and there is no GPU")
+
+
+@pytest.fixture
 def contractive() -> Callable[[Backbone], Backbone]:
     """``contractive(backbone)``: the backbone, made to contract in place."""
     return contract
@@ -169,9 +178,10 @@ def make_progress() -> Callable[..., Progress]:
 
     def make(z: Tensor, step: int, **changes: Any) -> Progress:
         no = torch.zeros(z.shape[:2], dtype=torch.bool)
-        entered = torch.full_like(no, step == 0)
-        known = Progress(residual=None, active=~no, entered=entered, shifting=no, last=no)
-        return known._replace(**changes)
+        progress = Progress(None, ~no, torch.full(z.shape[:2], step + 1), no, budget=1000)
+        for name, value in changes.items():
+            setattr(progress, name, value)
+        return progress
 
     return make
 

@@ -21,6 +21,7 @@ from deqseq import (
     Unrolled,
 )
 from deqseq.backbones import ModuleBackbone
+from deqseq.loop import _Tokens
 from deqseq.solvers import Anderson, BestIterate, Broyden, Picard
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
@@ -364,3 +365,32 @@ def test_search_stores_no_graph(make_layer: MakeLayer) -> None:
         return count
 
     assert saved(FixedIterations(1)) == saved(FixedIterations(30)) > 0
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
+    """With tokens that converge, diverge and become infinite, alone and behind others."""
+    from deqseq import kernels, loop_triton
+
+    residual = torch.rand(4, 9)
+    residual[0, 3], residual[1, 0], residual[2, 8] = torch.nan, torch.inf, torch.nan
+    policy = Residual(rtol=0.5, max_iter=7)
+    z, fz = torch.randn(4, 9, 5), torch.randn(4, 9, 5)
+    fz[3, 2, 1] = torch.inf
+
+    def judged(name: str) -> list[torch.Tensor]:
+        tokens = _Tokens.enter(torch.arange(9) < torch.tensor([9, 9, 4, 9])[:, None])
+        found = []
+        with kernels.use(name), torch.no_grad():
+            for step in range(1, 9):
+                new = torch.lerp(fz, z, 1 - 0.2 * torch.arange(9)[:, None] / 9)
+                tokens.count()
+                tokens.judge(z, torch.where((residual < step / 8)[..., None], z, new), policy)
+                found += [tokens.settled, tokens.status, tokens.hold, tokens.residual]
+        return found
+
+    for plain, fused in zip(judged("torch"), judged("triton"), strict=True):
+        torch.testing.assert_close(fused, plain, equal_nan=True)
+    hold = torch.rand(4, 9) < 0.5
+    held = loop_triton.hold_(fz.clone(), z, hold)
+    torch.testing.assert_close(held, torch.where(hold[..., None], z, fz), rtol=0, atol=0, equal_nan=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deqseq import FixedIterations, ImplicitSequenceLayer, Phantom
-from deqseq.backbones import LlamaBackbone, Mamba2Backbone, kernels
+from deqseq import FixedIterations, ImplicitSequenceLayer, Phantom, kernels
+from deqseq.backbones import LlamaBackbone, Mamba2Backbone
 from deqseq.backbones.blocks import add_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,11 +25,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _needs_triton() -> None:
-    triton = pytest.importorskip("triton", reason="Triton is not made for this platform")
-    if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-        pytest.skip("Triton's interpreter does not know this numpy before 3.7, and there is no GPU")
+pytestmark = pytest.mark.usefixtures("needs_triton")
 
 
 def backbone(name: str) -> Mamba2Backbone:

@@ -21,6 +21,7 @@ from deqseq.tasks.evaluate.downstream import TASKS, average, evaluate_tasks, loc
 from deqseq.tasks.evaluate.duality import compare_windows
 from deqseq.tasks.evaluate.models import load_tokenizer, read_tokens, solving, tolerance_and_budget
 from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
+from deqseq.tasks.figures import log_scale, pyplot
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 TEXT = "".join(
@@ -463,6 +464,20 @@ def test_force_writes_beside_other_files(saved: Path, tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "precious"
     assert (tmp_path / "perplexity.json").is_file()
     assert run_main(["length", *command[1:]], saved, tmp_path) == 2  # another report is another file
+
+
+def test_logarithmic_axes_have_plain_labels() -> None:
+    plt = pyplot()
+    if plt is None:
+        pytest.skip("matplotlib is not installed")
+    for low, high in ((560, 690), (1, 1e6), (1e-7, 1)):
+        figure, axes = plt.subplots()
+        axes.plot([1, 2], [low, high])
+        log_scale(axes.yaxis)
+        figure.canvas.draw()
+        labels = [label.get_text() for label in axes.get_yticklabels(which="both") if label.get_text()]
+        assert len(labels) > 1 and all(float(label) > 0 for label in labels)
+        plt.close(figure)
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "downstream"])

@@ -377,9 +377,24 @@ def test_tokens_of_texts(tokenizer: Any, saved: Path) -> None:
     whole = read_tokens([text, text], tokenizer)
     assert torch.equal(whole, encode(tokenizer, TEXT[:400]).repeat(2))
     assert torch.equal(read_tokens([text, text], tokenizer, limit=10), whole[:11])
+    for limit in range(1, 200, 7):
+        assert torch.equal(read_tokens([text, text], tokenizer, limit), whole[: limit + 1])
     alone = load_tokenizer("unused", str(saved / "model" / "tokenizer.json"))
     assert torch.equal(read_tokens([text], alone), encode(tokenizer, TEXT[:400]))
     assert alone.eos_token == "<|endoftext|>"
+
+
+def test_no_more_is_tokenised_than_a_limit_needs(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(TEXT * 100)
+    read: list[int] = []
+
+    def watched(text: str, **options: Any) -> Any:
+        read.append(len(text))
+        return tokenizer(text, **options)
+
+    found = read_tokens([str(tmp_path / "long.txt")], watched, limit=100)
+    assert torch.equal(found, encode(tokenizer, TEXT)[:101])
+    assert sum(read) < len(TEXT) < len(TEXT * 100)
 
 
 def run_main(command: list[str], saved: Path, tmp_path: Path) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TextIO
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 import deqseq.causal_lm  # noqa: F401 - registers the implicit models with AutoModelForCausalLM
 from deqseq.convergence import ConvergencePolicy, Residual, check_count
@@ -22,10 +23,15 @@ from deqseq.layer import ImplicitSequenceLayer
 Window = int | None | Literal["model"]
 """Tokens solved at a time; ``None``: all; ``"model"``: the model's own."""
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 # A cut may change the tokens beside it, so a text that is read up to a limit is read by so many more.
 _SPARE = 64
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
+
+
+def quiet_transformers() -> None:
+    """Errors only, and no bar as weights load: for programs with something to print of their own."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def load_model(name: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
@@ -61,7 +67,7 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
         ValueError: none there.
     """
     place = Path(source or model)
-    hint = "name one with --tokenizer FILE_OR_FOLDER"
+    hint = "name one with --tokenizer PATH"
     if place.is_dir():
         single = place / "tokenizer.json"
         if not single.is_file() and not (place / "tokenizer_config.json").is_file():
@@ -124,6 +130,11 @@ def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
     """The implicit layer of a model; ``None`` for explicit ones."""
     found = (module for module in model.modules() if isinstance(module, ImplicitSequenceLayer))
     return next(found, None)
+
+
+def window_name(layer: ImplicitSequenceLayer | None) -> int | str | None:
+    """How reports write a layer's window: a number or ``"all"``; ``None`` for explicit models."""
+    return None if layer is None else layer.window or "all"
 
 
 def tolerance_and_budget(

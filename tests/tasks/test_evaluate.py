@@ -578,10 +578,12 @@ def test_logarithmic_axes_have_plain_labels() -> None:
 def test_help_and_wrong_arguments_wait_for_no_model_library() -> None:
     code = """
 import sys
+from deqseq.tasks import generate
 from deqseq.tasks.evaluate import __main__ as evaluate
 for program, arguments in (
     (evaluate, ["--help"]), (evaluate, ["duality", "--help"]),
     (evaluate, ["downstream", "m", "--limit", "x"]),
+    (generate, ["--help"]), (generate, ["m", "the", "--top-p", "0.5"]),
 ):
     try:
         program.main(arguments)

@@ -6,18 +6,20 @@ Prompts, choices and metrics are those of lm-eval's own tasks; a local file repl
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, TextIO
 
 from deqseq.convergence import check_count
+
+if TYPE_CHECKING:  # the command line lists the tasks without waiting for transformers
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ class Task:
         folder: of lm-eval's task files.
         pattern: that its local file matches.
         metric: that enters the average; for ``acc_norm``, log-likelihoods are per character of the choice.
+        chance: what guessing gets, with the four choices that nearly all questions of ARC have.
         fields: that a document needs.
         convert: from the schema of the original release to that of the hub.
     """
@@ -39,6 +42,7 @@ class Task:
     folder: str
     pattern: str
     metric: str
+    chance: float
     fields: tuple[str, ...]
     convert: Callable[[Doc], Doc] = lambda doc: doc
 
@@ -51,6 +55,7 @@ class TaskScore:
         documents: how many were asked.
         source: the local file, or the name on the hub.
         metric, main, main_stderr: what enters the average.
+        chance: of that metric.
         acc, acc_norm, perplexity: all that the task reports.
     """
 
@@ -60,6 +65,7 @@ class TaskScore:
     metric: str
     main: float
     main_stderr: float | None
+    chance: float
     acc: float | None
     acc_stderr: float | None
     acc_norm: float | None
@@ -82,16 +88,16 @@ def _question(name: str) -> Callable[[Doc], Doc]:
 
 
 TASKS = {
-    "lambada_openai": Task("lambada", "lambada*.jsonl", "acc", ("text",)),
-    "hellaswag": Task("hellaswag", "hellaswag*.jsonl", "acc_norm", ("ctx", "endings", "label")),
-    "piqa": Task("piqa", "piqa*.jsonl", "acc", ("goal", "sol1", "sol2", "label")),
-    "arc_easy": Task("arc", "arc_easy*.jsonl", "acc", ("question", "choices", "answerKey"),
+    "lambada_openai": Task("lambada", "lambada*.jsonl", "acc", 0.0, ("text",)),
+    "hellaswag": Task("hellaswag", "hellaswag*.jsonl", "acc_norm", 0.25, ("ctx", "endings", "label")),
+    "piqa": Task("piqa", "piqa*.jsonl", "acc", 0.5, ("goal", "sol1", "sol2", "label")),
+    "arc_easy": Task("arc", "arc_easy*.jsonl", "acc", 0.25, ("question", "choices", "answerKey"),
                      _question("question")),
-    "arc_challenge": Task("arc", "arc_challenge*.jsonl", "acc_norm", ("question", "choices", "answerKey"),
-                          _question("question")),
-    "winogrande": Task("winogrande", "winogrande*.jsonl", "acc",
+    "arc_challenge": Task("arc", "arc_challenge*.jsonl", "acc_norm", 0.25,
+                          ("question", "choices", "answerKey"), _question("question")),
+    "winogrande": Task("winogrande", "winogrande*.jsonl", "acc", 0.5,
                        ("sentence", "option1", "option2", "answer")),
-    "openbookqa": Task("openbookqa", "openbookqa*.jsonl", "acc_norm",
+    "openbookqa": Task("openbookqa", "openbookqa*.jsonl", "acc_norm", 0.25,
                        ("question_stem", "choices", "answerKey"), _question("question_stem")),
 }  # fmt: skip
 
@@ -205,7 +211,6 @@ def evaluate_tasks(
     if limit is not None:
         check_count("limit", limit)
     try:
-        import datasets
         import lm_eval
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
@@ -221,18 +226,18 @@ def evaluate_tasks(
     if files is not None:
         index = manager.task_index
         tasks = [_over_file(name, files[name], index[name].yaml_path) for name in names]
-    if not progress:
-        datasets.disable_progress_bars()
     # Resampling in processes forked from one that runs torch can hang, and one is quick enough.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
+    screen = sys.stderr if progress else None
     try:
-        with _quiet(), contextlib.redirect_stdout(sys.stderr):
-            found = lm_eval.simple_evaluate(
-                model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
-                tasks=tasks,
+        with _quiet():
+            lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            # Not simple_evaluate, which would look for git and list the machine's packages afterwards.
+            found: Any = lm_eval.evaluate(
+                lm=_with_one_bar(lm, screen),
+                task_dict=manager.load(tasks),
                 limit=limit,
-                task_manager=manager,
                 bootstrap_iters=1000,
                 log_samples=False,
             )
@@ -260,6 +265,7 @@ def _read(name: str, found: dict[str, Any], source: str) -> TaskScore:
         metric=metric,
         main=main,
         main_stderr=value(f"{metric}_stderr"),
+        chance=TASKS[name].chance,
         **every,
     )
 
@@ -269,13 +275,27 @@ def average(scores: Sequence[TaskScore]) -> float:
     return sum(s.main for s in scores) / len(scores)
 
 
+def _with_one_bar(lm: Any, screen: TextIO | None) -> Any:
+    """lm-eval's model, telling ``screen`` how far it is: of lm-eval's many bars, the one that matters."""
+    compute = lm._loglikelihood_tokens
+
+    def compute_with_bar(requests: Any, disable_tqdm: bool = False, **options: Any) -> Any:
+        with contextlib.redirect_stderr(screen or sys.stderr):
+            return compute(requests, disable_tqdm=screen is None, **options)
+
+    lm._loglikelihood_tokens = compute_with_bar
+    return lm
+
+
 @contextlib.contextmanager
-def _quiet() -> Any:
-    """lm-eval's log down to errors, for a while."""
+def _quiet() -> Iterator[None]:
+    """Nothing of what lm-eval and datasets print and log below errors, for a while."""
     log = logging.getLogger("lm_eval")
     before = log.level
     log.setLevel(logging.ERROR)
+    nowhere = io.StringIO()
     try:
-        yield
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
     finally:
         log.setLevel(before)

@@ -16,11 +16,37 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from deqseq.convergence import ConvergencePolicy
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.solution import Solution, Status
 from deqseq.tasks.evaluate.models import solving
 from deqseq.tasks.evaluate.perplexity import SolveTally, batches, exponential, losses, run
 
 # Rows of logits compared at once, in float32.
 _ROWS = 1024
+# Tokens listed for the largest differences.
+_WORST = 5
+
+
+@dataclass
+class Difference:
+    """A token on which a window and the first disagree.
+
+    Attributes:
+        sequence, position: where it stands, counted from 1.
+        max_logit_diff: largest absolute difference of a logit.
+        iterations, residual, converged: of the search in this window.
+        first_iterations, first_residual, first_converged: in the first.
+    """
+
+    sequence: int
+    position: int
+    max_logit_diff: float
+    iterations: int
+    first_iterations: int
+    residual: float
+    first_residual: float
+    converged: bool
+    first_converged: bool
 
 
 @dataclass
@@ -28,47 +54,53 @@ class Agreement:
     """One window against the first.
 
     Attributes:
-        window: tokens solved at a time; ``None``: all.
-        policy: when a token was done.
+        window: tokens solved at a time, or ``"all"``.
+        policy, budget: when a token was done, and the evaluations it could take part in at most.
         tokens: compared.
-        same: share of tokens with the same most likely next token.
-        largest, mean: absolute differences of logits.
-        divergence: Kullback-Leibler, of this window's prediction from the first's, nats a token.
+        agreement: share of tokens with the same most likely next token.
+        max_logit_diff, mean_logit_diff: absolute differences of logits.
+        kl: Kullback-Leibler divergence of this window's prediction from the first's, nats a token.
         perplexity: of the text, in this window.
-        iterations: evaluations a token took part in, mean.
-        residual, converged, nfe: as in :class:`~deqseq.tasks.evaluate.perplexity.Score`.
+        iterations, residual, converged, passes_per_batch: as in
+            :class:`~deqseq.tasks.evaluate.perplexity.Score`.
         seconds: of the model.
+        worst: the tokens with the largest differences. Windows may disagree on a token that both call
+            converged: a residual is the last step, and where the search is slow much way may be left.
     """
 
-    window: int | None
+    window: int | str
     policy: str
+    budget: int
     tokens: int
-    same: float
-    largest: float
-    mean: float
-    divergence: float
+    agreement: float
+    max_logit_diff: float
+    mean_logit_diff: float
+    kl: float
     perplexity: float
-    iterations: float | None
-    residual: float | None
+    iterations: float
+    residual: float
     converged: float | None
-    nfe: int | None
+    passes_per_batch: float
     seconds: float
+    worst: list[Difference]
 
 
 class _Comparison:
-    """Differences from the reference, added up over batches."""
+    """Differences from the first window, added up over batches."""
 
     def __init__(self) -> None:
         self.solves = SolveTally()
         self.seconds = 0.0
         self.nll = 0.0
+        self.worst: list[Difference] = []
+        self._sequences = 0
         self._sums = torch.zeros(3, dtype=torch.float64)  # same, mean over V of |difference|, divergence
-        self._largest = torch.zeros((), dtype=torch.float64)
 
-    def add(self, logits: Tensor, reference: Tensor) -> None:
-        """Take in one batch, both (B, L, V)."""
+    def add(self, out: Any, first: Any) -> None:
+        """Take in the model's output on one batch, in this window and in the first."""
+        largest = []
         for here, there in zip(
-            logits.flatten(0, 1).split(_ROWS), reference.flatten(0, 1).split(_ROWS), strict=True
+            out.logits.flatten(0, 1).split(_ROWS), first.logits.flatten(0, 1).split(_ROWS), strict=True
         ):
             here, there = here.float(), there.float()
             difference = (here - there).abs()
@@ -76,21 +108,46 @@ class _Comparison:
             divergence = (p.exp() * (p - here.log_softmax(-1))).sum(-1)
             parts = (here.argmax(-1) == there.argmax(-1), difference.mean(-1), divergence)
             self._sums += torch.stack([part.cpu().double().sum() for part in parts])
-            self._largest = torch.maximum(self._largest, difference.max().cpu().double())
+            largest.append(difference.amax(-1).cpu())
+        self.solves.add(out.solution)
+        self._keep_worst(torch.cat(largest), out.solution, first.solution)
 
-    def read(self, window: int | None, policy: str, tokens: int) -> Agreement:
+    def _keep_worst(self, largest: Tensor, here: Solution, first: Solution) -> None:
+        B, L = here.status.shape
+        for value, i in zip(*largest.topk(min(_WORST, B * L)), strict=True):
+            at = divmod(int(i), L)
+            self.worst.append(
+                Difference(
+                    sequence=self._sequences + at[0] + 1,
+                    position=at[1] + 1,
+                    max_logit_diff=value.item(),
+                    iterations=int(here.iterations[at]),
+                    first_iterations=int(first.iterations[at]),
+                    residual=here.residual[at].item(),
+                    first_residual=first.residual[at].item(),
+                    converged=bool(here.status[at] == Status.CONVERGED),
+                    first_converged=bool(first.status[at] == Status.CONVERGED),
+                )
+            )
+        self._sequences += B
+        self.worst = sorted(self.worst, key=lambda found: -found.max_logit_diff)[:_WORST]
+
+    def read(self, layer: ImplicitSequenceLayer, tokens: int) -> Agreement:
+        """The means over ``tokens``; ``layer``: as it was set."""
         same, mean, divergence = (self._sums / tokens).tolist()
         return Agreement(
-            window=window,
-            policy=policy,
+            window=layer.window or "all",
+            policy=repr(layer.eval_convergence),
+            budget=layer.eval_convergence.max_iter,
             tokens=tokens,
-            same=same,
-            largest=self._largest.item(),
-            mean=mean,
-            divergence=divergence,
+            agreement=same,
+            max_logit_diff=self.worst[0].max_logit_diff,
+            mean_logit_diff=mean,
+            kl=max(0.0, divergence),  # where predictions are the same, rounding may say less
             perplexity=exponential(self.nll / tokens),
             **self.solves.read(),
             seconds=self.seconds,
+            worst=[found for found in self.worst if found.max_logit_diff > 0],
         )
 
 
@@ -112,25 +169,50 @@ def compare_windows(
         raise ValueError(f"windows are compared with the first: give at least two, got {list(windows)}")
     model.eval()
     cut = batches(tokens, length, batch_size)
-    with solving(model, windows[0], policy) as layer:
-        assert layer is not None  # a window is given, which explicit models refuse
-        rule = repr(layer.eval_convergence)
-    found = [_Comparison() for _ in windows]
+    with solving(model, windows[0], policy):
+        pass  # explicit models are refused before any work
+    comparisons = [_Comparison() for _ in windows]
     bar = tqdm(total=len(tokens) - 1, desc="duality", unit="tok", leave=False, disable=not progress)
     for inputs, targets in cut:
-        reference: Tensor | None = None
-        for window, comparison in zip(windows, found, strict=True):
+        first: Any = None
+        for window, comparison in zip(windows, comparisons, strict=True):
             start = time.perf_counter()
             with solving(model, window, policy):
-                out: Any = run(model, inputs)
+                out = run(model, inputs)
             comparison.nll += losses(out.logits, targets).sum().item()
             comparison.seconds += time.perf_counter() - start  # the loss waits for the device
-            comparison.solves.add(out.solution)
-            reference = out.logits if reference is None else reference
-            comparison.add(out.logits, reference)
+            first = out if first is None else first
+            comparison.add(out, first)
         bar.update(targets.numel())
     bar.close()
+    found = []
+    for window, comparison in zip(windows, comparisons, strict=True):
+        with solving(model, window, policy) as layer:
+            assert layer is not None
+            found.append(comparison.read(layer, len(tokens) - 1))
+    return found
+
+
+def unconverged(found: Sequence[Agreement]) -> list[str]:
+    """A warning, if tokens did not converge: where they stopped says little of where they belong."""
+    short = [a for a in found if a.converged is not None and a.converged < 1]
+    if not short:
+        return []
+    shares = ", ".join(f"{1 - (a.converged or 0):.2%} in window {a.window}" for a in short)
     return [
-        comparison.read(window, rule, len(tokens) - 1)
-        for window, comparison in zip(windows, found, strict=True)
+        f"warning: tokens that have not converged after {short[0].budget} iterations: {shares}. They "
+        "need not agree: raise --max-iter, or loosen --rtol"
     ]
+
+
+def describe_worst(found: Sequence[Agreement]) -> str:
+    """One line on the token with the largest difference; what is known of others is in ``worst``."""
+    every = [(a, a.worst[0]) for a in found if a.worst]
+    if not every:
+        return "all logits are the same"
+    a, token = max(every, key=lambda pair: pair[1].max_logit_diff)
+    return (
+        f"largest difference: {token.max_logit_diff:.1e} in sequence {token.sequence}, position "
+        f"{token.position}; iterations {token.iterations} in window {a.window}, {token.first_iterations} in "
+        f"window {found[0].window}; residuals {token.residual:.1e}, {token.first_residual:.1e}"
+    )

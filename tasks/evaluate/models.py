@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 import deqseq.causal_lm  # noqa: F401 - registers the implicit models with AutoModelForCausalLM
 from deqseq.convergence import ConvergencePolicy, Residual, check_count
@@ -22,8 +23,15 @@ from deqseq.layer import ImplicitSequenceLayer
 Window = int | None | Literal["model"]
 """Tokens solved at a time; ``None``: all; ``"model"``: the model's own."""
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+# A cut may change the tokens beside it, so a text that is read up to a limit is read by so many more.
+_SPARE = 64
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
+
+
+def quiet_transformers() -> None:
+    """Errors only, and no bar as weights load: for programs with something to print of their own."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def load_model(name: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
@@ -59,7 +67,7 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
         ValueError: none there.
     """
     place = Path(source or model)
-    hint = "name one with --tokenizer FILE_OR_FOLDER"
+    hint = "name one with --tokenizer PATH"
     if place.is_dir():
         single = place / "tokenizer.json"
         if not single.is_file() and not (place / "tokenizer_config.json").is_file():
@@ -86,7 +94,8 @@ def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) 
     """The tokens (N,) int64 of the files, one after the other, without special tokens.
 
     Args:
-        limit: tokens to predict; N is then at most one more, for the first is not predicted.
+        limit: tokens to predict; N is then at most one more, for the first is not predicted. No more is
+            read than they need.
 
     Raises:
         ValueError: a file that is not there or not UTF-8.
@@ -95,20 +104,37 @@ def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) 
         check_count("limit", limit)
     tokens: list[int] = []
     for path in paths:
+        wanted = None if limit is None else limit + 1 - len(tokens)
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            with open(path, encoding="utf-8") as file:
+                tokens += _first_tokens(file, tokenizer, wanted)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"the text {path} cannot be read: {error}") from error
-        tokens += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if limit is not None and len(tokens) > limit:
             break
-    return torch.tensor(tokens if limit is None else tokens[: limit + 1], dtype=torch.int64)
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def _first_tokens(file: TextIO, tokenizer: Any, wanted: int | None) -> list[int]:
+    """So many tokens of a file, or all; as if all of it had been tokenised."""
+    text, found = "", []
+    while piece := file.read(-1 if wanted is None else max(len(text), 8 * wanted)):  # doubles the text
+        text += piece
+        found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if wanted is not None and len(found) >= wanted + _SPARE:
+            break
+    return found[:wanted]
 
 
 def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
     """The implicit layer of a model; ``None`` for explicit ones."""
     found = (module for module in model.modules() if isinstance(module, ImplicitSequenceLayer))
     return next(found, None)
+
+
+def window_name(layer: ImplicitSequenceLayer | None) -> int | str | None:
+    """How reports write a layer's window: a number or ``"all"``; ``None`` for explicit models."""
+    return None if layer is None else layer.window or "all"
 
 
 def tolerance_and_budget(

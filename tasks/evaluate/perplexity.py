@@ -20,11 +20,37 @@ from transformers import PreTrainedModel
 
 from deqseq.convergence import FixedIterations, Residual, check_count
 from deqseq.solution import Solution, Status
-from deqseq.tasks.evaluate.models import Window, implicit_layer, solving
+from deqseq.tasks.evaluate.models import Window, implicit_layer, solving, window_name
 
 # Rows of logits that are turned into float32 at once: a copy of all would double the memory.
 _ROWS = 4096
 _FIRST_BUCKET = 16
+
+
+@dataclass
+class Positions:
+    """The tokens that stand ``first`` to ``last`` in their sequences, counted from 1.
+
+    Attributes:
+        tokens: how many.
+        nll, nll_stderr: mean negative log-likelihood and its standard error.
+        perplexity: ``exp(nll)``.
+        iterations: evaluations a token took part in, mean; ``None`` for explicit models.
+        change, change_stderr: mean, over these tokens, of what the nll is more than in sequences of the
+            first length; ``None`` where there is none to compare with.
+
+    Standard errors take tokens as independent; ``None`` for a single one.
+    """
+
+    first: int
+    last: int
+    tokens: int
+    nll: float
+    nll_stderr: float | None
+    perplexity: float
+    iterations: float | None
+    change: float | None
+    change_stderr: float | None
 
 
 @dataclass
@@ -36,15 +62,14 @@ class Score:
         tokens: predicted, which is all but the first.
         nll: mean negative log-likelihood of a predicted token.
         perplexity: ``exp(nll)``.
-        window: tokens solved at a time; ``None``: all.
+        window: tokens solved at a time, or ``"all"``.
         policy, budget: when a token was done, and the evaluations it could take part in at most.
         iterations: evaluations a token took part in, mean.
         residual: relative, mean over tokens.
         converged: share of tokens that met the tolerance; ``None`` where there is none.
-        nfe: calls of f over a window, all batches together.
+        passes_per_batch: calls of f over a window, mean over batches.
         seconds, tokens_per_second: of the model and the loss.
-        by_position: for tokens ``first`` to ``last`` of their sequences (from 1): how many, their mean
-            nll and iterations.
+        by_position: tokens 1 to 16 of their sequences, 17 to 32, 33 to 64 and so on.
 
     What belongs to a search is ``None`` for explicit models.
     """
@@ -53,16 +78,16 @@ class Score:
     tokens: int
     nll: float
     perplexity: float
-    window: int | None
+    window: int | str | None
     policy: str | None
     budget: int | None
     iterations: float | None
     residual: float | None
     converged: float | None
-    nfe: int | None
+    passes_per_batch: float | None
     seconds: float
     tokens_per_second: float
-    by_position: list[dict[str, float | None]]
+    by_position: list[Positions]
 
 
 def exponential(nll: float) -> float:
@@ -127,31 +152,36 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class SolveTally:
-    """Iterations, residual and statuses of solves, added up over tokens."""
+    """How solves went: iterations, residual and statuses over tokens, passes over solves."""
 
     def __init__(self) -> None:
-        self.nfe = 0
-        self.tokens = 0
+        self._solves = 0
+        self._passes = 0
+        self._tokens = 0
         self._sums = torch.zeros(4, dtype=torch.float64)
 
     def add(self, solution: Solution) -> None:
-        """Take in one solve."""
-        self.nfe += solution.nfe
-        self.tokens += solution.status.numel()
+        """Take in one solve, which is one batch."""
+        self._solves += 1
+        self._passes += solution.nfe
+        self._tokens += solution.status.numel()
         met, unjudged = (solution.status == s for s in (Status.CONVERGED, Status.COMPLETED))
         parts = (solution.iterations, solution.residual, met, unjudged)
         self._sums += torch.stack([part.cpu().double().sum() for part in parts])
 
     def read(self) -> dict[str, Any]:
-        """``iterations``, ``residual``, ``converged`` and ``nfe``; all ``None`` if nothing was solved."""
-        if not self.tokens:
-            return dict.fromkeys(("iterations", "residual", "converged", "nfe"))
-        iterations, residual, met, unjudged = (self._sums / self.tokens).tolist()
-        converged = met if unjudged < 1 else None
-        return {"iterations": iterations, "residual": residual, "converged": converged, "nfe": self.nfe}
+        """The means, as in :class:`Score`; all ``None`` if nothing was solved."""
+        if not self._solves:
+            return dict.fromkeys(("iterations", "residual", "converged", "passes_per_batch"))
+        iterations, residual, met, unjudged = (self._sums / self._tokens).tolist()
+        return {
+            "iterations": iterations,
+            "residual": residual,
+            "converged": met if unjudged < 1 else None,
+            "passes_per_batch": self._passes / self._solves,
+        }
 
 
-@torch.no_grad()
 def score(
     model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8, progress: bool = False
 ) -> Score:
@@ -163,53 +193,83 @@ def score(
     Raises:
         ValueError: as :func:`batches` and :func:`run`.
     """
+    return _score(model, tokens, length, batch_size, progress)[0]
+
+
+@torch.no_grad()
+def _score(
+    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int, progress: bool,
+    first: Tensor | None = None,
+) -> tuple[Score, Tensor]:  # fmt: skip
+    """The score, and the nll (N - 1,) of every predicted token; ``first``: theirs at the first length."""
     model.eval()
     cut = batches(tokens, length, batch_size)
     tally = SolveTally()
-    sums = torch.zeros(3, length, dtype=torch.float64)  # by position: tokens, nll, iterations
+    nll_parts, iterations_parts = [], []  # in the order of the text
     start = time.perf_counter()
     bar = tqdm(total=len(tokens) - 1, desc=f"length {length}", unit="tok", leave=False, disable=not progress)
     for inputs, targets in cut:
         out = run(model, inputs)
-        nll = losses(out.logits, targets)
-        sums[0, : nll.shape[1]] += len(nll)
-        sums[1, : nll.shape[1]] += nll.sum(0)
+        nll_parts.append(losses(out.logits, targets).flatten())
         solution = getattr(out, "solution", None)
         if solution is not None:
             tally.add(solution)
-            sums[2, : nll.shape[1]] += solution.iterations.cpu().double().sum(0)
+            iterations_parts.append(solution.iterations.cpu().double().flatten())
         bar.update(targets.numel())
     bar.close()
     seconds = time.perf_counter() - start
     layer = implicit_layer(model)
-    predicted = len(tokens) - 1
-    nll_mean = sums[1].sum().item() / predicted
-    return Score(
+    nll = torch.cat(nll_parts)
+    iterations = torch.cat(iterations_parts) if iterations_parts else None
+    nll_mean = nll.mean().item()
+    found = Score(
         length=length,
-        tokens=predicted,
+        tokens=len(nll),
         nll=nll_mean,
         perplexity=exponential(nll_mean),
-        window=None if layer is None else layer.window,
+        window=window_name(layer),
         policy=None if layer is None else repr(layer.eval_convergence),
         budget=None if layer is None else layer.eval_convergence.max_iter,
         **tally.read(),
         seconds=seconds,
-        tokens_per_second=predicted / seconds,
-        by_position=_by_position(sums, searched=layer is not None),
+        tokens_per_second=len(nll) / seconds,
+        by_position=_by_position(length, nll, iterations, None if first is None else nll - first),
     )
+    return found, nll
 
 
-def _by_position(sums: Tensor, searched: bool) -> list[dict[str, float | None]]:
-    """Means over tokens 1 to 16 of the sequences, 17 to 32, 33 to 64 and so on."""
-    length = sums.shape[1]
+def _by_position(
+    length: int, nll: Tensor, iterations: Tensor | None, change: Tensor | None
+) -> list[Positions]:
+    """Means of what was found for every token (N - 1,), by its place in its sequence."""
+    position = torch.arange(len(nll)) % length
     doublings = max(0, math.ceil(math.log2(length / _FIRST_BUCKET)))
     edges = [0, *(min(length, _FIRST_BUCKET * 2**i) for i in range(doublings + 1))]
     found = []
     for first, last in pairwise(edges):
-        count, nll, iterations = sums[:, first:last].sum(1).tolist()
-        mean = {"nll": nll / count, "iterations": iterations / count if searched else None}
-        found.append({"first": first + 1, "last": last, "tokens": int(count), **mean})
+        here = (position >= first) & (position < last)
+        mean, error = _mean(nll[here])
+        changed, change_error = (None, None) if change is None else _mean(change[here])
+        found.append(
+            Positions(
+                first=first + 1,
+                last=last,
+                tokens=int(here.sum()),
+                nll=mean,
+                nll_stderr=error,
+                perplexity=exponential(mean),
+                iterations=None if iterations is None else iterations[here].mean().item(),
+                change=changed,
+                change_stderr=change_error,
+            )
+        )
     return found
+
+
+def _mean(values: Tensor) -> tuple[float, float | None]:
+    """Mean and standard error."""
+    error = (values.std() / len(values) ** 0.5).item() if len(values) > 1 else None
+    return values.mean().item(), error
 
 
 def score_by_length(
@@ -221,16 +281,23 @@ def score_by_length(
 ) -> list[Score]:
     """The same tokens in sequences of several lengths.
 
+    What a position makes of the loss hides behind which tokens happen to stand there: of a long sequence
+    there are few. So ``by_position`` also has the change against the same tokens at the first length.
+
     Args:
         batch_size: sequences of the shortest length in a batch. Longer ones go fewer at a time, so that
             a batch holds as many tokens.
     """
     for length in lengths:
         batches(tokens, length, batch_size)  # the longest may be too long: say so before hours of work
-    return [
-        score(model, tokens, length, max(1, batch_size * min(lengths) // length), progress)
-        for length in lengths
-    ]  # fmt: skip
+    found: list[Score] = []
+    first: Tensor | None = None
+    for length in lengths:
+        fitting = max(1, batch_size * min(lengths) // length)
+        one, nll = _score(model, tokens, length, fitting, progress, first)
+        found.append(one)
+        first = nll if first is None else first
+    return found
 
 
 def score_by_budget(

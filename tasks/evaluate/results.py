@@ -4,70 +4,104 @@ from __future__ import annotations
 
 import json
 import math
+import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from transformers import PreTrainedModel
+
+import deqseq
 
 
 class ResultFolder:
     """The folder of one report: REPORT.json and REPORT.png.
 
-    Made when the results are written. A former result of the same report is overwritten.
+    Made when the results are written. A former result with the same settings is overwritten.
+
+    Args:
+        settings: what the results depend on, as JSON knows it.
+        force: write beside other files, and over a result with other settings.
 
     Raises:
-        ValueError: the folder holds other files, and they are not to be kept company (``force``).
+        ValueError: the folder holds other files or a result with other settings, without ``force``.
     """
 
-    def __init__(self, path: str | Path, report: str, force: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, report: str, model: str, settings: dict[str, Any], force: bool = False
+    ) -> None:
         self.path = Path(path)
-        self.report = report
+        self.json = self.path / f"{report}.json"
+        self.figure = self.path / f"{report}.png"
+        self._head = {"report": report, "model": model, "settings": settings}
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{path} is a file: name a folder for the results")
-        others = self._others()
-        if others and not force:
-            raise ValueError(
-                f"{path} holds other files than a former {report} report ({', '.join(others[:3])}): name "
-                "another folder, or write beside them with --force"
-            )
+        if not force:
+            self._check()
 
-    @property
-    def json(self) -> Path:
-        return self.path / f"{self.report}.json"
-
-    @property
-    def figure(self) -> Path:
-        return self.path / f"{self.report}.png"
-
-    def write(self, model: str, settings: dict[str, Any], rows: Sequence[Any], **more: Any) -> None:
-        """Write the rows, a dataclass each, and what they were made with."""
+    def write(self, rows: Sequence[Any], model: PreTrainedModel, **more: Any) -> None:
+        """Write the rows, a dataclass each, and what they were made with and on."""
         self.path.mkdir(parents=True, exist_ok=True)
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        libraries = {name: sys.modules.get(name) for name in ("torch", "transformers", "lm_eval")}
+        versions = {name: found.__version__ for name, found in libraries.items() if found}
         result = {
-            "report": self.report,
-            "model": model,
-            "settings": settings,
-            "versions": versions,
+            **self._head,
+            "config": json.loads(model.config.to_json_string()),
+            "versions": {"deqseq": deqseq.__version__, **versions},
+            "machine": _machine(model.device),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "rows": [asdict(row) for row in rows],
             **more,
         }
         self.json.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
 
-    def _others(self) -> list[str]:
-        if not self.path.exists():
-            return []
-        names = {file.name for file in self.path.iterdir()}
-        return sorted(names - {self.json.name, self.figure.name} if self._is_former() else names)
+    def _check(self) -> None:
+        names = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
+        former = self._former()
+        if former is not None:
+            names -= {self.json.name, self.figure.name}
+        if others := sorted(names):
+            raise ValueError(
+                f"{self.path} holds other files than a former {self._head['report']} report "
+                f"({', '.join(others[:3])}): name another folder, or write beside them with --force"
+            )
+        if former is not None and (changes := _changes(former, self._head)):
+            raise ValueError(
+                f"{self.json} is a result with other settings ({', '.join(changes)}): name another folder, "
+                "or overwrite it with --force"
+            )
 
-    def _is_former(self) -> bool:
+    def _former(self) -> dict[str, Any] | None:
         try:
             found = json.loads(self.json.read_text())
         except (OSError, ValueError):
-            return False
-        return isinstance(found, dict) and found.get("report") == self.report
+            return None
+        ours = isinstance(found, dict) and found.get("report") == self._head["report"]
+        return found if ours else None
+
+
+def _changes(former: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What the settings of two results differ in, in words."""
+    before, after = ({"model": head.get("model"), **head.get("settings", {})} for head in (former, now))
+    return [
+        f"{name} {before.get(name)}, now {after.get(name)}"
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _machine(device: torch.device) -> str:
+    """The name of a GPU or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in known.splitlines() if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, threads: {torch.get_num_threads()}"
 
 
 def _finite(value: Any) -> Any:
@@ -91,16 +125,11 @@ def table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     )
 
 
-def column(title: str, name: str, form: str = "") -> Column:
-    """An attribute of the rows in a format; ``-`` where it is ``None``."""
+def column(name: str, form: str = "", title: str | None = None) -> Column:
+    """An attribute of the rows in a format, under its own name; ``-`` where it is ``None``."""
 
     def write(row: Any) -> str:
         value = getattr(row, name)
         return "-" if value is None else format(value, form)
 
-    return title, write
-
-
-def window_label(row: Any) -> str:
-    """The window of a score; ``-`` for an explicit model."""
-    return "-" if row.policy is None else "all" if row.window is None else str(row.window)
+    return title or name.replace("_", " "), write

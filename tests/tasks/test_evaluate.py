@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +22,10 @@ from deqseq import FixedIterations, Residual
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.tasks.evaluate.__main__ import main
 from deqseq.tasks.evaluate.downstream import TASKS, average, evaluate_tasks, local_files, read_docs
-from deqseq.tasks.evaluate.duality import compare_windows
+from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
 from deqseq.tasks.evaluate.models import load_tokenizer, read_tokens, solving, tolerance_and_budget
 from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
+from deqseq.tasks.figures import log_scale, pyplot
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 TEXT = "".join(
@@ -119,12 +124,13 @@ def test_perplexity_is_the_cross_entropy_of_every_token(
         assert found.tokens == 85
         assert found.nll == pytest.approx(expected, abs=1e-4)
         assert found.perplexity == pytest.approx(torch.tensor(expected).exp().item(), rel=1e-4)
-        assert found.converged == 1 and found.iterations and found.nfe
+        assert found.converged == 1 and found.iterations and found.passes_per_batch
     parts = found.by_position
-    assert sum(p["tokens"] or 0 for p in parts) == 85
-    assert sum((p["tokens"] or 0) * (p["nll"] or 0) for p in parts) / 85 == pytest.approx(found.nll)
-    assert parts[0]["first"] == 1 and parts[-1]["last"] == length
-    assert all(a["last"] == (b["first"] or 0) - 1 for a, b in pairwise(parts))
+    assert sum(p.tokens for p in parts) == 85
+    assert sum(p.tokens * p.nll for p in parts) / 85 == pytest.approx(found.nll)
+    assert parts[0].first == 1 and parts[-1].last == length
+    assert all(a.last == b.first - 1 for a, b in pairwise(parts))
+    assert all(p.nll_stderr is not None and p.nll_stderr > 0 for p in parts if p.tokens > 1)
 
 
 def test_iterations_are_those_of_the_tokens(model: ImplicitForCausalLM, tokens: Tensor) -> None:
@@ -138,7 +144,7 @@ def test_other_models_of_transformers(tokens: Tensor) -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
     found = score(gpt2, tokens, 32, 2)
     assert found.nll == pytest.approx(by_hand(gpt2, tokens, 32), abs=1e-5)
-    assert found.iterations is found.converged is found.nfe is found.window is None
+    assert found.iterations is found.converged is found.passes_per_batch is found.window is None
     with pytest.raises(ValueError, match="no positions for sequences of 40"):
         score(gpt2, tokens, 40)
 
@@ -148,6 +154,16 @@ def test_lengths_share_their_tokens(model: ImplicitForCausalLM, tokens: Tensor) 
     assert [s.tokens for s in found] == [85] * 3
     for s in found:
         assert s.nll == pytest.approx(by_hand(model, tokens, s.length), abs=1e-4)
+    first, *longer = found
+    assert all(p.change is None for p in first.by_position)
+    for s in longer:
+        # The changes of the same tokens add up to the change of the text.
+        changes = [p.tokens * (p.change or 0) for p in s.by_position]
+        assert sum(changes) / 85 == pytest.approx(s.nll - first.nll, abs=1e-9)
+    # Where both lengths have seen the same tokens before, no token changes; beyond that, they do.
+    within, beyond, *_ = score_by_length(model, tokens, [16, 64])[1].by_position
+    assert within.change_stderr == pytest.approx(0, abs=1e-5)
+    assert beyond.change_stderr is not None and beyond.change_stderr > 1e-3
     with pytest.raises(ValueError, match="86 tokens; one sequence of length 86 needs 87"):
         score_by_length(model, tokens, [8, 86])
 
@@ -172,17 +188,44 @@ def test_windows_agree_at_the_equilibrium_and_not_before_it(
     model: ImplicitForCausalLM, tokens: Tensor
 ) -> None:
     same = compare_windows(model, tokens, 32, [None, 8, 1], Residual(rtol=1e-6, max_iter=2000))
-    assert [a.window for a in same] == [None, 8, 1]
-    assert (same[0].same, same[0].largest, same[0].divergence) == (1, 0, 0)
+    assert [a.window for a in same] == ["all", 8, 1]
+    assert (same[0].agreement, same[0].max_logit_diff, same[0].kl, same[0].worst) == (1, 0, 0, [])
     for a in same[1:]:
-        assert a.same == 1 and 0 < a.mean <= a.largest < 1e-3 and abs(a.divergence) < 1e-6
+        assert a.agreement == 1 and 0 < a.mean_logit_diff <= a.max_logit_diff < 1e-3 and 0 <= a.kl < 1e-6
         assert a.perplexity == pytest.approx(same[0].perplexity, rel=1e-4)
     assert [a.iterations for a in same] == sorted((a.iterations for a in same), reverse=True)
     # One evaluation of f(0, x) is the same however it is windowed; from the second on, a token whose
     # predecessors have settled sees another past.
     noise = torch.randint(300, (86,))  # on its own text the model is too sure of itself to waver
     _, early = compare_windows(model, noise, 32, [None, 1], FixedIterations(2))
-    assert early.iterations == 2 and early.same < 1 and early.largest > 0.01
+    assert early.iterations == 2 and early.agreement < 1 and early.max_logit_diff > 0.01
+
+
+def test_the_worst_tokens_are_where_the_logits_differ_most(model: ImplicitForCausalLM) -> None:
+    noise = torch.randint(300, (86,), generator=torch.Generator().manual_seed(0))
+    rule = FixedIterations(2)
+    _, found = compare_windows(model, noise, 20, [None, 1], rule, batch_size=2)
+    with torch.no_grad(), solving(model, policy=rule):
+        parts = [noise[i : min(i + 20, 85)][None] for i in range(0, 85, 20)]
+        apart = [(model(p).logits - model(p, window=1).logits).abs().amax(-1)[0] for p in parts]
+    values = [w.max_logit_diff for w in found.worst]
+    assert values == sorted(values, reverse=True) and values[0] == found.max_logit_diff
+    assert values == pytest.approx(torch.cat(apart).topk(5).values.tolist(), abs=1e-5)
+    for w in found.worst:
+        assert w.max_logit_diff == pytest.approx(apart[w.sequence - 1][w.position - 1].item(), abs=1e-5)
+        assert w.iterations == w.first_iterations == 2
+    assert f"sequence {found.worst[0].sequence}, position" in describe_worst([found])
+
+
+def test_a_budget_too_small_for_the_tolerance_is_warned_of(
+    model: ImplicitForCausalLM, tokens: Tensor
+) -> None:
+    windows = [None, 1]
+    enough = compare_windows(model, tokens, 32, windows, Residual(rtol=1e-4, max_iter=1000))
+    short = compare_windows(model, tokens, 32, windows, Residual(rtol=1e-4, max_iter=3))
+    assert unconverged(enough) == []
+    (said,) = unconverged(short)
+    assert "after 3 iterations" in said and f"{1 - (short[1].converged or 0):.2%} in window 1" in said
 
 
 def test_explicit_models_have_nothing_to_solve(tokens: Tensor) -> None:
@@ -376,13 +419,32 @@ def test_tokens_of_texts(tokenizer: Any, saved: Path) -> None:
     whole = read_tokens([text, text], tokenizer)
     assert torch.equal(whole, encode(tokenizer, TEXT[:400]).repeat(2))
     assert torch.equal(read_tokens([text, text], tokenizer, limit=10), whole[:11])
+    for limit in range(1, 200, 7):
+        assert torch.equal(read_tokens([text, text], tokenizer, limit), whole[: limit + 1])
     alone = load_tokenizer("unused", str(saved / "model" / "tokenizer.json"))
     assert torch.equal(read_tokens([text], alone), encode(tokenizer, TEXT[:400]))
     assert alone.eos_token == "<|endoftext|>"
 
 
+def test_no_more_is_tokenised_than_a_limit_needs(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text(TEXT * 100)
+    read: list[int] = []
+
+    def watched(text: str, **options: Any) -> Any:
+        read.append(len(text))
+        return tokenizer(text, **options)
+
+    found = read_tokens([str(tmp_path / "long.txt")], watched, limit=100)
+    assert torch.equal(found, encode(tokenizer, TEXT)[:101])
+    assert sum(read) < len(TEXT) < len(TEXT * 100)
+
+
 def run_main(command: list[str], saved: Path, tmp_path: Path) -> int:
-    return main([part.format(saved=saved, tmp=tmp_path) for part in command])
+    """The exit status, also where the arguments are refused."""
+    try:
+        return main([part.format(saved=saved, tmp=tmp_path) for part in command])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
 
 
 TEXT_FLAGS = ["--text", "{saved}/text.txt", "--rtol", "1e-3", "--length", "16"]
@@ -407,9 +469,19 @@ def test_command_line(
     assert {file.name for file in (tmp_path / "out").iterdir()} == {f"{report}.json", f"{report}.png"}
     result = json.loads((tmp_path / "out" / f"{report}.json").read_text())
     assert result["report"] == report and len(result["rows"]) == rows
-    assert result["settings"]["rtol"] == 1e-3 and result["settings"]["text"] == [str(saved / "text.txt")]
+    used = result["settings"]
+    assert used["rtol"] == 1e-3 and used["text"] == [str(saved / "text.txt")]
+    # What the options leave open is what was used.
+    assert used["tokenizer"] == str(saved / "model") and used["dtype"] == "float32" and used["device"]
+    assert used["window"] == {"perplexity": 4, "duality": ["all", 4, 1]}.get(report, "all")
+    assert used.get("max_iter") == {"perplexity": 50, "iterations": None}.get(report, 1000)
+    assert result["config"]["vocab_size"] == 300 and {"deqseq", "torch"} <= set(result["versions"])
+    assert result["machine"] and datetime.fromisoformat(result["date"])
     printed = capsys.readouterr().out.splitlines()
     assert "perplexity" in printed[0] and f"{result['rows'][-1]['perplexity']:.3f}" in printed[rows]
+    # The table's names are the JSON's.
+    titles = {title.replace(" ", "_") for title in re.split(r" {2,}", printed[0].strip())}
+    assert titles <= set(result["rows"][0])
 
 
 def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -422,7 +494,12 @@ def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.Cap
     result = json.loads((tmp_path / "out" / "downstream.json").read_text())
     assert [row["task"] for row in result["rows"]] == ["piqa", "openbookqa"]
     assert result["average"] == pytest.approx(sum(row["main"] for row in result["rows"]) / 2)
-    assert f"average {result['average']:.4f}" in capsys.readouterr().out
+    assert "lm_eval" in result["versions"]
+    said = capsys.readouterr()
+    assert f"average {result['average']:.4f}" in said.out.splitlines()[3]
+    # Of all that lm-eval and datasets have to say, one progress bar is left.
+    bars = {line.partition(":")[0] for line in re.split(r"[\r\n]+", said.err) if line.strip()}
+    assert bars == {"Running loglikelihood requests"}
 
 
 @pytest.mark.parametrize(
@@ -433,15 +510,16 @@ def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.Cap
         (["perplexity", "{saved}/bare", *TEXT_FLAGS], "name one with --tokenizer"),
         (["perplexity", "{saved}/model", "--text", "{tmp}/none.txt"], "cannot be read"),
         (["perplexity", "{saved}/model", "--text", "{saved}/text.txt"], "one sequence of length 2048"),
-        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--window", "0"], "window must be"),
-        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--rtol", "-1"], "rtol must be"),
+        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--window", "0"], "--window: must be"),
+        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--rtol", "-1"], "--rtol: must be a positive"),
+        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--limit", "x"], "--limit: must be a whole number"),
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--device", "nowhere"], "cannot be loaded"),
         (["length", "{saved}/model", *TEXT_FLAGS, "100000"], "one sequence of length 100000"),
         (["iterations", "{saved}/model", *TEXT_FLAGS, "--iterations", "0"], "must be a whole number"),
         (["duality", "{saved}/model", *TEXT_FLAGS, "--window", "all"], "at least two"),
         (["duality", "{saved}/explicit", "--tokenizer", "{saved}/model", "--text", "{saved}/text.txt",
           "--length", "16"], "is explicit"),
-        (["downstream", "{saved}/model", "--tasks", "chess"], "unknown tasks ['chess']"),
+        (["downstream", "{saved}/model", "--tasks", "chess"], "invalid choice: 'chess'"),
         (["downstream", "{saved}/model", "--data-dir", "{tmp}"], "no file for lambada_openai"),
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--output", "{saved}"], "holds other files"),
     ],
@@ -451,7 +529,7 @@ def test_errors_end_with_a_sentence_and_status_2(
 ) -> None:
     assert run_main(command, saved, tmp_path) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.lstrip().startswith("error: ") and message in last
+    assert "error: " in last and message in last
     assert list(tmp_path.iterdir()) == []
 
 
@@ -463,6 +541,60 @@ def test_force_writes_beside_other_files(saved: Path, tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "precious"
     assert (tmp_path / "perplexity.json").is_file()
     assert run_main(["length", *command[1:]], saved, tmp_path) == 2  # another report is another file
+
+
+def test_a_result_of_other_settings_is_not_overwritten(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["perplexity", "{saved}/model", *TEXT_FLAGS, "--output", "{tmp}"]
+    written = tmp_path / "perplexity.json"
+    assert run_main(command, saved, tmp_path) == 0
+    assert run_main(command, saved, tmp_path) == 0
+    before = written.read_text()
+    for other in (["--length", "32"], ["--window", "2"], ["--tokenizer", "{saved}/model/tokenizer.json"]):
+        assert run_main([*command, *other], saved, tmp_path) == 2
+        assert f"other settings ({other[0][2:]} " in capsys.readouterr().err
+    assert run_main(["perplexity", "{saved}/bare", "--tokenizer", "{saved}/model", *command[2:]],
+                    saved, tmp_path) == 2  # fmt: skip
+    assert written.read_text() == before
+    assert run_main([*command, "--length", "32", "--force"], saved, tmp_path) == 0
+    assert json.loads(written.read_text())["rows"][0]["length"] == 32
+
+
+def test_logarithmic_axes_have_plain_labels() -> None:
+    plt = pyplot()
+    if plt is None:
+        pytest.skip("matplotlib is not installed")
+    for low, high in ((560, 690), (1, 1e6), (1e-7, 1)):
+        figure, axes = plt.subplots()
+        axes.plot([1, 2], [low, high])
+        log_scale(axes.yaxis)
+        figure.canvas.draw()
+        labels = [label.get_text() for label in axes.get_yticklabels(which="both") if label.get_text()]
+        assert len(labels) > 1 and all(float(label) > 0 for label in labels)
+        plt.close(figure)
+
+
+def test_help_and_wrong_arguments_wait_for_no_model_library() -> None:
+    code = """
+import sys
+from deqseq.tasks import generate
+from deqseq.tasks.evaluate import __main__ as evaluate
+for program, arguments in (
+    (evaluate, ["--help"]), (evaluate, ["duality", "--help"]),
+    (evaluate, ["downstream", "m", "--limit", "x"]),
+    (generate, ["--help"]), (generate, ["m", "the", "--top-p", "0.5"]),
+):
+    try:
+        program.main(arguments)
+    except SystemExit:
+        pass
+    else:
+        sys.exit("went on")
+assert not {"transformers", "lm_eval", "matplotlib"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "downstream"])

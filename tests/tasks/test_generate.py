@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.tasks.generate import SHADES, main, shade_of
+from deqseq.tasks.generate import SHADES, _SolvedStreamer, in_colour, legend, main, shade_of
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw"]
 
@@ -29,6 +33,14 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "m")
 
 
+def character_tokenizer(folder: Path) -> str:
+    """A tokenizer.json that keeps line breaks."""
+    plain = Tokenizer(models.WordLevel({c: i for i, c in enumerate("cat\n?onme")}, unk_token="?"))
+    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    plain.save(str(folder / "characters.json"))
+    return str(folder / "characters.json")
+
+
 def test_text_streams(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([model, "the cat", "--max-new-tokens", "5"]) == 0
     said = capsys.readouterr().out.strip()
@@ -37,15 +49,82 @@ def test_text_streams(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said == AutoTokenizer.from_pretrained(model).decode(out[0])
 
 
-def test_iterations_are_shown(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    png = tmp_path / "plots" / "iterations.png"
-    arguments = ["--max-new-tokens", "4", "--rtol", "1e-4", "--max-iter", "7", "--initial-guess", "previous"]
-    assert main([model, "the cat sat", *arguments, "--show-iterations", "--plot", str(png)]) == 0
-    said = capsys.readouterr().out
+def test_a_prompt_from_a_pipe(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--max-new-tokens", "2", "--tokenizer", character_tokenizer(Path(model).parent)]
+    said = []
+    for piped in ("cat\n", "cat\n\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+        assert main([model, *options]) == 0
+        said.append(capsys.readouterr().out)
+    for given in ("cat", "cat\n"):  # one line break is the shell's, the second is the prompt's
+        assert main([model, given, *options]) == 0
+        assert said.pop(0) == capsys.readouterr().out
+
+
+SHOW = ["--max-new-tokens", "4", "--rtol", "1e-4", "--max-iter", "7", "--show-iterations"]
+
+
+def test_iterations_are_coloured_on_a_terminal(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main([model, "the cat sat", *SHOW, "--initial-guess", "previous"]) == 0
+    shades, *text, summary = capsys.readouterr().out.strip().splitlines()
+    assert shades == legend(7)
     # Three tokens of the prompt and three of the four new ones are solved; the last is only chosen.
-    assert len(re.findall(r"\x1b\[38;5;\d+m", said)) == 6
-    assert "6 tokens solved" in said and int(re.search(r"most (\d+)", said)[1]) <= 7
-    assert png.read_bytes().startswith(b"\x89PNG")
+    assert len(re.findall(r"\x1b\[38;5;\d+m", "\n".join(text))) == 6
+    assert "6 tokens solved" in summary and int(re.search(r"most (\d+)", summary)[1]) <= 7
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_iterations_without_colour_are_one_line_a_token(
+    model: str, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("NO_COLOR", "1" if terminal else "")
+    assert main([model, "the cat sat", *SHOW]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    rows = [line.split(maxsplit=1) for line in said.splitlines()[1:8]]
+    assert all(1 <= int(iterations) <= 7 for iterations, _ in rows[:-1]) and rows[-1][0] == "-"
+    assert main([model, "the cat sat", "--max-new-tokens", "4", "--rtol", "1e-4", "--max-iter", "7"]) == 0
+    assert "".join(ast.literal_eval(text) for _, text in rows) == capsys.readouterr().out.rstrip("\n")
+
+
+def test_a_character_of_several_tokens_is_printed_when_it_is_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Bytes:
+        def decode(self, tokens: list[int]) -> str:
+            return bytes(tokens).decode(errors="replace")
+
+    watch = SimpleNamespace(iterations=[3] * 5)
+    streamer = _SolvedStreamer(Bytes(), watch, lambda text, _: f"[{text}]")
+    streamer.put(torch.tensor([list("aé€b".encode())[:3]]))
+    streamer.put(torch.tensor(list("aé€b".encode())[3:]))
+    streamer.end()
+    assert capsys.readouterr().out == "[a][][é][][][€][b]\n"
+
+
+def test_a_figure_of_iterations(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "iterations.png"
+    for length in ("4", "80"):  # with the tokens' text and without
+        assert main([model, "the cat", "--max-new-tokens", length, "--plot", str(png)]) == 0
+        assert png.read_bytes().startswith(b"\x89PNG")
+        png.unlink()
+    with pytest.raises(SystemExit):
+        main([model, "the", "--plot", str(tmp_path / "nowhere" / "x.png")])
+    said = capsys.readouterr()
+    assert "there is no folder" in said.err and not (tmp_path / "nowhere").exists()
+
+
+def test_line_breaks_have_a_colour() -> None:
+    assert re.fullmatch(r"\x1b\[38;5;\d+m⏎\n\x1b\[0m", in_colour(32)("\n", 5))
+    assert in_colour(32)("\n", None) == "\n"
 
 
 def test_shades() -> None:
@@ -53,6 +132,14 @@ def test_shades() -> None:
     assert [SHADES.index(shade_of(n, 100)) for n in range(1, 100)] == sorted(
         SHADES.index(shade_of(n, 100)) for n in range(1, 100)
     )
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7, 32, 256])
+def test_the_legend_names_every_number_of_iterations_in_its_shade(budget: int) -> None:
+    named = {}
+    for shade, first, last in re.findall(r"\x1b\[38;5;(\d+)m(\d+)(?:-(\d+))?", legend(budget)):
+        named |= dict.fromkeys(range(int(first), int(last or first) + 1), int(shade))
+    assert named == {n: shade_of(n, budget) for n in range(1, budget + 1)}
 
 
 def test_sampling_is_seeded(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,13 +155,28 @@ def test_sampling_is_seeded(model: str, capsys: pytest.CaptureFixture[str]) -> N
     [
         (["{model}/nowhere", "the"], "nowhere"),
         (["{model}", ""], "no tokens"),
-        (["{model}", "the", "--rtol", "-1"], "-1"),
+        (["{model}/../explicit", "the"], "name one with --tokenizer PATH"),
+        (["{model}/../explicit", "the", "--tokenizer", "{model}", "--rtol", "0.1"], "is explicit"),
         (["{model}/../explicit", "the", "--tokenizer", "{model}", "--show-iterations"], "explicit"),
     ],
 )
 def test_wrong_input(model: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([a.format(model=model) for a in arguments]) == 2
     assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([model, "the", "--max-new-tokens", "0"])
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens: must be a whole number"),
+        (["--rtol", "-1"], "--rtol: must be a positive number"),
+        (["--temperature", "-1"], "--temperature must be"),
+        (["--temperature", "1", "--top-p", "1.5"], "--top-p must be in (0, 1]"),
+        (["--top-p", "0.5"], "--top-p is for sampling: give a --temperature"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["nowhere", "the", *arguments])
+    assert stopped.value.code == 2 and said in capsys.readouterr().err

@@ -5,11 +5,12 @@ Shapes: N tokens of a text.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
 
 
 def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) -> Tensor:
-    """The tokens (N,) int64 of the files, one after the other, without special tokens.
+    """The tokens (N,) int64 of the files, one after the other, without special tokens; line ends as they are.
 
     Args:
         limit: tokens to predict; N is then at most one more, for the first is not predicted. No more is
@@ -106,20 +107,27 @@ def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) 
     for path in paths:
         wanted = None if limit is None else limit + 1 - len(tokens)
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(path, "rb") as file:
                 tokens += _first_tokens(file, tokenizer, wanted)
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise ValueError(f"the text {path} cannot be read: {error}") from error
+        except UnicodeDecodeError as error:
+            wrong = f"{error.reason}, 0x{error.object[error.start]:02x} at offset {error.start}"
+            raise ValueError(f"the text {path} is not UTF-8: {wrong}") from error
         if limit is not None and len(tokens) > limit:
             break
     return torch.tensor(tokens, dtype=torch.int64)
 
 
-def _first_tokens(file: TextIO, tokenizer: Any, wanted: int | None) -> list[int]:
+def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[int]:
     """So many tokens of a file, or all; as if all of it had been tokenised."""
-    text, found = "", []
-    while piece := file.read(-1 if wanted is None else max(len(text), 8 * wanted)):  # doubles the text
-        text += piece
+    data, found, ended = b"", [], False
+    while not ended:
+        size = -1 if wanted is None else max(len(data), 8 * wanted)  # doubles the text
+        piece = file.read(size)
+        data += piece
+        ended = len(piece) != size
+        text, _ = codecs.utf_8_decode(data, "strict", ended)  # until the end, without a cut character
         found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if wanted is not None and len(found) >= wanted + _SPARE:
             break

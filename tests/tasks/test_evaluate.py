@@ -426,6 +426,24 @@ def test_tokens_of_texts(tokenizer: Any, saved: Path) -> None:
     assert alone.eos_token == "<|endoftext|>"
 
 
+def test_texts_are_scored_byte_for_byte(tokenizer: Any, tmp_path: Path) -> None:
+    path, text = tmp_path / "text.txt", "The old cat\r\nsaw a “king” – néar\rthe tall 樹.\r\n\n" * 40
+    path.write_bytes(text.encode())
+    whole = encode(tokenizer, text)
+    assert torch.equal(read_tokens([str(path)], tokenizer), whole)
+    for limit in range(1, 300, 7):  # what is read may end within a character, or a line end
+        assert torch.equal(read_tokens([str(path)], tokenizer, limit), whole[: limit + 1])
+    for wrong, reason in (
+        (b"\xff more", "invalid start byte, 0xff"),
+        (b"\xe2\x80", "unexpected end of data"),
+    ):
+        path.write_bytes(text.encode() + wrong)
+        for limit in (None, len(whole)):
+            with pytest.raises(ValueError, match=rf"text.txt is not UTF-8: {reason}") as raised:
+                read_tokens([str(path)], tokenizer, limit)
+            assert str(raised.value).endswith(f"at offset {len(text.encode())}")
+
+
 def test_no_more_is_tokenised_than_a_limit_needs(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text(TEXT * 100)
     read: list[int] = []

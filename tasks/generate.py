@@ -174,6 +174,7 @@ def generate(arguments: argparse.Namespace) -> None:
     from transformers.generation.streamers import TextStreamer
 
     from deqseq.tasks.evaluate.models import (
+        check_tokens,
         implicit_layer,
         load_model,
         load_tokenizer,
@@ -194,6 +195,7 @@ def generate(arguments: argparse.Namespace) -> None:
     tokens = tokenizer(prompt, return_tensors="pt").to(model.device)
     if tokens.input_ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens")
+    check_tokens(model, tokens.input_ids)
     watch = None
     streamer: Any = TextStreamer(tokenizer)
     if layer is not None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import torch
+
 from deqseq.convergence import check_count
 
 if TYPE_CHECKING:  # the command line lists the tasks without waiting for transformers
@@ -235,7 +237,7 @@ def evaluate_tasks(
             lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
             # Not simple_evaluate, which would look for git and list the machine's packages afterwards.
             found: Any = lm_eval.evaluate(
-                lm=_with_one_bar(lm, screen),
+                lm=_watched(lm, screen),
                 task_dict=manager.load(tasks),
                 limit=limit,
                 bootstrap_iters=1000,
@@ -275,15 +277,22 @@ def average(scores: Sequence[TaskScore]) -> float:
     return sum(s.main for s in scores) / len(scores)
 
 
-def _with_one_bar(lm: Any, screen: TextIO | None) -> Any:
-    """lm-eval's model, telling ``screen`` how far it is: of lm-eval's many bars, the one that matters."""
+def _watched(lm: Any, screen: TextIO | None) -> Any:
+    """lm-eval's model, refusing tokens that it does not know before it scores any.
+
+    It tells ``screen`` how far it is: of lm-eval's many bars, the one that matters.
+    """
+    from deqseq.tasks.evaluate.models import check_tokens
+
     compute = lm._loglikelihood_tokens
 
-    def compute_with_bar(requests: Any, disable_tqdm: bool = False, **options: Any) -> Any:
+    def compute_watched(requests: Any, disable_tqdm: bool = False, **options: Any) -> Any:
+        tokens = [token for _, context, choice in requests for token in context + choice]
+        check_tokens(lm.model, torch.tensor(tokens))
         with contextlib.redirect_stderr(screen or sys.stderr):
             return compute(requests, disable_tqdm=screen is None, **options)
 
-    lm._loglikelihood_tokens = compute_with_bar
+    lm._loglikelihood_tokens = compute_watched
     return lm
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from deqseq.convergence import ConvergencePolicy
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Solution, Status
-from deqseq.tasks.evaluate.models import solving
+from deqseq.tasks.evaluate.models import Window, check_tokens, needed_layer, solving
 from deqseq.tasks.evaluate.perplexity import SolveTally, batches, exponential, losses, run
 
 # Rows of logits compared at once, in float32.
@@ -153,7 +153,7 @@ class _Comparison:
 
 @torch.no_grad()
 def compare_windows(
-    model: PreTrainedModel, tokens: Tensor, length: int, windows: Sequence[int | None],
+    model: PreTrainedModel, tokens: Tensor, length: int, windows: Sequence[Window],
     policy: ConvergencePolicy | None = None, batch_size: int = 8, progress: bool = False,
 ) -> list[Agreement]:  # fmt: skip
     """Solve ``tokens`` (N,), in sequences of ``length``, in every window and compare with the first.
@@ -163,14 +163,18 @@ def compare_windows(
         policy: of all windows; the model's evaluation policy by default.
 
     Raises:
-        ValueError: fewer than two windows; the model is explicit; too little text.
+        ValueError: fewer than two windows, or one below 1; the model is explicit; tokens outside the
+            vocabulary; too little text.
     """
     if len(windows) < 2:
         raise ValueError(f"windows are compared with the first: give at least two, got {list(windows)}")
     model.eval()
     cut = batches(tokens, length, batch_size)
-    with solving(model, windows[0], policy):
-        pass  # explicit models are refused before any work
+    check_tokens(model, tokens)
+    needed_layer(model, "a comparison of windows")
+    for window in windows:
+        with solving(model, window, policy):
+            pass  # what cannot be a window is refused before any work
     comparisons = [_Comparison() for _ in windows]
     bar = tqdm(total=len(tokens) - 1, desc="duality", unit="tok", leave=False, disable=not progress)
     for inputs, targets in cut:

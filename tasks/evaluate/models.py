@@ -134,10 +134,35 @@ def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[in
     return found[:wanted]
 
 
+def check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Raise ``ValueError`` if a token is outside the model's vocabulary.
+
+    Of tokens that occur, not of the tokenizer: it may know some that no text has, such as one for padding.
+    """
+    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
+    if tokens.numel() and (largest := int(tokens.max())) >= vocabulary:
+        raise ValueError(
+            f"token {largest} is outside the model's vocabulary of {vocabulary}: "
+            "the tokenizer is not this model's"
+        )
+
+
 def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
     """The implicit layer of a model; ``None`` for explicit ones."""
     found = (module for module in model.modules() if isinstance(module, ImplicitSequenceLayer))
     return next(found, None)
+
+
+def needed_layer(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
+    """The implicit layer of a model.
+
+    Raises:
+        ValueError: the model is explicit, and has no use for ``what``.
+    """
+    layer = implicit_layer(model)
+    if layer is None:
+        raise ValueError(f"{what} is for implicit models, but this {type(model).__name__} is explicit")
+    return layer
 
 
 def window_name(layer: ImplicitSequenceLayer | None) -> int | str | None:
@@ -154,7 +179,7 @@ def tolerance_and_budget(
     """
     if rtol is None and max_iter is None:
         return None
-    layer = _needed(model, "a tolerance or a budget")
+    layer = needed_layer(model, "a tolerance or a budget")
     own = layer.eval_convergence
     base = own if isinstance(own, Residual) else Residual(rtol=1e-3, max_iter=own.max_iter)
     return replace(
@@ -176,7 +201,7 @@ def solving(
     if window == "model" and policy is None:
         yield implicit_layer(model)
         return
-    layer = _needed(model, "a window" if policy is None else "a tolerance or a budget")
+    layer = needed_layer(model, "a window" if policy is None else "a tolerance or a budget")
     before = layer.window, layer.train_convergence, layer.eval_convergence
     if window != "model":
         if window is not None:
@@ -188,13 +213,6 @@ def solving(
         yield layer
     finally:
         layer.window, layer.train_convergence, layer.eval_convergence = before
-
-
-def _needed(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
-    layer = implicit_layer(model)
-    if layer is None:
-        raise ValueError(f"{what} is for implicit models, but this {type(model).__name__} is explicit")
-    return layer
 
 
 def _is_local(name: str) -> bool:

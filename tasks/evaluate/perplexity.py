@@ -20,7 +20,14 @@ from transformers import PreTrainedModel
 
 from deqseq.convergence import FixedIterations, Residual, check_count
 from deqseq.solution import Solution, Status
-from deqseq.tasks.evaluate.models import Window, implicit_layer, solving, window_name
+from deqseq.tasks.evaluate.models import (
+    Window,
+    check_tokens,
+    implicit_layer,
+    needed_layer,
+    solving,
+    window_name,
+)
 
 # Rows of logits that are turned into float32 at once: a copy of all would double the memory.
 _ROWS = 4096
@@ -127,14 +134,8 @@ def run(model: PreTrainedModel, inputs: Tensor) -> Any:
     """The model's output on ``inputs`` (B, L).
 
     Raises:
-        ValueError: tokens outside the vocabulary; more positions than the model has.
+        ValueError: more positions than the model has.
     """
-    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
-    if (largest := int(inputs.max())) >= vocabulary:
-        raise ValueError(
-            f"token {largest} is outside the model's vocabulary of {vocabulary}: "
-            "the tokenizer is not this model's"
-        )
     try:
         return model(input_ids=inputs.to(model.device))
     except IndexError as error:
@@ -191,7 +192,7 @@ def score(
     depend on ``batch_size``.
 
     Raises:
-        ValueError: as :func:`batches` and :func:`run`.
+        ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
     """
     return _score(model, tokens, length, batch_size, progress)[0]
 
@@ -204,6 +205,7 @@ def _score(
     """The score, and the nll (N - 1,) of every predicted token; ``first``: theirs at the first length."""
     model.eval()
     cut = batches(tokens, length, batch_size)
+    check_tokens(model, tokens)
     tally = SolveTally()
     nll_parts, iterations_parts = [], []  # in the order of the text
     start = time.perf_counter()
@@ -312,9 +314,7 @@ def score_by_budget(
     Raises:
         ValueError: the model is explicit; a budget below 1; as :func:`score`.
     """
-    layer = implicit_layer(model)
-    if layer is None:
-        raise ValueError(f"iterations are for implicit models, but this {type(model).__name__} is explicit")
+    layer = needed_layer(model, "a number of iterations")
     own = layer.eval_convergence
     if rtol is None and (layer.window if window == "model" else window) is not None:
         rtol = own.rtol if isinstance(own, Residual) and own.rtol > 0 else 1e-3

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -56,11 +58,11 @@ def encode(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def make_model(implicit: bool = True) -> ImplicitForCausalLM:
+def make_model(implicit: bool = True, vocab_size: int = 300) -> ImplicitForCausalLM:
     backbone = {"name": "mamba2", "d_model": 32, "n_layer": 1, "d_state": 8, "headdim": 8, "chunk_size": 8}
     return ImplicitForCausalLM(
         ImplicitConfig(
-            vocab_size=300,
+            vocab_size=vocab_size,
             implicit=implicit,
             backbone=backbone,
             convergence={"name": "residual", "rtol": 0.05, "max_iter": 16},
@@ -243,9 +245,46 @@ def test_explicit_models_have_nothing_to_solve(tokens: Tensor) -> None:
             wrong()
 
 
-def test_a_foreign_tokenizer_is_noticed(model: ImplicitForCausalLM) -> None:
-    with pytest.raises(ValueError, match="token 300 is outside the model's vocabulary of 300"):
-        score(model, torch.tensor([1, 300, 2, 4]), 2)
+@contextmanager
+def no_work(model: ImplicitForCausalLM) -> Iterator[None]:
+    """Fails if the model is called."""
+
+    def called(*_: Any) -> None:
+        raise AssertionError("the model was called")
+
+    handle = model.register_forward_pre_hook(called)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_a_foreign_tokenizer_is_noticed_before_any_work(
+    model: ImplicitForCausalLM, tokenizer: Any, tmp_path: Path
+) -> None:
+    said = "token 300 is outside the model's vocabulary of 300"
+    for at in (1, 3):  # the last token is predicted only
+        foreign = torch.tensor([1, 2, 4, 2])
+        foreign[at] = 300
+        with no_work(model):
+            with pytest.raises(ValueError, match=said):
+                score(model, foreign, 2, batch_size=1)
+            with pytest.raises(ValueError, match=said):
+                compare_windows(model, foreign, 2, [None, 1], batch_size=1)
+    pytest.importorskip("lm_eval")
+    torch.manual_seed(0)
+    narrow = make_model(vocab_size=200)
+    files = local_files(["piqa"], write_docs(tmp_path, DOCS))
+    with no_work(narrow), pytest.raises(ValueError, match="outside the model's vocabulary of 200"):
+        evaluate_tasks(narrow, tokenizer, ["piqa"], files)
+
+
+def test_windows_are_checked_before_any_work(model: ImplicitForCausalLM, tokens: Tensor) -> None:
+    with no_work(model), pytest.raises(ValueError, match="window must be"):
+        compare_windows(model, tokens, 32, [None, 0])
+    explicit = make_model(implicit=False)
+    with pytest.raises(ValueError, match="is explicit"):
+        compare_windows(explicit, tokens, 32, ["model", 8])
 
 
 CHOICES = ["the dog near the wall", "a ship", "the old king saw a tree"]

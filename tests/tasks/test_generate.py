@@ -23,14 +23,22 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw"]
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     """A folder with a small implicit model and its tokenizer."""
-    plain = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<unk>", *WORDS])}, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>").save_pretrained(tmp_path / "m")
+    saved_model(tmp_path / "explicit", ["<unk>", *WORDS], implicit=False, tokenizer=False)
+    return saved_model(tmp_path / "m", ["<unk>", *WORDS])
+
+
+def saved_model(folder: Path, words: list[str], implicit: bool = True, tokenizer: bool = True) -> str:
+    """The folder, with a small model of the words and, unless told otherwise, their tokenizer."""
+    if tokenizer:
+        plain = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
+        plain.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=plain, unk_token=words[0]).save_pretrained(folder)
     backbone = {"name": "llama", "d_model": 16, "n_layer": 1, "n_head": 2}
-    for name, implicit in (("m", True), ("explicit", False)):
-        config = ImplicitConfig(vocab_size=9, backbone=backbone, implicit=implicit, initializer_range=0.5)
-        ImplicitForCausalLM(config).save_pretrained(tmp_path / name)
-    return str(tmp_path / "m")
+    config = ImplicitConfig(
+        vocab_size=len(words), backbone=backbone, implicit=implicit, initializer_range=0.5
+    )
+    ImplicitForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
 def character_tokenizer(folder: Path) -> str:
@@ -148,6 +156,15 @@ def test_sampling_is_seeded(model: str, capsys: pytest.CaptureFixture[str]) -> N
         main([model, "the", "--temperature", "1.5", "--seed", seed, "--max-new-tokens", "12"])
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and len(set(said)) > 1
+
+
+def test_a_tokenizer_may_know_more_than_the_model_but_not_say_it(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = ["--tokenizer", saved_model(tmp_path / "wide", ["<unk>", *WORDS, "dog"]), "--max-new-tokens", "2"]
+    assert main([model, "the cat", *wide]) == 0
+    assert main([model, "the dog", *wide]) == 2
+    assert "token 9 is outside the model's vocabulary of 9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

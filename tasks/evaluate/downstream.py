@@ -1,6 +1,7 @@
 """Downstream tasks through EleutherAI's lm-eval, with data from the hub or from JSONL files.
 
-Prompts, choices and metrics are those of lm-eval's own tasks; a local file replaces the data only.
+Prompts, choices and metrics are those of lm-eval's own tasks, with one exception, of which scores tell in
+``own_prompt``: a file of HellaSwag may lack the fields that lm-eval builds its prompts from.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class Task:
         pattern: that its local file matches.
         metric: that enters the average; for ``acc_norm``, log-likelihoods are per character of the choice.
         chance: what guessing gets, with the four choices that nearly all questions of ARC have.
-        fields: that a document needs.
+        prompt: the field of a document that has the text to continue.
+        choices: the fields that have the choices.
+        answer: the field that says which is right; none where the text itself does.
+        options: the choices of a document, by what ``answer`` calls them.
         convert: from the schema of the original release to that of the hub.
     """
 
@@ -45,8 +49,16 @@ class Task:
     pattern: str
     metric: str
     chance: float
-    fields: tuple[str, ...]
+    prompt: str
+    choices: tuple[str, ...] = ()
+    answer: str | None = None
+    options: Callable[[Doc], dict[Any, Any]] = lambda doc: {}
     convert: Callable[[Doc], Doc] = lambda doc: doc
+
+    @property
+    def fields(self) -> list[str]:
+        """What a document needs."""
+        return [self.prompt, *self.choices, *([] if self.answer is None else [self.answer])]
 
 
 @dataclass
@@ -58,6 +70,7 @@ class TaskScore:
         source: the local file, or the name on the hub.
         metric, main, main_stderr: what enters the average.
         chance: of that metric.
+        own_prompt: what the prompts are where they are not lm-eval's; ``None`` where they are.
         acc, acc_norm, perplexity: all that the task reports.
     """
 
@@ -68,6 +81,7 @@ class TaskScore:
     main: float
     main_stderr: float | None
     chance: float
+    own_prompt: str | None
     acc: float | None
     acc_stderr: float | None
     acc_norm: float | None
@@ -89,25 +103,45 @@ def _question(name: str) -> Callable[[Doc], Doc]:
     return convert
 
 
+def _lettered(doc: Doc) -> dict[Any, Any]:
+    return dict(zip(doc["choices"]["label"], doc["choices"]["text"], strict=True))
+
+
+def _blank(doc: Doc) -> dict[Any, Any]:
+    if "_" not in doc["sentence"]:
+        raise ValueError(f"sentence must have a _ to fill in, got {doc['sentence']!r}")
+    return {"1": doc["option1"], "2": doc["option2"]}
+
+
 TASKS = {
-    "lambada_openai": Task("lambada", "lambada*.jsonl", "acc", 0.0, ("text",)),
-    "hellaswag": Task("hellaswag", "hellaswag*.jsonl", "acc_norm", 0.25, ("ctx", "endings", "label")),
-    "piqa": Task("piqa", "piqa*.jsonl", "acc", 0.5, ("goal", "sol1", "sol2", "label")),
-    "arc_easy": Task("arc", "arc_easy*.jsonl", "acc", 0.25, ("question", "choices", "answerKey"),
-                     _question("question")),
-    "arc_challenge": Task("arc", "arc_challenge*.jsonl", "acc_norm", 0.25,
-                          ("question", "choices", "answerKey"), _question("question")),
-    "winogrande": Task("winogrande", "winogrande*.jsonl", "acc", 0.5,
-                       ("sentence", "option1", "option2", "answer")),
-    "openbookqa": Task("openbookqa", "openbookqa*.jsonl", "acc_norm", 0.25,
-                       ("question_stem", "choices", "answerKey"), _question("question_stem")),
+    "lambada_openai": Task("lambada", "lambada*.jsonl", "acc", 0.0, "text"),
+    "hellaswag": Task("hellaswag", "hellaswag*.jsonl", "acc_norm", 0.25, "ctx", ("endings",), "label",
+                      lambda doc: dict(enumerate(doc["endings"]))),
+    "piqa": Task("piqa", "piqa*.jsonl", "acc", 0.5, "goal", ("sol1", "sol2"), "label",
+                 lambda doc: {0: doc["sol1"], 1: doc["sol2"]}),
+    "arc_easy": Task("arc", "arc_easy*.jsonl", "acc", 0.25, "question", ("choices",), "answerKey",
+                     _lettered, _question("question")),
+    "arc_challenge": Task("arc", "arc_challenge*.jsonl", "acc_norm", 0.25, "question", ("choices",),
+                          "answerKey", _lettered, _question("question")),
+    "winogrande": Task("winogrande", "winogrande*.jsonl", "acc", 0.5, "sentence", ("option1", "option2"),
+                       "answer", _blank),
+    "openbookqa": Task("openbookqa", "openbookqa*.jsonl", "acc_norm", 0.25, "question_stem", ("choices",),
+                       "answerKey", _lettered, _question("question_stem")),
 }  # fmt: skip
 
 
+# What lm-eval builds the prompts of HellaSwag from, and selections drop.
+_ACTIVITY = ("activity_label", "ctx_a", "ctx_b")
+
+
 def check_tasks(names: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless all names are of :data:`TASKS`, and there is one."""
-    if unknown := [name for name in names if name not in TASKS] or not names:
+    """Raise ``ValueError`` unless the names are of :data:`TASKS`, at least one and none of them twice."""
+    if not names:
+        raise ValueError(f"at least one task is needed, of {', '.join(TASKS)}")
+    if unknown := [name for name in names if name not in TASKS]:
         raise ValueError(f"unknown tasks {unknown}; known: {', '.join(TASKS)}")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"each task counts once in the average, but {', '.join(repeated)} is given again")
 
 
 def local_files(names: Sequence[str], folder: str | Path) -> dict[str, Path]:
@@ -132,39 +166,62 @@ def read_docs(name: str, path: Path) -> list[Doc]:
     """The documents of a JSONL file, in the schema of the hub.
 
     Raises:
-        ValueError: a line that is no JSON object or lacks a field; no documents at all.
+        ValueError: a line that is no document of the task; no documents at all.
     """
-    task = TASKS[name]
     docs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            doc = task.convert(dict(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: no document of {name} ({error!r})") from error
-        if missing := [field for field in task.fields if field not in doc]:
-            raise ValueError(f"{path}, line {number}: {name} needs the fields {missing}")
-        docs.append(doc)
+            docs.append(_read_doc(TASKS[name], line))
+        except (KeyError, TypeError, AttributeError) as error:  # of what is inside a field
+            raise ValueError(f"{path}, line {number}: no document of {name}: {error!r}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no document of {name}: {error}") from error
     if not docs:
         raise ValueError(f"{path} holds no documents")
     return docs
 
 
-def _over_file(name: str, path: Path, definition: Path) -> dict[str, Any]:
+def _read_doc(task: Task, line: bytes) -> Doc:
+    """One document, its answer written as the hub does: lm-eval counts others as wrong, or stumbles."""
+    doc = json.loads(line.decode())
+    if not isinstance(doc, dict):
+        raise ValueError(f"it must be a JSON object, got {doc!r}")
+    doc = task.convert(doc)
+    if missing := [field for field in task.fields if field not in doc]:
+        raise ValueError(f"it needs the fields {missing}")
+    options = task.options(doc)
+    for text in (doc[task.prompt], *options.values()):
+        if not isinstance(text, str):
+            raise ValueError(f"prompt and choices must be text, got {text!r}")
+    if task.answer is None:
+        return doc
+    known = {str(answer): answer for answer in options}
+    given = str(doc[task.answer]).strip()
+    if given not in known:
+        raise ValueError(f"{task.answer} must be one of {', '.join(known)}, got {doc[task.answer]!r}")
+    return doc | {task.answer: known[given]}
+
+
+def _own_prompt(name: str, docs: Sequence[Doc]) -> str | None:
+    """How the prompts of documents are not lm-eval's; ``None`` where they are."""
+    if name != "hellaswag" or all(isinstance(doc.get(field), str) for doc in docs for field in _ACTIVITY):
+        return None
+    return f"the context alone, for documents lack {', '.join(_ACTIVITY)}"
+
+
+def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> dict[str, Any]:
     """lm-eval's task, as its ``definition`` has it, over the documents of a file."""
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    docs = read_docs(name, path)
-    fields = list(TASKS[name].fields)
+    fields = TASKS[name].fields
     changes: dict[str, Any] = {}
-    if name == "hellaswag":
-        whole = ("activity_label", "ctx_a", "ctx_b")
-        if all(field in doc for doc in docs for field in whole):
-            fields += whole
-        else:  # selections drop what lm-eval builds the prompt from; the context alone is left
-            changes["process_docs"] = _hellaswag_without_activity
+    if _own_prompt(name, docs):
+        changes["process_docs"] = _hellaswag_without_activity
+    elif name == "hellaswag":
+        fields += _ACTIVITY
     kept = [{field: doc[field] for field in fields} for doc in docs]
 
     def load(**_: Any) -> Any:
@@ -205,8 +262,8 @@ def evaluate_tasks(
         limit: documents of each task; all by default.
 
     Raises:
-        ValueError: unknown tasks; files of another schema; data that the hub does
-            not give; lm-eval is not installed.
+        ValueError: unknown tasks, or one twice; malformed files; data that the hub does not give; tokens
+            outside the model's vocabulary; lm-eval is not installed.
     """
     check_tasks(names)
     check_count("batch_size", batch_size)
@@ -225,9 +282,12 @@ def evaluate_tasks(
         include_defaults=False,
     )
     tasks: list[Any] = list(names)
+    own_prompts: dict[str, str | None] = dict.fromkeys(names)
     if files is not None:
+        docs = {name: read_docs(name, files[name]) for name in names}
+        own_prompts = {name: _own_prompt(name, docs[name]) for name in names}
         index = manager.task_index
-        tasks = [_over_file(name, files[name], index[name].yaml_path) for name in names]
+        tasks = [_over_docs(name, docs[name], files[name], index[name].yaml_path) for name in names]
     # Resampling in processes forked from one that runs torch can hang, and one is quick enough.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
@@ -246,10 +306,12 @@ def evaluate_tasks(
     except OSError as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"data cannot be had from the hub: {first}; or give --data-dir") from error
-    return [_read(name, found, "" if files is None else str(files[name])) for name in names]
+    return [
+        _read(name, found, None if files is None else str(files[name]), own_prompts[name]) for name in names
+    ]
 
 
-def _read(name: str, found: dict[str, Any], source: str) -> TaskScore:
+def _read(name: str, found: dict[str, Any], source: str | None, own_prompt: str | None) -> TaskScore:
     result, config = found["results"][name], found["configs"][name]
 
     def value(metric: str) -> float | None:
@@ -268,6 +330,7 @@ def _read(name: str, found: dict[str, Any], source: str) -> TaskScore:
         main=main,
         main_stderr=value(f"{metric}_stderr"),
         chance=TASKS[name].chance,
+        own_prompt=own_prompt,
         **every,
     )
 
@@ -275,6 +338,16 @@ def _read(name: str, found: dict[str, Any], source: str) -> TaskScore:
 def average(scores: Sequence[TaskScore]) -> float:
     """Mean over tasks of the metric that enters it."""
     return sum(s.main for s in scores) / len(scores)
+
+
+def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
+    """A warning for each task whose prompts are not lm-eval's."""
+    return [
+        f"warning: {s.task}: the prompt is not lm-eval's but {s.own_prompt}. The score does not compare with "
+        "those of lm-eval"
+        for s in scores
+        if s.own_prompt is not None
+    ]
 
 
 def _watched(lm: Any, screen: TextIO | None) -> Any:

@@ -9,7 +9,13 @@ from typing import Any
 
 from deqseq.convergence import ConvergencePolicy
 from deqseq.tasks.evaluate import plots
-from deqseq.tasks.evaluate.downstream import average, evaluate_tasks, local_files
+from deqseq.tasks.evaluate.downstream import (
+    average,
+    check_tasks,
+    evaluate_tasks,
+    local_files,
+    other_prompts,
+)
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
 from deqseq.tasks.evaluate.models import (
     implicit_layer,
@@ -151,6 +157,7 @@ def _duality(options: Any) -> None:
 
 
 def _downstream(options: Any) -> None:
+    check_tasks(options.tasks)
     files = None if options.data_dir is None else local_files(options.tasks, options.data_dir)
     setup = _prepare(options)
     with solving(setup.model, options.window, setup.policy):
@@ -158,8 +165,9 @@ def _downstream(options: Any) -> None:
             setup.model, setup.tokenizer, options.tasks, files, options.limit, options.batch_size,
             progress=True,
         )  # fmt: skip
-    mean = average(found)
-    _finish(setup, options, _TASKS, found, plots.plot_tasks, [f"average {mean:.4f}"], average=mean)
+    mean, warnings = average(found), other_prompts(found)
+    notes = [f"average {mean:.4f}", *warnings]
+    _finish(setup, options, _TASKS, found, plots.plot_tasks, notes, average=mean, warnings=warnings)
 
 
 REPORTS: dict[str, Callable[[Any], None]] = {

@@ -23,7 +23,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from deqseq import FixedIterations, Residual
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.tasks.evaluate.__main__ import main
-from deqseq.tasks.evaluate.downstream import TASKS, average, evaluate_tasks, local_files, read_docs
+from deqseq.tasks.evaluate.downstream import (
+    TASKS,
+    average,
+    evaluate_tasks,
+    local_files,
+    other_prompts,
+    read_docs,
+)
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
 from deqseq.tasks.evaluate.models import load_tokenizer, read_tokens, solving, tolerance_and_budget
 from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
@@ -396,6 +403,7 @@ def test_downstream_scores_are_those_of_the_log_likelihoods(
         assert s.main == getattr(s, TASKS[s.task].metric)
         assert s.main_stderr is not None
     assert average(found) == pytest.approx(sum(s.main for s in found) / 7)
+    assert other_prompts(found) == []
     assert len({s.main for s in found}) > 1  # not all right, not all wrong
 
 
@@ -419,6 +427,9 @@ def test_downstream_reads_selections_and_the_schema_of_the_hub(
     assert [s.documents for s in found] == [2, 2]
     for s, docs in zip(found, (short, DOCS["arc_easy"]), strict=True):
         assert expected(model, tokenizer, s.task, docs[:2]) == {"acc": s.acc, "acc_norm": s.acc_norm}
+    # Where the prompt cannot be lm-eval's, it is said.
+    (said,) = other_prompts(found)
+    assert "hellaswag: the prompt is not lm-eval's" in said and found[1].own_prompt is None
 
 
 def test_files_of_the_shared_data(model: ImplicitForCausalLM, tokenizer: Any) -> None:
@@ -437,15 +448,70 @@ def test_files_of_the_shared_data(model: ImplicitForCausalLM, tokenizer: Any) ->
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"goal": "x"', r"line 2: no document of piqa"),
-        ("[1, 2]", r"line 2: no document of piqa"),
-        ('{"goal": "x", "sol1": "y", "label": 0}', r"line 2: piqa needs the fields \['sol2'\]"),
+        (b'{"goal": "x"', "delimiter"),
+        (b"[1, 2]", "must be a JSON object, got [1, 2]"),
+        (b'{"goal": "x", "sol1": "y", "label": 0}', "needs the fields ['sol2']"),
+        (b'{"goal": "\xff", "sol1": "y", "sol2": "z", "label": 0}', "invalid start byte"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "piqa.jsonl").write_text(json.dumps(DOCS["piqa"][0]) + "\n" + line + "\n")
-    with pytest.raises(ValueError, match=message):
-        read_docs("piqa", tmp_path / "piqa.jsonl")
+def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "piqa.jsonl"
+    path.write_bytes(json.dumps(DOCS["piqa"][0]).encode() + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        read_docs("piqa", path)
+    assert str(raised.value).startswith(f"{path}, line 2: no document of piqa: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("piqa", {"label": None}, "label must be one of 0, 1, got None"),
+        ("piqa", {"label": 5}, "label must be one of 0, 1, got 5"),
+        ("piqa", {"label": -1}, "label must be one of 0, 1, got -1"),
+        ("piqa", {"label": True}, "label must be one of 0, 1, got True"),
+        ("piqa", {"sol1": None}, "must be text, got None"),
+        ("hellaswag", {"label": 3}, "label must be one of 0, 1, 2, got 3"),
+        ("hellaswag", {"label": ""}, "label must be one of 0, 1, 2, got ''"),
+        ("hellaswag", {"endings": ["a", 1, "c"]}, "must be text, got 1"),
+        ("arc_easy", {"answerKey": "Z"}, "answerKey must be one of A, B, C, got 'Z'"),
+        ("openbookqa", {"answerKey": None}, "answerKey must be one of A, B, C, got None"),
+        ("arc_challenge", {"question": {"stem": "x", "choices": [{"text": "y"}]}}, "KeyError('label')"),
+        ("arc_easy", {"question": "x", "choices": {"text": ["y"], "label": ["A", "B"]}}, "zip()"),
+        ("winogrande", {"answer": ""}, "answer must be one of 1, 2, got ''"),
+        ("winogrande", {"sentence": "no blank"}, "sentence must have a _ to fill in, got 'no blank'"),
+        ("lambada_openai", {"text": 1}, "must be text, got 1"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    good = DOCS[name][0]
+    path = write_docs(tmp_path, {name: [good, good | change]}) / f"{name}_x.jsonl"
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        read_docs(name, path)
+    assert str(raised.value).startswith(f"{path}, line 2: no document of {name}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "read"),
+    [
+        ("piqa", "1", 1),
+        ("hellaswag", "2", 2),
+        ("winogrande", 2, "2"),
+        ("arc_easy", " B", "B"),
+        ("openbookqa", "C ", "C"),
+    ],
+)
+def test_an_answer_is_read_however_it_is_written(name: str, given: Any, read: Any, tmp_path: Path) -> None:
+    field = TASKS[name].answer
+    assert field is not None
+    path = write_docs(tmp_path, {name: [DOCS[name][0] | {field: given}]}) / f"{name}_x.jsonl"
+    assert read_docs(name, path)[0][field] == read
+
+
+def test_a_task_counts_once(model: ImplicitForCausalLM, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="counts once in the average, but piqa is given again"):
+        evaluate_tasks(model, tokenizer, ["piqa", "winogrande", "piqa"])
 
 
 def test_of_several_files_the_longest_is_taken(tmp_path: Path) -> None:
@@ -551,6 +617,7 @@ def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.Cap
     result = json.loads((tmp_path / "out" / "downstream.json").read_text())
     assert [row["task"] for row in result["rows"]] == ["piqa", "openbookqa"]
     assert result["average"] == pytest.approx(sum(row["main"] for row in result["rows"]) / 2)
+    assert result["warnings"] == [] and {row["own_prompt"] for row in result["rows"]} == {None}
     assert "lm_eval" in result["versions"]
     said = capsys.readouterr()
     assert f"average {result['average']:.4f}" in said.out.splitlines()[3]
@@ -576,6 +643,10 @@ def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.Cap
         (["duality", "{saved}/model", *TEXT_FLAGS, "--window", "all"], "at least two"),
         (["duality", "{saved}/explicit", "--tokenizer", "{saved}/model", "--text", "{saved}/text.txt",
           "--length", "16"], "is explicit"),
+        (["duality", "{saved}/explicit", "--tokenizer", "{saved}/model", *TEXT_FLAGS[:2], "--length", "16",
+          "--window", "model", "8"], "is explicit"),
+        (["duality", "{tmp}/none", *TEXT_FLAGS, "--window", "all", "0"], "--window: must be"),
+        (["downstream", "{tmp}/none", "--tasks", "piqa", "piqa"], "piqa is given again"),
         (["downstream", "{saved}/model", "--tasks", "chess"], "invalid choice: 'chess'"),
         (["downstream", "{saved}/model", "--data-dir", "{tmp}"], "no file for lambada_openai"),
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--output", "{saved}"], "holds other files"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from deqseq.tasks.evaluate.downstream import TASKS
@@ -54,6 +57,21 @@ def window(text: str) -> int | str | None:
     except argparse.ArgumentTypeError:
         rule = f"must be 'all', 'model' or a whole number >= 1, got {text!r}"
         raise argparse.ArgumentTypeError(rule) from None
+
+
+def folder(text: str) -> Path:
+    """A folder that files can be written to, or that can be made."""
+    path = Path(text)
+    nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not nearest.is_dir():
+        raise argparse.ArgumentTypeError(f"{nearest} is not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=nearest):  # permissions do not tell: root has all, even in /proc
+            pass
+    except OSError as error:
+        rule = f"nothing can be written to the folder {nearest}: {error.strerror}"
+        raise argparse.ArgumentTypeError(rule) from None
+    return path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -123,7 +141,7 @@ def _command(commands: Any, name: str, description: str) -> argparse.ArgumentPar
     added.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     added.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
                        help="of the weights (default: auto, the checkpoint's)")  # fmt: skip
-    added.add_argument("--output", metavar="DIR",
+    added.add_argument("--output", type=folder, metavar="DIR",
                        help=f"folder for {name}.json and {name}.png (default: none); a former result with "
                        "the same settings is overwritten, any other only with --force")  # fmt: skip
     added.add_argument("--force", action="store_true",

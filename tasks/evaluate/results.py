@@ -38,8 +38,6 @@ class ResultFolder:
         self.json = self.path / f"{report}.json"
         self.figure = self.path / f"{report}.png"
         self._head = {"report": report, "model": model, "settings": settings}
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{path} is a file: name a folder for the results")
         if not force:
             self._check()
 

@@ -650,6 +650,13 @@ def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.Cap
         (["downstream", "{saved}/model", "--tasks", "chess"], "invalid choice: 'chess'"),
         (["downstream", "{saved}/model", "--data-dir", "{tmp}"], "no file for lambada_openai"),
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--output", "{saved}"], "holds other files"),
+        (["perplexity", "{tmp}/none", *TEXT_FLAGS, "--output", "{saved}/text.txt"], "is not a folder"),
+        (["perplexity", "{tmp}/none", *TEXT_FLAGS, "--output", "{saved}/text.txt/a/b"], "is not a folder"),
+        pytest.param(
+            ["perplexity", "{tmp}/none", *TEXT_FLAGS, "--output", "/proc/a/b"],
+            "nothing can be written to the folder /proc",
+            marks=pytest.mark.skipif(not Path("/proc").is_dir(), reason="no folder without files"),
+        ),
     ],
 )  # fmt: skip
 def test_errors_end_with_a_sentence_and_status_2(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from deqseq.solution import Status
-from deqseq.tasks.evaluate.arguments import count, tolerance
+from deqseq.tasks.evaluate.arguments import count, folder, tolerance
 from deqseq.tasks.figures import log_scale, pyplot
 
 # Cheap to dear, from the 256-colour table: green, yellow, orange, red.
@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         help="colour each token by its iterations and sum them up below the text; not on a terminal, or "
         "with NO_COLOR set: one line a token, its iterations before it",
     )
-    add("--plot", type=Path, metavar="PNG", help="draw iterations and residual of every token")
+    add("--plot", type=png, metavar="PNG", help="draw iterations and residual of every token")
     add("--device", help="where to run, such as cpu (default: a GPU if there is one)")
     return found
 
@@ -164,6 +164,19 @@ def _shaded(text: str, shade: int) -> str:
     return f"\x1b[38;5;{shade}m{text}\x1b[0m"
 
 
+def png(text: str) -> Path:
+    """A file that can be written, its name with the suffix of what it will hold."""
+    path = Path(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder, name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    folder(str(path.parent))
+    return path
+
+
 def generate(arguments: argparse.Namespace) -> None:
     """Run the command.
 
@@ -210,7 +223,12 @@ def generate(arguments: argparse.Namespace) -> None:
             print(legend(budget) if coloured else "iterations  token")
             streamer = _SolvedStreamer(tokenizer, watch, in_colour(budget) if coloured else in_lines)
     torch.manual_seed(arguments.seed)
-    sampling = {"do_sample": True, "temperature": arguments.temperature, "top_p": arguments.top_p or 1.0}
+    sampling = {
+        "do_sample": True,
+        "temperature": arguments.temperature,
+        "top_p": arguments.top_p or 1.0,
+        "top_k": 0,  # all: transformers leaves out all but 50 unless told
+    }
     found = model.generate(
         tokens.input_ids,
         attention_mask=tokens.attention_mask,
@@ -292,10 +310,6 @@ def _wrong(arguments: argparse.Namespace) -> str | None:
         return f"--top-p must be in (0, 1], got {arguments.top_p}"
     if arguments.top_p is not None and arguments.temperature == 0:
         return "--top-p is for sampling: give a --temperature above 0 with it"
-    if arguments.plot is not None and not arguments.plot.parent.is_dir():
-        return f"--plot: there is no folder {arguments.plot.parent}"
-    if arguments.plot is not None and arguments.plot.is_dir():
-        return f"--plot: {arguments.plot} is a folder, name a file"
     return None
 
 

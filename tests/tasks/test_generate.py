@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,17 +118,34 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_whole(
     assert capsys.readouterr().out == "[a][][é][][][€][b]\n"
 
 
-def test_a_figure_of_iterations(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_of_iterations(model: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png = tmp_path / "iterations.png"
     for length in ("4", "80"):  # with the tokens' text and without
         assert main([model, "the cat", "--max-new-tokens", length, "--plot", str(png)]) == 0
         assert png.read_bytes().startswith(b"\x89PNG")
         png.unlink()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("nowhere/x.png", "there is no folder"),
+        ("text.txt/x.png", "there is no folder"),
+        ("folder.png", "is a folder, name a file"),
+        ("x.pdf", "must end in .png"),
+        ("x", "must end in .png"),
+    ],
+)
+def test_where_no_figure_can_be_is_found_first(
+    path: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("precious")
+    (tmp_path / "folder.png").mkdir()
     with pytest.raises(SystemExit):
-        main([model, "the", "--plot", str(tmp_path / "nowhere" / "x.png")])
-    said = capsys.readouterr()
-    assert "there is no folder" in said.err and not (tmp_path / "nowhere").exists()
+        main(["no_model", "the", "--plot", str(tmp_path / path)])
+    assert said in capsys.readouterr().err
+    assert {file.name for file in tmp_path.rglob("*")} == {"text.txt", "folder.png"}
 
 
 def test_line_breaks_have_a_colour() -> None:
@@ -156,6 +174,24 @@ def test_sampling_is_seeded(model: str, capsys: pytest.CaptureFixture[str]) -> N
         main([model, "the", "--temperature", "1.5", "--seed", seed, "--max-new-tokens", "12"])
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and len(set(said)) > 1
+
+
+def test_sampling_is_from_all_tokens_or_the_likeliest_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"w{i}" for i in range(200)]
+    folder = saved_model(tmp_path / "wide", words, implicit=False)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    ranks = {}
+    for share in ("1", "0.5"):  # of tokens that are all but equally likely
+        options = ["--temperature", "1e6", "--top-p", share, "--max-new-tokens", "40"]
+        assert main([folder, "w0", *options]) == 0
+        ids = torch.tensor([[words.index(word) for word in capsys.readouterr().out.split()]])
+        with torch.no_grad():
+            logits = loaded(ids).logits[0, :-1]
+        ranks[share] = (logits > logits.gather(1, ids[0, 1:, None])).sum(1)
+    assert len(ranks["1"]) == 40 and ranks["1"].max() > 150
+    assert 50 < ranks["0.5"].max() < 105
 
 
 def test_a_tokenizer_may_know_more_than_the_model_but_not_say_it(
@@ -189,6 +225,9 @@ def test_wrong_input(model: str, arguments: list[str], said: str, capsys: pytest
         (["--max-new-tokens", "0"], "--max-new-tokens: must be a whole number"),
         (["--rtol", "-1"], "--rtol: must be a positive number"),
         (["--temperature", "-1"], "--temperature must be"),
+        (["--temperature", "nan"], "--temperature must be"),
+        (["--temperature", "inf"], "--temperature must be"),
+        (["--temperature", "1", "--top-p", "nan"], "--top-p must be in (0, 1]"),
         (["--temperature", "1", "--top-p", "1.5"], "--top-p must be in (0, 1]"),
         (["--top-p", "0.5"], "--top-p is for sampling: give a --temperature"),
     ],

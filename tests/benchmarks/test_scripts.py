@@ -80,3 +80,23 @@ def test_warm_start(trained: Path, tmp_path: Path) -> None:
     zero, previous = json.loads(output.read_text())["rows"]
     assert zero["accuracy"] == previous["accuracy"]
     assert zero["evaluations a token"] != previous["evaluations a token"]
+
+
+def test_speed(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    chosen = ["state-tracking", "evaluation", "loop", "decode"]
+    small = ["--quick", "--device", "cpu", "--repeats", "1", "--sections", *chosen]
+    done = run("speed.py", *small, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    sections = json.loads(output.read_text())["sections"]
+    assert list(sections) == ["correctness", *chosen]
+    assert all(row["right"] for row in sections["correctness"]["errors"])
+    rows = [row for tables in sections.values() for table in tables.values() for row in table]
+    assert all("failed" not in row for row in rows if "torchdeq" not in row.get("case", ""))
+    (steps,) = sections["state-tracking"].values()
+    assert [row["evaluations"] for row in steps[:2]] == [4, 21]
+    assert all(row["ms"] > 0 and row["tokens/s"] > 0 for row in steps)
+    limits = sections["evaluation"]["limits of f"]
+    for case in {row["case"] for row in limits}:
+        *counted, total = [row["GB"] for row in limits if row["case"] == case]
+        assert total == pytest.approx(sum(counted)) and min(counted) > 0

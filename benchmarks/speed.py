@@ -1,0 +1,476 @@
+"""Speed and memory at the paper's sizes, beside the reference implementation's on one H100 (torch 2.11).
+
+Weights and data are random and seeded; all runs under bfloat16 autocast, decoding with bfloat16 weights.
+First every implementation of f is compared with plain PyTorch in float64, values and gradients: one that
+disagrees ends the run. Times are medians over repeats, after a warm-up; "over reference" is ours over theirs,
+below 1 where we are faster. A case that fails is a row that says why.
+
+    python benchmarks/speed.py
+    python benchmarks/speed.py --sections state-tracking evaluation --repeats 20
+    python benchmarks/speed.py --quick --device cpu
+
+state-tracking, llama, mamba2: a training step, AdamW included (learning rate 0: all steps are equal).
+evaluation: one evaluation of f by every implementation, and the limit that the device sets it.
+loop: a solve over as many bare evaluations. decode: token by token with a cache. sequential: window 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import describe_machine, finish, print_table, stopwatch
+from torch import Tensor
+
+from deqseq import Backbone, Context, FixedIterations, Problem, Residual, iterate
+from deqseq.backbone import backbones
+from deqseq.backbones import kernels
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.solvers import Picard
+
+Row = dict[str, Any]
+Tables = dict[str, list[Row]]
+
+TRACKING, LLAMA, MAMBA2 = "mamba2-state-tracking", "llama-130m", "mamba2-130m"
+SIZES = {TRACKING: (512, 256), LLAMA: (8, 2048), MAMBA2: (8, 2048)}  # B, L
+SMALL = {  # for the checks and quick runs; aligned as other packages' kernels want it
+    "mamba2": {"name": "mamba2", "d_model": 64, "n_layer": 2, "d_state": 32, "headdim": 16},
+    "llama": {"name": "llama", "d_model": 64, "n_layer": 2, "n_head": 4},
+}
+
+
+def body_of(name: str) -> str:
+    return name.partition("-")[0]
+
+
+def fixed(iterations: int) -> Row:
+    return {"convergence": {"name": "fixed", "iterations": iterations}}
+
+
+# Case, form of the preset, what is changed in it, the reference's ms and GiB.
+STEPS: dict[str, list[tuple[str, str, Row, tuple[float | None, float | None]]]] = {
+    TRACKING: [
+        ("unrolled 4", "", {"gradient": {"name": "unrolled", "iterations": 4}}, (77, 8.2)),
+        ("fixed 17 + 4", "", fixed(17), (169, 8.4)),
+        ("residual 0.05 + 4", "", {}, (169, 8.4)),
+        ("explicit", "", {"implicit": False}, (None, None)),
+    ],
+    LLAMA: [
+        ("explicit", "-explicit", {}, (106, 19)),
+        ("bounded, 4 + 1", "-bounded", {}, (215, 22)),
+        ("free, 15 + 4", "-free", fixed(15), (712, 43)),
+        ("free, residual 0.05 + 4", "-free", {}, (712, 43)),
+    ],
+    MAMBA2: [
+        ("explicit", "-explicit", {}, (134, 18)),
+        ("bounded, 4 + 1", "-bounded", {}, (270, 20)),
+        ("free, 14 + 4", "-free", fixed(14), (950, 37)),
+        ("free, residual 0.05 + 4", "-free", {}, (950, 37)),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every section needs to know: where it runs, how large, how often."""
+
+    device: str
+    quick: bool
+    repeats: int
+    compile: bool
+
+    def size(self, name: str) -> tuple[int, int]:
+        return (2, 24) if self.quick else SIZES[name]
+
+    def config(self, name: str, form: str = "", **changes: Any) -> ImplicitConfig:
+        small = {"backbone": SMALL[body_of(name)], "vocab_size": 64} if self.quick else {}
+        return ImplicitConfig.from_preset(f"{name}{form}", **{**small, **changes})
+
+    def model(self, config: ImplicitConfig) -> ImplicitForCausalLM:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return ImplicitForCausalLM(config)
+
+    @torch.no_grad()
+    def bare(self, name: str) -> tuple[Backbone, Tensor, Context]:
+        """The map of a model, an iterate, and the context of an input."""
+        torch.manual_seed(0)
+        with torch.device(self.device), self.autocast():
+            backbone = backbones.create(self.config(name, "" if name == TRACKING else "-free").backbone)
+            z, x = torch.randn(2, *self.size(name), backbone.d_model)
+            return backbone, z, backbone.prepare(x)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device, torch.bfloat16)
+
+    def implementations(self, body: str) -> list[str]:
+        """What can compute a body here. Of Llama only the norms have kernels, which are ours."""
+        names = [n for n in kernels.NAMES if kernels.available(n)] if self.device != "cpu" else ["torch"]
+        if body == "llama":
+            names = [n for n in names if n in ("triton", "torch")] + ["compiled"] * self.compile
+        return names
+
+    def milliseconds(
+        self, function: Callable[[], Any], setup: Callable[[], Any] = lambda: None, warm_up: int = 3
+    ) -> float:
+        """Median time of ``function``; ``setup`` runs before each call and is not counted."""
+        seconds = []
+        for i in range(-warm_up, self.repeats):
+            setup()
+            if i == 0 and self.device != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+            seconds.append(stopwatch(function, self.device))
+        return 1e3 * statistics.median(seconds[warm_up:])
+
+    def peak(self) -> float | None:
+        """Most GiB allocated since the timed calls began."""
+        return None if self.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
+
+    def against(self, ms: float, reference: float | None) -> Row:
+        reference = None if self.quick else reference
+        return {"reference ms": reference, "over reference": reference and ms / reference}
+
+    def row(self, case: str, measure: Callable[[], Row]) -> Row:
+        """A row of a table, or why there is none; frees what was held for it."""
+        try:
+            row = {"case": case, **measure()}
+        except Exception as error:
+            failed = "out of memory" if isinstance(error, torch.OutOfMemoryError) else repr(error)[:100]
+            row = {"case": case, "failed": failed}
+        gc.collect()
+        if self.device != "cpu":
+            torch.cuda.empty_cache()
+        if self.compile:
+            torch.compiler.reset()
+        return row
+
+
+def compile_blocks(backbone: Backbone) -> None:
+    for block in backbone.layers:
+        block.compile()
+
+
+def computed_by(name: str, backbone: Backbone) -> AbstractContextManager[None]:
+    """Within the block this implementation computes; "compiled" is a property of the backbone."""
+    if name != "compiled":
+        return kernels.use(name)
+    compile_blocks(backbone)
+    return nullcontext()
+
+
+def correctness(bench: Bench) -> Tables:
+    """Relative L2 errors against plain PyTorch in float64, at an odd length over several chunks.
+
+    The limit holds for the values and for all gradients together; one of them may have five times as much.
+    """
+    rows = []
+    for body, options in SMALL.items():
+        torch.manual_seed(0)
+        original = backbones.create(options).to(bench.device)
+        z, x, weight = torch.randn(3, 2, 301, original.d_model, device=bench.device)
+        exact = value_and_gradients(copy.deepcopy(original).double(), z.double(), x.double(), weight)
+        for name in bench.implementations(body):
+            # Other packages' kernels multiply float32 as TF32.
+            single = 1e-2 if name in ("mamba_ssm", "fla") else 1e-4
+            for dtype, limit in (("float32", single), ("bfloat16", 3e-2)):
+                backbone = copy.deepcopy(original)
+                with computed_by(name, backbone), bench.autocast() if dtype == "bfloat16" else nullcontext():
+                    found = value_and_gradients(backbone, z, x, weight)
+                value, *gradients = (distance([a], [b]) for a, b in zip(found, exact, strict=True))
+                together, worst = distance(found[1:], exact[1:]), max(gradients)
+                row = {"f": f"{body}, {name}", "type": dtype, "of values": value, "of gradients": together}
+                right = all(error < limit for error in (value, together, worst / 5))  # NaN is wrong
+                rows.append({**row, "of the worst": worst, "limit": limit, "right": right})
+    return {"errors": rows}
+
+
+def value_and_gradients(backbone: Backbone, z: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+    """f(z), and the gradients of its product with ``weight`` by z and every parameter."""
+    z = z.clone().requires_grad_()
+    fz = backbone(z, backbone.prepare(x))
+    return [fz.detach(), *torch.autograd.grad((fz * weight).sum(), [z, *backbone.parameters()])]
+
+
+def distance(found: list[Tensor], exact: list[Tensor]) -> float:
+    a, b = (torch.cat([t.flatten().double() for t in tensors]) for tensors in (found, exact))
+    return ((a - b).norm() / b.norm()).item()
+
+
+def training(bench: Bench, name: str) -> Tables:
+    """Steps with aligned targets in state tracking, and on the next token otherwise."""
+    rows = []
+    for case, form, changes, reference in STEPS[name]:
+        measure = partial(training_step, bench, name, bench.config(name, form, **changes), *reference)
+        rows.append(bench.row(case, measure))
+    return {f"training step, {name}": rows}
+
+
+def training_step(
+    bench: Bench, name: str, config: ImplicitConfig, reference_ms: float | None, reference_gib: float | None
+) -> Row:
+    model = bench.model(config).train()
+    if bench.compile and name == LLAMA:
+        compile_blocks(model.model.layer.backbone)
+    batch, length = bench.size(name)
+    tokens, targets = torch.randint(config.vocab_size, (2, batch, length), device=bench.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=bench.device != "cpu")
+    solved: Row = {"evaluations": 1}
+
+    def loss() -> Tensor:
+        with bench.autocast():
+            out = model(tokens, labels=None if name == TRACKING else tokens)
+            if out.solution is not None:
+                solved.update(evaluations=out.solution.nfe, iterations=out.solution.iterations)
+            if name == TRACKING:
+                return F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten())
+            return out.loss
+
+    def step() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ms = bench.milliseconds(step)
+    memory = {"GiB": bench.peak(), "reference GiB": None if bench.quick else reference_gib}
+    if "iterations" in solved:
+        solved["iterations"] = solved["iterations"].float().mean().item()
+    tokens_per_second = round(1e3 * batch * length / ms)
+    return {"ms": ms, **bench.against(ms, reference_ms), "tokens/s": tokens_per_second, **memory, **solved}
+
+
+def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float, float]]:
+    """Bytes and operations of f under autocast: matrix products by themselves, what is between two of them
+    in one pass. The stream of the blocks is float32, everything else bfloat16."""
+    T, D, n = batch * length, backbone.d_model, len(backbone.layers)
+    mixer = backbone.layers[0].mixer
+
+    def product(into: int, out: int, written: int | None = None) -> tuple[float, float]:
+        """Of every block; fewer columns are written where a gate multiplies them."""
+        moved = T * (into + (out if written is None else written)) + into * out
+        return n * 2 * moved, n * 2 * T * into * out
+
+    def norms(count: int) -> tuple[float, float]:
+        """The first reads the stream, the others add to it, the last one writes float32."""
+        return T * D * (6 + (count - 2) * 12 + 10), T * D * 5 * count
+
+    if hasattr(mixer, "sizes"):
+        s, taps, chunk = mixer.sizes, mixer.conv1d.kernel_size[0], 64
+        columns, shared = mixer.in_proj.out_features, s.n_groups * s.d_state
+        recurrence = 4 * s.inner * s.d_state + 2 * chunk * (shared + s.inner)
+        operations = 2 * taps * s.conv_width + recurrence + 8 * s.inner
+        return {
+            "norms": norms(n + 1),
+            "projection in": product(D, columns),
+            "convolution, recurrence, gate, norm": (
+                n * T * 2 * (2 * columns + s.inner),  # projection and injection; y
+                n * T * operations,
+            ),
+            "projection out": product(s.inner, D),
+        }
+    qkv, hidden = (mixer.n_head + 2 * mixer.n_kv_head) * mixer.headdim, backbone.layers[0].mlp.w1.out_features
+    return {
+        "norms": norms(2 * n + 1),
+        "queries, keys, values": product(D, qkv),
+        "attention": (n * T * 2 * (2 * qkv + D), n * T * 2 * length * D),  # half of the square
+        "projection out": product(D, D),
+        "MLP in, gate": product(D, 2 * hidden, written=hidden),
+        "MLP out": product(hidden, D),
+    }
+
+
+def rates(bench: Bench) -> tuple[float, float]:
+    """Bytes a millisecond of a copy, operations a millisecond of a bfloat16 matrix product."""
+    size, n = (2**22, 256) if bench.quick else (2**30, 8192)
+    source, target = torch.empty(2, size, device=bench.device, dtype=torch.uint8)
+    a, b = torch.randn(2, n, n, device=bench.device, dtype=torch.bfloat16)
+    copied = bench.milliseconds(lambda: target.copy_(source))
+    return 2 * size / copied, 2 * n**3 / bench.milliseconds(lambda: a @ b)
+
+
+@torch.no_grad()
+def evaluation(bench: Bench) -> Tables:
+    """One evaluation of f. Its limit: all bytes at the speed of a copy, or all operations at that of a matrix
+    product, whichever takes longer."""
+    bandwidth, peak = rates(bench)
+    rows, limits = [], []
+    for name, reference in ((TRACKING, 3.5), (LLAMA, None), (MAMBA2, None)):
+        counted = parts(bench.bare(name)[0], *bench.size(name))
+        counted["all"] = tuple(map(sum, zip(*counted.values(), strict=True)))
+        for part, (moved, operations) in counted.items():
+            counts = {"GB": moved / 1e9, "TFLOP": operations / 1e12}
+            times = {"bytes ms": moved / bandwidth, "operations ms": operations / peak}
+            limits.append({"case": name, "part": part, **counts, **times})
+        limit = max(times.values())
+        for implementation in bench.implementations(body_of(name)):
+            measure = partial(evaluate, bench, name, implementation, limit, reference)
+            rows.append(bench.row(f"{name}, {implementation}", measure))
+    measured = [{"copy TB/s": bandwidth / 1e9, "matrix product TFLOP/s": peak / 1e9}]
+    return {"device": measured, "limits of f": limits, "an evaluation of f": rows}
+
+
+def evaluate(bench: Bench, name: str, implementation: str, limit: float, reference: float | None) -> Row:
+    backbone, z, context = bench.bare(name)
+    calls = 1 if bench.quick else 8  # in a row, so that the device never waits
+    with computed_by(implementation, backbone), bench.autocast():
+        ms = bench.milliseconds(lambda: [backbone(z, context) for _ in range(calls)]) / calls
+    return {"ms": ms, **bench.against(ms, reference), "limit ms": limit, "share": limit / ms}
+
+
+@torch.no_grad()
+def loop(bench: Bench) -> Tables:
+    """A solve of 16 iterations by Picard over 16 bare evaluations, timed in turn."""
+    cases = [(name, how) for name in (TRACKING, MAMBA2) for how in ("fixed", "residual", "torchdeq")]
+    rows = [bench.row(", ".join(case), partial(solve_over_bare, bench, *case)) for case in cases]
+    return {"loop": rows}
+
+
+def solve_over_bare(bench: Bench, name: str, how: str, n: int = 16) -> Row:
+    backbone, z0, context = bench.bare(name)
+    z0 = torch.zeros_like(z0)
+    # A tolerance that is never met.
+    policy = FixedIterations(n) if how == "fixed" else Residual(rtol=1e-30, max_iter=n)
+    calls = 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return backbone(z, context)
+
+    def bare() -> None:
+        z = z0
+        for _ in range(n):
+            z = f(z)
+
+    def solve() -> int:
+        if how != "torchdeq":
+            return iterate(Problem(backbone, context, z0, Picard(), policy)).nfe
+        from torchdeq.solver import get_solver
+
+        before = calls
+        get_solver("fixed_point_iter")(f, z0, max_iter=n, tol=0.0)
+        return calls - before
+
+    with bench.autocast():
+        if (made := solve()) != n:
+            raise RuntimeError(f"{made} evaluations instead of {n}")
+        bare()
+        pairs = [
+            (stopwatch(bare, bench.device), stopwatch(solve, bench.device)) for _ in range(bench.repeats)
+        ]
+    ms = 1e3 * statistics.median(seconds for _, seconds in pairs)
+    ratio = statistics.median(seconds / alone for alone, seconds in pairs)
+    return {"evaluations": n, "ms": ms, "over bare evaluations": ratio, "target": 1.03}
+
+
+@torch.no_grad()
+def decode(bench: Bench) -> Tables:
+    """Greedy decoding after a prompt of 16 tokens."""
+    rows = []
+    for name, reference in ((LLAMA, 110), (MAMBA2, 236)):
+        for batch in (1, 16):
+            measure = partial(decode_tokens, bench, name, batch, reference if batch == 1 else None)
+            rows.append(bench.row(f"{name}-free, batch {batch}", measure))
+    return {"decode": rows}
+
+
+def decode_tokens(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
+    model = bench.model(bench.config(name, "-free")).bfloat16().eval()
+    prompt = torch.randint(model.config.vocab_size, (batch, 16), device=bench.device)
+    count = 4 if bench.quick else 32
+    iterations: list[Tensor] = []
+    out: Any = None
+
+    def read_prompt() -> None:
+        nonlocal out
+        iterations.clear()
+        out = model(prompt, use_cache=True, logits_to_keep=1)
+
+    def go_on() -> None:
+        nonlocal out
+        for _ in range(count):
+            token = out.logits[:, -1:].argmax(-1)
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            iterations.append(out.solution.iterations)
+
+    ms = bench.milliseconds(go_on, read_prompt, warm_up=1) / count
+    mean = torch.cat(iterations).float().mean().item()
+    speed = {"tokens/s": 1e3 * batch / ms, "iterations a token": mean}
+    return {"ms a token": ms, **bench.against(ms, reference), **speed}
+
+
+@torch.no_grad()
+def sequential(bench: Bench) -> Tables:
+    """State tracking one token at a time, each sequence at its own pace."""
+    return {"sequential": [bench.row(f"{TRACKING}, window 1", partial(one_by_one, bench))]}
+
+
+def one_by_one(bench: Bench) -> Row:
+    rule = {"name": "residual", "rtol": 0.05, "max_iter": 32}
+    model = bench.model(bench.config(TRACKING, eval_convergence=rule)).eval()
+    batch, length = bench.size(TRACKING)[0], 8 if bench.quick else 64
+    tokens = torch.randint(model.config.vocab_size, (batch, length), device=bench.device)
+    solution: Any = None
+
+    def run() -> None:
+        nonlocal solution
+        with bench.autocast():
+            solution = model(tokens, window=1, use_cache=False).solution
+
+    ms = bench.milliseconds(run, warm_up=1) / length
+    mean = solution.iterations.float().mean().item()
+    found = {"iterations a token": mean, "passes a token": solution.nfe / length, "GiB": bench.peak()}
+    return {"ms a token": ms, **bench.against(ms, 36.6), **found}
+
+
+SECTIONS: dict[str, Callable[[Bench], Tables]] = {
+    "state-tracking": partial(training, name=TRACKING),
+    "llama": partial(training, name=LLAMA),
+    "mamba2": partial(training, name=MAMBA2),
+    "evaluation": evaluation,
+    "loop": loop,
+    "decode": decode,
+    "sequential": sequential,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    add("--repeats", type=int, default=5)
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--quick", action="store_true", help="tiny sizes: does everything run?")
+    add("--compile", action=argparse.BooleanOptionalAction, help="compile Llama's blocks (default: on a GPU)")
+    add("--output", default="runs/benchmarks/speed.json", help="JSON file, written after every section")
+    options = parser.parse_args()
+    if options.compile is None:
+        options.compile = options.device != "cpu"
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+    bench = Bench(options.device, options.quick, options.repeats, options.compile)
+    machine = {**describe_machine(options.device), "implementations": bench.implementations("mamba2")}
+    result: Row = {"settings": vars(options), "machine": machine, "sections": {}}
+    for name, section in [("correctness", correctness), *((n, SECTIONS[n]) for n in options.sections)]:
+        result["sections"][name] = tables = section(bench)
+        for title, rows in tables.items():
+            columns = dict.fromkeys(column for row in rows for column in row)
+            print_table(f"\n{title}, {machine['device']}", [{c: row.get(c) for c in columns} for row in rows])
+        finish(options.output, result)
+        if name == "correctness" and not all(row["right"] for row in tables["errors"]):
+            sys.exit("an implementation is wrong: nothing is timed")
+
+
+if __name__ == "__main__":
+    main()

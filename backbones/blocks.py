@@ -20,19 +20,20 @@ RMS_EPS = 1e-5
 
 
 def add_norm(
-    stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, dtype: torch.dtype | None = None
+    stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, last: bool = False
 ) -> tuple[Tensor, Tensor]:
     """stream + added (B, W, D), in the stream's type, and its norm.
 
-    The norm comes in ``dtype``: by default autocast's, as it enters linear maps, or else the stream's.
+    The norm comes in autocast's type, as it enters linear maps; the ``last`` one, f(z), in the stream's.
+    After that one nothing looks at the stream, and what stands in its place may be ``None``.
     """
-    if dtype is None:
-        device = stream.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else stream.dtype
+    device = stream.device.type
+    cast = torch.is_autocast_enabled(device) and not last
+    dtype = torch.get_autocast_dtype(device) if cast else stream.dtype
     if not torch.compiler.is_compiling() and kernels.implementation(stream) == "triton":
         from deqseq.backbones.kernels.norm import add_norm as fused
 
-        return fused(stream, added, norm, dtype)
+        return fused(stream, added, norm, dtype, last)
     if added is not None:
         stream = stream + added
     return stream, norm(stream).to(dtype)

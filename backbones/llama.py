@@ -25,6 +25,9 @@ from deqseq.backbones.blocks import (
 )
 from deqseq.normalisation import normalise_weights
 
+SLOTS = 64
+"""Slots that are added to a state at a time."""
+
 
 class _MixerWeights(NamedTuple):
     qkv: Tensor  # (D + 2 J P, D)
@@ -76,7 +79,7 @@ class Attention(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (Su et al., 2021) on ``x`` (B, H, W, P), tables (B, 1, W, P): halves are pairs."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 class LlamaBlock(nn.Module):
@@ -207,7 +210,7 @@ class LlamaBackbone(Backbone):
             before = None if state is None else state.layers[i]
             stream, added, trace = layer(stream, added, context.shared[i], injection, rotary, before, mask)
             traces.append(trace)
-        return add_norm(stream, added, self.norm_f, z.dtype)[1], traces
+        return add_norm(stream, added, self.norm_f, last=True)[1], traces
 
     def _mask(self, width: int, state: State) -> Tensor:
         """(B, 1, W, S + W) bool: a token sees the slots that are filled, and the window up to itself."""
@@ -230,8 +233,12 @@ class LlamaBackbone(Backbone):
         return State(seen, ((empty, empty),) * len(self.layers))
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """Add a slot for every token of ``z``."""
-        grow = (0, 0, 0, z.shape[1])
+        """Slots for every token of ``z``, and some more at a time: adding them copies all there are."""
+        slots = state.layers[0][0].shape[2]
+        needed = int(state.seen.max()) + z.shape[1] if slots else z.shape[1]
+        if needed <= slots:
+            return state
+        grow = (0, 0, 0, -(-needed // SLOTS) * SLOTS - slots)
         layers = tuple(tuple(F.pad(t, grow) for t in layer) for layer in state.layers)
         return State(state.seen, layers)
 

@@ -146,7 +146,7 @@ class Mamba2Mixer(nn.Module):
     def _gated_norm(self, y: Tensor, weight: Tensor) -> Tensor:
         sizes = self.sizes
         if sizes.norm_groups == 1:
-            return F.rms_norm(y, (sizes.inner,), weight, sizes.norm_eps)
+            return F.rms_norm(y, (sizes.inner,), weight.to(y.dtype), sizes.norm_eps)
         groups = y.unflatten(-1, (sizes.norm_groups, -1))
         return F.rms_norm(groups, groups.shape[-1:], eps=sizes.norm_eps).flatten(-2) * weight
 
@@ -325,7 +325,7 @@ class Mamba2Backbone(Backbone):
             before = None if state is None else state.layers[i]
             stream, added, trace = layer(stream, added, context.shared[i], injection, before)
             traces.append(trace)
-        return add_norm(stream, added, self.norm_f, z.dtype)[1], traces
+        return add_norm(stream, added, self.norm_f, last=True)[1], traces
 
     def initial_state(
         self,

@@ -474,8 +474,9 @@ def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
 
 def _recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """What every kernel of the recurrence is compiled for."""
-    # Tokens of a chunk: as many as fit a multiprocessor's memory, no more than there are.
-    chunk = 64 if sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2 else 16
+    # Tokens of a chunk: as many as fit a multiprocessor, no more than there are. 64 were faster on an H100,
+    # but have not been checked there against the twin (LOG.md).
+    chunk = 32 if sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2 else 16
     chunk = min(chunk, max(16, triton.next_power_of_2(length)))
     block_n, block_p = (max(16, triton.next_power_of_2(n)) for n in (sizes.d_state, sizes.headdim))
     return {
@@ -544,7 +545,7 @@ def scan(
     y = convolved.new_empty(batch, length, options["E"])
     _scan_kernel[(options["H"], batch)](
         convolved, step, total, skip, convolved if state is None else state, y, length,
-        HAS_STATE=state is not None, **options, num_warps=4, num_stages=2,
+        HAS_STATE=state is not None, **options,
     )  # fmt: skip
     return y
 
@@ -578,10 +579,13 @@ class _Mix(torch.autograd.Function):
         ctx.sizes = sizes
         ctx.options = options
         ctx.mark_non_differentiable(proj, convolved, step)
+        ctx.set_materialize_grads(False)  # zeros for what the trace holds
         return gated_norm(y, proj, inj, w.norm, sizes) @ w.out_proj.t(), proj, convolved, step
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *of_trace: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *of_trace: None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * (5 + len(MixerWeights._fields))
         u, inj, tail, state, y, *weights = ctx.saved_tensors
         w = MixerWeights(*weights)
         sizes: MixerSizes = ctx.sizes
@@ -647,19 +651,17 @@ def _scan_backward(
     states, d_states = convolved.new_empty(shape), convolved.new_empty(shape)
     _states_kernel[(heads, batch)](
         convolved, step, total, convolved if state is None else state, states, length,
-        HAS_STATE=state is not None, **options, num_warps=4, num_stages=3,
+        HAS_STATE=state is not None, **options,
     )  # fmt: skip
-    _state_gradients_kernel[(heads, batch)](
-        convolved, total, d_y, d_states, length, **options, num_warps=4, num_stages=3
-    )
+    _state_gradients_kernel[(heads, batch)](convolved, total, d_y, d_states, length, **options)
     d_conv = torch.empty_like(convolved)
     shares = torch.empty(3, batch * chunks, heads, device=d_y.device, dtype=torch.float32)
     _x_gradients_kernel[(heads, chunks, batch)](
         convolved, step, total, w.decay, w.skip, states, d_states, d_y, d_conv, d_proj, *shares, length,
-        J=d_proj.shape[2], **options, num_warps=4, num_stages=1,
+        J=d_proj.shape[2], **options,
     )  # fmt: skip
     _bc_gradients_kernel[(options["G"], chunks, batch)](
-        convolved, step, total, states, d_states, d_y, d_conv, length, **options, num_warps=8, num_stages=3
+        convolved, step, total, states, d_states, d_y, d_conv, length, **options
     )
     d_decay, d_skip, d_bias = shares.sum(1)
     return d_conv, d_decay, d_skip, d_bias

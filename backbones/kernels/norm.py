@@ -14,32 +14,39 @@ from torch import Tensor, nn
 
 
 @triton.jit
-def _add_norm_kernel(stream, delta, weight, total, out, rows, D, eps, HAS_DELTA: tl.constexpr,
-                     R: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _sum(stream, added, place, mask, HAS_ADDED: tl.constexpr):
+    v = tl.load(stream + place, mask, 0.0)
+    if HAS_ADDED:
+        v = (v.to(tl.float32) + tl.load(added + place, mask, 0.0).to(tl.float32)).to(v.dtype)
+    return v
+
+
+@triton.jit
+def _add_norm_kernel(stream, added, weight, total, out, rows, D, eps, HAS_ADDED: tl.constexpr,
+                     STORE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
     d = tl.arange(0, BLOCK)[None, :]
     mask = (r < rows) & (d < D)
-    v = tl.load(stream + r * D + d, mask, 0.0).to(tl.float32)
-    if HAS_DELTA:
-        v += tl.load(delta + r * D + d, mask, 0.0).to(tl.float32)
-        v = v.to(total.dtype.element_ty).to(tl.float32)
-        tl.store(total + r * D + d, v.to(total.dtype.element_ty), mask)
+    v = _sum(stream, added, r * D + d, mask, HAS_ADDED)
+    if STORE:
+        tl.store(total + r * D + d, v, mask)
+    v = v.to(tl.float32)
     w = tl.load(weight + d, d < D, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
     tl.store(out + r * D + d, (v * scale * w).to(out.dtype.element_ty), mask)
 
 
 @triton.jit
-def _add_norm_backward_kernel(d_out, d_total, total, weight, d_stream, d_weight, rows, D, eps,
-                              HAS_TOTAL: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-                              BLOCKS: tl.constexpr):  # fmt: skip
+def _add_norm_backward_kernel(d_out, d_total, stream, added, weight, d_stream, d_weight, rows, D, eps,
+                              HAS_ADDED: tl.constexpr, HAS_TOTAL: tl.constexpr, R: tl.constexpr,
+                              BLOCK: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
     d = tl.arange(0, BLOCK)[None, :]
     w = tl.load(weight + d, d < D, 0.0).to(tl.float32)
     d_w = tl.zeros((1, BLOCK), tl.float32)
     for i in range(BLOCKS):
         r = (tl.program_id(0).to(tl.int64) * BLOCKS + i) * R + tl.arange(0, R)[:, None]
         mask = (r < rows) & (d < D)
-        v = tl.load(total + r * D + d, mask, 0.0).to(tl.float32)
+        v = _sum(stream, added, r * D + d, mask, HAS_ADDED).to(tl.float32)
         scale = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
         unit = v * scale
         g = tl.load(d_out + r * D + d, mask, 0.0).to(tl.float32)
@@ -60,47 +67,54 @@ def _tile(width: int) -> dict[str, int]:
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
+        last: bool,
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         stream = stream.contiguous()
+        added = None if added is None else added.contiguous()
         width = stream.shape[-1]
         rows = stream.numel() // width
-        total = stream if delta is None else torch.empty_like(stream)
+        store = added is not None and not last
+        total = torch.empty_like(stream) if store else stream
         out = torch.empty_like(stream, dtype=dtype)
         tile = _tile(width)
         _add_norm_kernel[(triton.cdiv(rows, tile["R"]),)](
-            stream, stream if delta is None else delta.contiguous(), weight, total, out, rows, width, eps,
-            HAS_DELTA=delta is not None, **tile,
+            stream, stream if added is None else added, weight, total, out, rows, width, eps,
+            HAS_ADDED=added is not None, STORE=store, **tile,
         )  # fmt: skip
-        ctx.save_for_backward(total, weight)
+        # A total that goes on anyway is kept, and what it was the sum of is not.
+        kept = (total, None) if store else (stream, added)
+        ctx.save_for_backward(*kept, weight)
         ctx.eps = eps
-        ctx.delta_dtype = None if delta is None else delta.dtype
-        if delta is None:
-            ctx.mark_dirty()
-            total = stream.view_as(stream)
-        return total, out
+        ctx.of_added = None if added is None else added.dtype
+        ctx.set_materialize_grads(False)
+        return None if last else total.view_as(total), out
 
     @staticmethod
-    def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight = ctx.saved_tensors
-        width = total.shape[-1]
-        rows = total.numel() // width
+    def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        stream, added, weight = ctx.saved_tensors
+        if d_out is None:
+            d_added = None if ctx.of_added is None or d_total is None else d_total.to(ctx.of_added)
+            return d_total, d_added, None, None, None, None
+        width = stream.shape[-1]
+        rows = stream.numel() // width
         tile = _tile(width)
         blocks = max(1, triton.cdiv(rows, tile["R"] * 1024))
         parts = triton.cdiv(rows, tile["R"] * blocks)
-        d_stream = torch.empty_like(total)
-        d_weight = torch.empty(parts, width, device=total.device, dtype=torch.float32)
+        d_stream = torch.empty_like(stream)
+        d_weight = torch.empty(parts, width, device=stream.device, dtype=torch.float32)
         _add_norm_backward_kernel[(parts,)](
-            d_out.contiguous(), d_out if d_total is None else d_total.contiguous(), total, weight, d_stream,
-            d_weight, rows, width, ctx.eps, HAS_TOTAL=d_total is not None, BLOCKS=blocks, **tile,
+            d_out.contiguous(), d_out if d_total is None else d_total.contiguous(), stream,
+            stream if added is None else added, weight, d_stream, d_weight, rows, width, ctx.eps,
+            HAS_ADDED=added is not None, HAS_TOTAL=d_total is not None, BLOCKS=blocks, **tile,
         )  # fmt: skip
-        d_delta = None if ctx.delta_dtype is None else d_stream.to(ctx.delta_dtype)
-        return d_stream, d_delta, d_weight.sum(0).to(weight.dtype), None, None
+        d_added = None if ctx.of_added is None else d_stream.to(ctx.of_added)
+        return d_stream, d_added, d_weight.sum(0).to(weight.dtype), None, None, None
 
 
 def add_norm(
-    stream: Tensor, delta: Tensor | None, norm: nn.RMSNorm, dtype: torch.dtype
+    stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """stream + delta, and its norm in ``dtype``."""
-    total, out = _AddNorm.apply(stream, delta, norm.weight, norm.eps, dtype)
+    """stream + added (nothing, if this is the ``last`` one), and its norm in ``dtype``."""
+    total, out = _AddNorm.apply(stream, added, norm.weight, norm.eps, dtype, last)
     return total, out

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -239,6 +240,13 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
     return mask[:, -length:]
 
 
+def aligned_linear(x: Tensor, weight: Tensor, columns: int = 64) -> Tensor:
+    """x ``weight``^T, computed with a multiple of ``columns`` columns."""
+    wanted = weight.shape[0]
+    padded = F.pad(weight, (0, 0, 0, -wanted % columns))
+    return F.linear(x, padded)[..., :wanted]
+
+
 _IGNORED = {
     "cache_position",
     "cu_seq_lens_k",
@@ -361,7 +369,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must not be negative, got {logits_to_keep}; 0 keeps all")
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, keep])
+        logits = self._logits(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
             if logits.shape[:2] != labels.shape:
@@ -379,6 +387,13 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             hidden_states=out.hidden_states,
             solution=out.solution,
         )
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The output layer. Matrix units take columns by 64, and many vocabularies (50,277) do not."""
+        head = self.lm_head
+        if not hidden.is_cuda or type(head) is not nn.Linear or head._forward_hooks:
+            return head(hidden)  # type: ignore[no-any-return]
+        return aligned_linear(hidden, head.weight)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 
 from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, Status
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, ImplicitModel
+from deqseq.causal_lm.modeling import aligned_linear
 
 V = 40
 BODIES: dict[str, dict[str, Any]] = {
@@ -98,6 +99,16 @@ def test_wrong_configurations(wrong: dict[str, Any], said: str) -> None:
 def test_a_wrong_backbone_option_raises_when_the_model_is_built() -> None:
     with pytest.raises(ValueError, match="d_stat"):
         ImplicitForCausalLM(ImplicitConfig(backbone={**BODIES["mamba2"], "d_stat": 8}))
+
+
+@pytest.mark.parametrize("rows", [5, 64, 65])
+def test_the_aligned_output_layer(rows: int) -> None:
+    x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(rows, 8, requires_grad=True)
+    out, plain = aligned_linear(x, weight), F.linear(x, weight)
+    torch.testing.assert_close(out, plain)
+    cotangent = torch.randn_like(plain)
+    for a, b in zip(*(torch.autograd.grad(y, [x, weight], cotangent) for y in (out, plain)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_the_configuration_of_another_model(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class Mamba2Mixer(nn.Module):
         state: tuple[Tensor, ...] | None,
     ) -> tuple[Tensor, LayerTrace | None]:
         """The mixer of u (B, W, D), and what moves ``state`` on, if there is one."""
-        name = kernels.implementation(u)
+        name = kernels.implementation(u, products=True)
         if name == "triton" and weights.conv.shape[1] <= 4:
             from deqseq.backbones.kernels.mamba2 import mix
 

@@ -12,7 +12,8 @@
 
 On a GPU the first of triton, mamba_ssm and fla that imports is taken, elsewhere torch. The environment
 variable ``DEQSEQ_KERNELS``, or :func:`use`, names another. Float64, and what an implementation cannot do, is
-computed by torch.
+computed by torch; and so are matrix products in float32 unless another is named, because exact ones are slow
+in Triton, to compile too, and other packages' are not exact.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, float64
+from torch import Tensor, float32, float64
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +68,15 @@ def use(name: str | None) -> Iterator[None]:
         _named = before
 
 
-def implementation(x: Tensor) -> str:
-    """What computes on ``x``."""
+def implementation(x: Tensor, products: bool = False) -> str:
+    """What computes on ``x``; ``products``: with matrix products."""
     if x.dtype == float64:
         return "torch"
     name = _named or os.environ.get("DEQSEQ_KERNELS") or None
     if name is not None:
         _check(name)
         return name if x.is_cuda or _interpreted(name) else "torch"
-    if not x.is_cuda:
+    if not x.is_cuda or (products and x.dtype == float32):
         return "torch"
     return next(name for name in NAMES if available(name))
 

@@ -47,6 +47,16 @@ def _conv_input(proj, inj, tail, t, c, L, J: tl.constexpr, W: tl.constexpr, HAS_
 
 
 @triton.jit
+def _taps(weight, bias, c, real):
+    """The four weights and the bias of channels c."""
+    w0 = tl.load(weight + c * 4, real, 0.0).to(tl.float32)
+    w1 = tl.load(weight + c * 4 + 1, real, 0.0).to(tl.float32)
+    w2 = tl.load(weight + c * 4 + 2, real, 0.0).to(tl.float32)
+    w3 = tl.load(weight + c * 4 + 3, real, 0.0).to(tl.float32)
+    return w0, w1, w2, w3, tl.load(bias + c, real, 0.0).to(tl.float32)
+
+
+@triton.jit
 def _conv_kernel(proj, inj, tail, weight, bias, out, L, J: tl.constexpr, W: tl.constexpr,
                  FIRST: tl.constexpr, HAS_INJ: tl.constexpr, HAS_TAIL: tl.constexpr, T: tl.constexpr,
                  C: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
@@ -59,11 +69,7 @@ def _conv_kernel(proj, inj, tail, weight, bias, out, L, J: tl.constexpr, W: tl.c
     tail += b * 3 * W
     out += b * L * W
     real = c < W
-    w0 = tl.load(weight + c * 4, real, 0.0).to(tl.float32)
-    w1 = tl.load(weight + c * 4 + 1, real, 0.0).to(tl.float32)
-    w2 = tl.load(weight + c * 4 + 2, real, 0.0).to(tl.float32)
-    w3 = tl.load(weight + c * 4 + 3, real, 0.0).to(tl.float32)
-    shift = tl.load(bias + c, real, 0.0).to(tl.float32)
+    w0, w1, w2, w3, shift = _taps(weight, bias, c, real)
     v0 = _conv_input(proj, inj, tail, first - 3, c, L, J, W, HAS_INJ, HAS_TAIL)
     v1 = _conv_input(proj, inj, tail, first - 2, c, L, J, W, HAS_INJ, HAS_TAIL)
     v2 = _conv_input(proj, inj, tail, first - 1, c, L, J, W, HAS_INJ, HAS_TAIL)
@@ -96,11 +102,7 @@ def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, d_weight
     tail += b * 3 * W
     d_out += b * L * W
     real = c < W
-    w0 = tl.load(weight + c * 4, real, 0.0).to(tl.float32)
-    w1 = tl.load(weight + c * 4 + 1, real, 0.0).to(tl.float32)
-    w2 = tl.load(weight + c * 4 + 2, real, 0.0).to(tl.float32)
-    w3 = tl.load(weight + c * 4 + 3, real, 0.0).to(tl.float32)
-    shift = tl.load(bias + c, real, 0.0).to(tl.float32)
+    w0, w1, w2, w3, shift = _taps(weight, bias, c, real)
     v0 = _conv_input(proj, inj, tail, first - 3, c, L, J, W, HAS_INJ, HAS_TAIL)
     v1 = _conv_input(proj, inj, tail, first - 2, c, L, J, W, HAS_INJ, HAS_TAIL)
     v2 = _conv_input(proj, inj, tail, first - 1, c, L, J, W, HAS_INJ, HAS_TAIL)

@@ -50,8 +50,9 @@ def twins(function: Callable[[], list[Tensor]]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item() + 1e-6)
 
 
-@pytest.mark.parametrize("length", [1, 21])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "length"), [*((name, length) for name in SIZES for length in (1, 21)), ("plain", 70)]
+)
 def test_values_and_gradients(name: str, length: int) -> None:
     body = backbone(name)
     x, z, weight = (torch.randn(2, length, 16, device=DEVICE) for _ in range(3))

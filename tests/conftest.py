@@ -17,6 +17,8 @@ from deqseq.solver import Progress
 
 if not torch.cuda.is_available():  # read when a kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if device := os.environ.get("DEQSEQ_TEST_DEVICE"):
+    torch.set_default_device(device)
 
 D_MODEL = 16
 

@@ -212,8 +212,13 @@ class LlamaBackbone(Backbone):
             traces.append(trace)
         return add_norm(stream, added, self.norm_f, last=True)[1], traces
 
-    def _mask(self, width: int, state: State) -> Tensor:
-        """(B, 1, W, S + W) bool: a token sees the slots that are filled, and the window up to itself."""
+    def _mask(self, width: int, state: State) -> Tensor | None:
+        """(B, 1, W, S + W) bool: a token sees the slots that are filled, and the window up to itself.
+
+        ``None`` without slots: what is left is plain causal attention, which needs no mask.
+        """
+        if state.layers[0][0].shape[2] == 0:
+            return None
         slots = torch.arange(state.layers[0][0].shape[2], device=state.seen.device)
         filled = (slots < state.seen[:, None])[:, None, None].expand(-1, 1, width, -1)
         inside = torch.ones(width, width, dtype=torch.bool, device=state.seen.device).tril()

@@ -111,7 +111,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it can carry state across windows and calls."""
+        """Whether it can carry state across windows and calls. A wrapper asks what it wraps."""
         return type(self).initial_state is not Backbone.initial_state
 
     def initial_state(

@@ -285,7 +285,7 @@ def _packing(
 ) -> Packing | None:
     """How the tokens of a call go into rows of their own; ``None`` if that is how they stand."""
     real = None if attention_mask is None else real_tokens(attention_mask)
-    if position_ids is not None and x.shape[1] > 1:
+    if position_ids is not None and (x.shape[1] > 1 or state is not None):
         tokens = torch.ones_like(position_ids, dtype=torch.bool) if real is None else real
         starts = sequence_starts(position_ids, tokens)
         if starts is not None:

@@ -70,7 +70,7 @@ def real_tokens(attention_mask: Tensor) -> Tensor:
     Raises:
         ValueError: an additive mask (0 for tokens, large negative for padding), or NaN.
     """
-    if attention_mask.is_floating_point() and not bool((attention_mask >= 0).all()):
+    if attention_mask.dtype != torch.bool and not bool((attention_mask >= 0).all()):
         raise ValueError(
             "attention_mask is 1 for tokens and 0 for padding; this one has values below 0 or NaN, as "
             "additive masks do"

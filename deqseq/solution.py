@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -65,6 +65,11 @@ class Solution:
     nfe: int
     state: State | None = None
     adjoint: Solution | None = None
+
+    def __getitem__(self, row: int | slice) -> Solution:
+        """Of some sequences: how a batch is taken apart, in pipelines for example."""
+        per_token = {name: getattr(self, name)[row] for name in ("z", "residual", "iterations", "status")}
+        return replace(self, **per_token, state=None, adjoint=None)
 
     def summary(self, valid: Tensor | None = None) -> dict[str, float]:
         """Means for a log: iterations, residual and the share of tokens of each final status.

@@ -50,9 +50,9 @@ def test_packing_takes_several_sequences_of_a_row_apart() -> None:
     assert sequence_starts(position[:, :3], real[:, :3]) is None
 
 
-@pytest.mark.parametrize("wrong", [-1e9, float("nan")])
+@pytest.mark.parametrize("wrong", [-1e9, float("nan"), -10000])
 def test_additive_masks_are_refused(make_layer: MakeLayer, wrong: float) -> None:
-    mask = torch.zeros(2, 5)
+    mask = torch.zeros(2, 5, dtype=torch.int64 if isinstance(wrong, int) else torch.float32)
     mask[0, :2] = wrong
     with pytest.raises(ValueError, match="additive"):
         make_layer("llama")(torch.randn(2, 5, 16), attention_mask=mask)

@@ -1,7 +1,9 @@
 """The configuration of implicit and explicit causal language models."""
 
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -11,6 +13,8 @@ from deqseq.backbone import backbones
 from deqseq.convergence import check_count, policies
 from deqseq.gradients import gradients
 from deqseq.solver import solvers
+
+logger = logging.getLogger(__name__)
 
 
 def _default_backbone() -> dict[str, Any]:
@@ -32,17 +36,24 @@ _TRANSFORMERS = {
     "output_attentions",
     "quantization_config",
     "torch_dtype",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_experts_implementation_internal",
+    "_name_or_path",
 }
 
 
-def _refuse_unknown(settings: Mapping[str, Any], cls: type) -> None:
-    """Raise ``ValueError`` for settings that nothing would read."""
-    known = _TRANSFORMERS | set(vars(GenerationConfig()))
-    unknown = sorted(name for name in settings if name not in known and not name.startswith("_"))
-    if unknown:
-        fields = sorted(set(cls.__annotations__) - {"model_type"})
+def _unknown(settings: Mapping[str, Any]) -> list[str]:
+    """Names of settings that nothing would read."""
+    known = {*_TRANSFORMERS, *vars(GenerationConfig()), *(f.name for f in fields(ImplicitConfig))}
+    return sorted(name for name in settings if name not in known)
+
+
+def _refuse_unknown(settings: Mapping[str, Any]) -> None:
+    if unknown := _unknown(settings):
+        ours = sorted(set(ImplicitConfig.__annotations__) - {"model_type"})
         raise ValueError(
-            f"unknown settings {', '.join(unknown)}; an ImplicitConfig has {', '.join(fields)}. Options of a "
+            f"unknown settings {', '.join(unknown)}; an ImplicitConfig has {', '.join(ours)}. Options of a "
             'part stand in its mapping, such as backbone={"name": "llama", "d_model": 64, ...} or '
             'convergence={"name": "residual", "rtol": 0.05, "max_iter": 64}'
         )
@@ -105,7 +116,7 @@ class ImplicitConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        _refuse_unknown(kwargs, type(self))
+        _refuse_unknown(kwargs)
         for name in ("backbone", "solver", "gradient", "convergence", "eval_convergence"):
             _check_part(name, getattr(self, name))
         if isinstance(self.backbone, str):
@@ -138,6 +149,24 @@ class ImplicitConfig(PreTrainedConfig):
         from deqseq.causal_lm.presets import options
 
         return cls(**{**options(name), **overrides})
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, but what ``kwargs`` change is checked as if it had been written in the file.
+
+        Settings that are none of ours are kept and saved again, as transformers and others put their own
+        into configurations; a line in the log names them.
+        """
+        ours = set(cls.__annotations__) & set(kwargs)
+        settings = {**config_dict, **{name: kwargs.pop(name) for name in ours}}
+        extra = {name: settings.pop(name) for name in _unknown(settings)}
+        made = super().from_dict(settings, **kwargs)
+        config = made[0] if isinstance(made, tuple) else made
+        for name, value in extra.items():
+            setattr(config, name, value)
+        if extra:
+            logger.warning("the configuration has settings of no use here: %s", ", ".join(extra))
+        return made
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:

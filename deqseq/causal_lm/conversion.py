@@ -198,10 +198,11 @@ def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> Imp
     _refuse_overrides(overrides, _FIXED)
     if model.config.implicit:
         raise ValueError("to_implicit takes an explicit model (implicit=False); this one is implicit")
+    ImplicitConfig(**overrides)  # refuses what is misspelt
     settings = model.config.to_dict() | dict(overrides)
     body = {k: v for k, v in settings["backbone"].items() if k != "injection"}
     settings |= {"backbone": {**body, "input_skip": True}, "implicit": True}
-    converted: Any = type(model)(ImplicitConfig(**settings))
+    converted: Any = type(model)(ImplicitConfig.from_dict(settings))
     converted.to(device=model.device, dtype=model.dtype)
     # The map starts as the explicit stack: the gain of z is 0 as built, and nothing is injected yet. Under
     # weight normalisation g vanishes, not v: rows keep their random directions, along which they can grow.

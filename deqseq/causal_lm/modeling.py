@@ -20,7 +20,7 @@ from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
-from deqseq.padding import packs_rows
+from deqseq.padding import packs_rows, real_tokens
 from deqseq.solution import Solution
 
 
@@ -193,9 +193,12 @@ class ImplicitModel(ImplicitPreTrainedModel):
         return ImplicitModelOutput(
             last_hidden_state=out.z,
             past_key_values=cache,
-            hidden_states=(inputs_embeds, out.z) if output_hidden_states else None,
+            hidden_states=(inputs_embeds, out.z) if self._wants_hidden(output_hidden_states) else None,
             solution=out.solution,
         )
+
+    def _wants_hidden(self, asked: bool | None) -> bool:
+        return bool(self.config.output_hidden_states if asked is None else asked)
 
     def _caches(self, x: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
         """Whether a call that does not say so returns a cache."""
@@ -215,6 +218,11 @@ class ImplicitModel(ImplicitPreTrainedModel):
             if given is not None:
                 raise ValueError("past_key_values were given, but use_cache is False")
             return None
+        if not self.layer.backbone.keeps_state:
+            raise ValueError(
+                f"{type(self.layer.backbone).__name__} keeps no state, so there is nothing to cache: leave "
+                "use_cache unset"
+            )
         return given or EquilibriumCache(self.layer.backbone.rewinds)
 
 
@@ -228,11 +236,9 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
             f"attention_mask must be (B, L) for the {length} tokens of the call, or reach over the {seen} "
             f"before them too, got {tuple(mask.shape)}"
         )
-    if (
-        content is not None
-        and content.real is not None
-        and not torch.equal(mask[:, :seen] != 0, content.real)
-    ):
+    before = None if content is None else content.real
+    same_batch = before is not None and before.shape[0] == mask.shape[0]
+    if same_batch and not torch.equal(real_tokens(mask[:, :seen]), cast(Tensor, before)):
         raise ValueError(
             "attention_mask differs from the calls before in what was padding there: what a cache has "
             "consumed cannot be masked afterwards"
@@ -372,7 +378,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         logits = self._logits(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
-            if logits.shape[:2] != labels.shape:
+            if not isinstance(logits_to_keep, int) or logits_to_keep or logits.shape[:2] != labels.shape:
                 raise ValueError(
                     f"labels must have the shape of the logits, {tuple(logits.shape[:2])}, got "
                     f"{tuple(labels.shape)}; the loss needs the logits of all tokens (logits_to_keep=0)"
@@ -408,5 +414,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, *args, **kwargs
             )
-        elif generation_config.use_cache is not False and self.model.layer.backbone.keeps_state:
+        elif not self.model.layer.backbone.keeps_state:
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+        elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = EquilibriumCache(self.model.layer.backbone.rewinds)

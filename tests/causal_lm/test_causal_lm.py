@@ -111,6 +111,23 @@ def test_the_aligned_output_layer(rows: int) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_settings_of_others_are_kept(tmp_path: Path) -> None:
+    """transformers and its users put settings of their own into a configuration."""
+    model = ImplicitForCausalLM(ImplicitConfig(vocab_size=V, backbone=BODIES["llama"]))
+    model.config.tokenizer_class = "PreTrainedTokenizerFast"
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, window=3)
+    assert loaded.config.tokenizer_class == "PreTrainedTokenizerFast"
+    assert loaded.config.window == loaded.model.layer.window == 3
+    for wrong, said in (
+        ({"window": 0}, "window"),
+        ({"initial_guess": "nope"}, "nope"),
+        ({"solver": "x"}, "x"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            AutoConfig.from_pretrained(tmp_path, **wrong)
+
+
 def test_the_configuration_of_another_model(tmp_path: Path) -> None:
     LlamaConfig(vocab_size=V, hidden_size=16, num_attention_heads=2).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="from_explicit"):

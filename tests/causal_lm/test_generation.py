@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, TextIteratorStreamer
 
-from deqseq import Backbone
+from deqseq import Backbone, Context, State
+from deqseq.backbone import backbones
 from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM
 
 V = 40
@@ -286,6 +287,8 @@ def test_calls_that_contradict_their_cache(make: Make) -> None:
         model(ids[:, :1], past_key_values=cache, attention_mask=hidden)
     with pytest.raises(ValueError, match="go on from"):
         model(ids[:, :2], past_key_values=cache, position_ids=torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match="go on from"):
+        model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[0]]))
     for other in (
         make("mamba2"),
         make("llama", backbone={**BODIES["llama"], "n_layer": 1}),
@@ -293,3 +296,28 @@ def test_calls_that_contradict_their_cache(make: Make) -> None:
     ):
         with pytest.raises(ValueError, match="another model"):
             other(ids[:, :1], past_key_values=cache)
+
+
+class Stateless(Backbone):
+    """tanh of the running sum of x, and of z / 2: it carries nothing from call to call."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+
+    def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        return Context((x.cumsum(1),))
+
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, None]:
+        return torch.tanh(context.tokens[0] + z / 2), None
+
+
+@torch.no_grad()
+def test_generation_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backbones, "lookup", lambda name: Stateless)
+    config = ImplicitConfig(vocab_size=V, backbone={"name": "own", "d_model": 16}, convergence=TIGHT)
+    model, ids = ImplicitForCausalLM(config).eval(), prompts(2, 4)
+    assert model(ids).past_key_values is None
+    assert torch.equal(greedy(model, ids, 4), by_full_forward(model, ids, 4))
+    with pytest.raises(ValueError, match="Stateless keeps no state"):
+        model(ids, use_cache=True)

@@ -101,7 +101,13 @@ def test_outputs(make: Make) -> None:
     with pytest.raises(ValueError, match="logits_to_keep"):
         model(tokens, labels=tokens, logits_to_keep=1)
     with pytest.raises(ValueError, match="logits_to_keep"):
+        model(tokens, labels=tokens, logits_to_keep=torch.arange(8, -1, -1))
+    with pytest.raises(ValueError, match="logits_to_keep"):
         model(tokens, logits_to_keep=-2)
+    assert torch.equal(out.solution[1].iterations, out.solution.iterations[1])
+    model.config.output_hidden_states = True
+    assert torch.equal(model(tokens).hidden_states[1], equilibrium)
+    model.config.output_hidden_states = False
     with pytest.raises(ValueError, match="labels"):
         model(tokens, labels=tokens[:1])
     with pytest.raises(ValueError, match="input_ids"):

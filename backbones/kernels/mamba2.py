@@ -476,10 +476,9 @@ def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
 
 def _recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """What every kernel of the recurrence is compiled for."""
-    # Tokens of a chunk: as many as fit a multiprocessor, no more than there are. 64 were faster on an H100,
-    # but have not been checked there against the twin (LOG.md).
-    chunk = 32 if sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2 else 16
-    chunk = min(chunk, max(16, triton.next_power_of_2(length)))
+    # Tokens of a chunk: as many as fit a multiprocessor, no more than there are.
+    small = sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2
+    chunk = min(64 if small else 16, max(16, triton.next_power_of_2(length)))
     block_n, block_p = (max(16, triton.next_power_of_2(n)) for n in (sizes.d_state, sizes.headdim))
     return {
         "W": sizes.conv_width,
@@ -547,7 +546,7 @@ def scan(
     y = convolved.new_empty(batch, length, options["E"])
     _scan_kernel[(options["H"], batch)](
         convolved, step, total, skip, convolved if state is None else state, y, length,
-        HAS_STATE=state is not None, **options,
+        HAS_STATE=state is not None, **options, num_warps=4, num_stages=2,
     )  # fmt: skip
     return y
 
@@ -660,10 +659,10 @@ def _scan_backward(
     shares = torch.empty(3, batch * chunks, heads, device=d_y.device, dtype=torch.float32)
     _x_gradients_kernel[(heads, chunks, batch)](
         convolved, step, total, w.decay, w.skip, states, d_states, d_y, d_conv, d_proj, *shares, length,
-        J=d_proj.shape[2], **options,
+        J=d_proj.shape[2], **options, num_warps=4, num_stages=1,
     )  # fmt: skip
     _bc_gradients_kernel[(options["G"], chunks, batch)](
-        convolved, step, total, states, d_states, d_y, d_conv, length, **options
+        convolved, step, total, states, d_states, d_y, d_conv, length, **options, num_warps=8, num_stages=3
     )
     d_decay, d_skip, d_bias = shares.sum(1)
     return d_conv, d_decay, d_skip, d_bias

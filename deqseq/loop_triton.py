@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deqseq.kernels import launch
+
 
 @triton.jit
 def _norms_kernel(z, fz, change, size, rows, D, R: tl.constexpr, BLOCK: tl.constexpr):
@@ -37,7 +39,8 @@ def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
     size = torch.empty_like(change)
     block = min(1024, triton.next_power_of_2(width))
     tokens = max(1, 2048 // block)
-    _norms_kernel[(triton.cdiv(rows, tokens),)](z, fz, change, size, rows, width, R=tokens, BLOCK=block)
+    grid = (triton.cdiv(rows, tokens),)
+    launch(_norms_kernel, grid, z, fz, change, size, rows, width, R=tokens, BLOCK=block)
     return change, size
 
 
@@ -59,9 +62,8 @@ def hold_(out: Tensor, z: Tensor, hold: Tensor) -> Tensor:
     rows = z.numel() // width
     block = min(1024, triton.next_power_of_2(width))
     tokens = max(1, 2048 // block)
-    _hold_kernel[(triton.cdiv(rows, tokens),)](
-        z.contiguous(), out, hold.contiguous(), rows, width, R=tokens, BLOCK=block
-    )
+    grid = (triton.cdiv(rows, tokens),)
+    launch(_hold_kernel, grid, z.contiguous(), out, hold.contiguous(), rows, width, R=tokens, BLOCK=block)
     return out
 
 
@@ -102,8 +104,9 @@ def settle(
     width = residual.shape[1]
     now, hold = torch.empty_like(settled), torch.empty_like(settled)
     code = torch.empty_like(status)
-    _settle_kernel[(residual.shape[0],)](
-        residual.contiguous(), converged.contiguous(), stops.contiguous(), settled.contiguous(), iterations,
-        status.contiguous(), now, code, hold, width, budget, *codes, BLOCK=triton.next_power_of_2(width),
+    launch(
+        _settle_kernel, (residual.shape[0],), residual.contiguous(), converged.contiguous(),
+        stops.contiguous(), settled.contiguous(), iterations, status.contiguous(), now, code, hold, width,
+        budget, CONVERGED=codes[0], ENDED=codes[1], NON_FINITE=codes[2], BLOCK=triton.next_power_of_2(width),
     )  # fmt: skip
     return now, code, hold

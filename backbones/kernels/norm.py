@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from deqseq.backbones.blocks import Unscaled
+from deqseq.kernels import launch
+
 
 @triton.jit
 def _sum(stream, added, place, mask, HAS_ADDED: tl.constexpr):
@@ -22,12 +25,22 @@ def _sum(stream, added, place, mask, HAS_ADDED: tl.constexpr):
 
 
 @triton.jit
-def _add_norm_kernel(stream, added, weight, total, out, rows, D, eps, HAS_ADDED: tl.constexpr,
-                     STORE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _add_norm_kernel(stream, added, weight, total, out, squares, rows, D, eps, L, width, added_eps,
+                     HAS_ADDED: tl.constexpr, SUMS: tl.constexpr, STORE: tl.constexpr, R: tl.constexpr,
+                     BLOCK: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+    """``added`` is scaled by its tokens' ``squares``, of which there are SUMS each, if any."""
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
     d = tl.arange(0, BLOCK)[None, :]
     mask = (r < rows) & (d < D)
-    v = _sum(stream, added, r * D + d, mask, HAS_ADDED)
+    if SUMS > 0:
+        h = tl.arange(0, BS)[None, :]
+        place = ((r // L) * SUMS + h) * L + r % L
+        sums = tl.sum(tl.load(squares + place, (r < rows) & (h < SUMS), 0.0), 1)
+        scale = tl.rsqrt(sums / width + added_eps)[:, None]
+        v = tl.load(stream + r * D + d, mask, 0.0)
+        v = (v.to(tl.float32) + scale * tl.load(added + r * D + d, mask, 0.0).to(tl.float32)).to(v.dtype)
+    else:
+        v = _sum(stream, added, r * D + d, mask, HAS_ADDED)
     if STORE:
         tl.store(total + r * D + d, v, mask)
     v = v.to(tl.float32)
@@ -64,26 +77,38 @@ def _tile(width: int) -> dict[str, int]:
     return {"R": max(1, 2048 // block), "BLOCK": block}
 
 
+def _forward(
+    stream: Tensor, added: Tensor | Unscaled | None, weight: Tensor, eps: float | None,
+    dtype: torch.dtype, last: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sum, or the stream if there is none or it is the ``last``, and the norm."""
+    width, length = stream.shape[-1], stream.shape[-2]
+    rows = stream.numel() // width
+    squares, sums, inner, added_eps = stream, 0, 1, 0.0
+    if isinstance(added, Unscaled):
+        added, squares, inner, added_eps = added
+        sums = squares.shape[1]
+    store = added is not None and not last
+    total = torch.empty_like(stream) if store else stream
+    out = torch.empty_like(stream, dtype=dtype)
+    tile = _tile(width)
+    launch(
+        _add_norm_kernel, (triton.cdiv(rows, tile["R"]),), stream, stream if added is None else added, weight,
+        total, out, squares, rows, width, eps, length, inner, added_eps, HAS_ADDED=added is not None,
+        SUMS=sums, STORE=store, **tile, BS=triton.next_power_of_2(max(1, sums)),
+    )  # fmt: skip
+    return total, out
+
+
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
         last: bool,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        stream = stream.contiguous()
-        added = None if added is None else added.contiguous()
-        width = stream.shape[-1]
-        rows = stream.numel() // width
-        store = added is not None and not last
-        total = torch.empty_like(stream) if store else stream
-        out = torch.empty_like(stream, dtype=dtype)
-        tile = _tile(width)
-        _add_norm_kernel[(triton.cdiv(rows, tile["R"]),)](
-            stream, stream if added is None else added, weight, total, out, rows, width, eps,
-            HAS_ADDED=added is not None, STORE=store, **tile,
-        )  # fmt: skip
+        total, out = _forward(stream, added, weight, eps, dtype, last)
         # A total that goes on anyway is kept, and what it was the sum of is not.
-        kept = (total, None) if store else (stream, added)
+        kept = (stream, added) if last else (total, None)
         ctx.save_for_backward(*kept, weight)
         ctx.eps = eps
         ctx.of_added = None if added is None else added.dtype
@@ -103,18 +128,25 @@ class _AddNorm(torch.autograd.Function):
         parts = triton.cdiv(rows, tile["R"] * blocks)
         d_stream = torch.empty_like(stream)
         d_weight = torch.empty(parts, width, device=stream.device, dtype=torch.float32)
-        _add_norm_backward_kernel[(parts,)](
-            d_out.contiguous(), d_out if d_total is None else d_total.contiguous(), stream,
-            stream if added is None else added, weight, d_stream, d_weight, rows, width, ctx.eps,
-            HAS_ADDED=added is not None, HAS_TOTAL=d_total is not None, BLOCKS=blocks, **tile,
+        launch(
+            _add_norm_backward_kernel, (parts,), d_out.contiguous(),
+            d_out if d_total is None else d_total.contiguous(), stream, stream if added is None else added,
+            weight, d_stream, d_weight, rows, width, ctx.eps, HAS_ADDED=added is not None,
+            HAS_TOTAL=d_total is not None, **tile, BLOCKS=blocks,
         )  # fmt: skip
         d_added = None if ctx.of_added is None else d_stream.to(ctx.of_added)
         return d_stream, d_added, d_weight.sum(0).to(weight.dtype), None, None, None
 
 
 def add_norm(
-    stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, dtype: torch.dtype, last: bool
+    stream: Tensor, added: Tensor | Unscaled | None, norm: nn.RMSNorm, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
     """stream + added (nothing, if this is the ``last`` one), and its norm in ``dtype``."""
+    stream = stream.contiguous()
+    if isinstance(added, Unscaled):
+        return _forward(stream, added, norm.weight, norm.eps, dtype, last)
+    added = None if added is None else added.contiguous()
+    if not torch.is_grad_enabled():
+        return _forward(stream, added, norm.weight, norm.eps, dtype, last)
     total, out = _AddNorm.apply(stream, added, norm.weight, norm.eps, dtype, last)
     return total, out

@@ -65,6 +65,31 @@ def test_values_and_gradients(name: str, length: int) -> None:
     twins(run)
 
 
+@pytest.mark.parametrize(("name", "length"), [*((name, 21) for name in SIZES), ("plain", 1), ("plain", 70)])
+@torch.no_grad()
+def test_values_without_a_graph(name: str, length: int) -> None:
+    """The gate is then part of the recurrence, and its norm of the next one."""
+    body = backbone(name)
+    x, z = (torch.randn(2, length, 16, device=DEVICE) for _ in range(2))
+    twins(lambda: [body(z, body.prepare(x))])
+
+
+def test_backward_by_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deqseq.backbones.kernels import mamba2
+
+    body = backbone("plain")
+    x = torch.randn(5, 19, 16, device=DEVICE)
+    start = body.initial_state(5).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
+    monkeypatch.setattr(mamba2, "PART", 2 * 19 * 4 * body.layers[0].mixer.in_proj.out_features)
+
+    def run() -> list[Tensor]:
+        inputs = x.clone().requires_grad_()
+        out = body.evaluate(inputs, body.prepare(inputs), start)[0]
+        return list(torch.autograd.grad(out.square().sum(), [inputs, *body.parameters()]))
+
+    twins(run)
+
+
 @pytest.mark.parametrize("name", SIZES)
 @torch.no_grad()
 def test_states(name: str) -> None:

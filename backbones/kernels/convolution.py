@@ -1,0 +1,166 @@
+"""The causal convolution of Mamba2 with injection and activation in Triton, forward and backward.
+
+Shapes: B sequences, L tokens, J columns of the projection [gate, x, b, c, dt], W convolved ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deqseq.backbones.mamba2 import MixerSizes, MixerWeights
+from deqseq.kernels import launch
+
+
+@triton.jit
+def silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _conv_input(proj, inj, tail, t, c, L, J: tl.constexpr, W: tl.constexpr, HAS_INJ: tl.constexpr,
+                HAS_TAIL: tl.constexpr):  # fmt: skip
+    """The convolution's input at token t of a sequence and channels c; before the first token, the tail."""
+    at = tl.zeros_like(c) + t
+    inside = (c < W) & (at >= 0) & (at < L)
+    v = tl.load(proj + t * J + c, inside, 0.0).to(tl.float32)
+    if HAS_INJ:
+        v += tl.load(inj + t * J + c, inside, 0.0).to(tl.float32)
+    if HAS_TAIL:
+        v += tl.load(tail + (t + 3) * W + c, (c < W) & (at < 0), 0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
+def _taps(weight, bias, c, real):
+    """The four weights and the bias of channels c."""
+    w0 = tl.load(weight + c * 4, real, 0.0).to(tl.float32)
+    w1 = tl.load(weight + c * 4 + 1, real, 0.0).to(tl.float32)
+    w2 = tl.load(weight + c * 4 + 2, real, 0.0).to(tl.float32)
+    w3 = tl.load(weight + c * 4 + 3, real, 0.0).to(tl.float32)
+    return w0, w1, w2, w3, tl.load(bias + c, real, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _conv_kernel(proj, inj, tail, weight, bias, out, L, J: tl.constexpr, W: tl.constexpr,
+                 FIRST: tl.constexpr, HAS_INJ: tl.constexpr, HAS_TAIL: tl.constexpr, T: tl.constexpr,
+                 C: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """T tokens, one after the other: every input is read once and kept for the next three."""
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    first = tl.program_id(1) * T
+    b = tl.program_id(2).to(tl.int64)
+    proj += b * L * J + FIRST
+    inj += b * L * J + FIRST
+    tail += b * 3 * W
+    out += b * L * W
+    real = c < W
+    w0, w1, w2, w3, shift = _taps(weight, bias, c, real)
+    v0 = _conv_input(proj, inj, tail, first - 3, c, L, J, W, HAS_INJ, HAS_TAIL)
+    v1 = _conv_input(proj, inj, tail, first - 2, c, L, J, W, HAS_INJ, HAS_TAIL)
+    v2 = _conv_input(proj, inj, tail, first - 1, c, L, J, W, HAS_INJ, HAS_TAIL)
+    for start in range(first, tl.minimum(first + T, L), UNROLL):
+        for i in tl.static_range(UNROLL):
+            t = start + i
+            at = tl.zeros_like(c) + t
+            v3 = _conv_input(proj, inj, tail, t, c, L, J, W, HAS_INJ, False)
+            y = silu(shift + w0 * v0 + w1 * v1 + w2 * v2 + w3 * v3)
+            tl.store(out + t * W + c, y.to(out.dtype.element_ty), real & (at < L))
+            v0, v1, v2 = v1, v2, v3
+
+
+@triton.jit
+def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, shares, L,
+                          J: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, HAS_INJ: tl.constexpr,
+                          HAS_TAIL: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
+                          UNROLL: tl.constexpr):  # fmt: skip
+    """Gradients of the convolution's input, weight and bias, the latter summed over T tokens.
+
+    Three tokens behind the block belong to the next one: they only pass back to this one's inputs.
+    """
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    first = tl.program_id(1) * T
+    b = tl.program_id(2).to(tl.int64)
+    part = b * tl.num_programs(1) + tl.program_id(1)
+    proj += b * L * J + FIRST
+    inj += b * L * J + FIRST
+    d_proj += b * L * J + FIRST
+    tail += b * 3 * W
+    d_out += b * L * W
+    real = c < W
+    w0, w1, w2, w3, shift = _taps(weight, bias, c, real)
+    v0 = _conv_input(proj, inj, tail, first - 3, c, L, J, W, HAS_INJ, HAS_TAIL)
+    v1 = _conv_input(proj, inj, tail, first - 2, c, L, J, W, HAS_INJ, HAS_TAIL)
+    v2 = _conv_input(proj, inj, tail, first - 1, c, L, J, W, HAS_INJ, HAS_TAIL)
+    g0 = tl.zeros((C,), tl.float32)
+    g1 = tl.zeros((C,), tl.float32)
+    g2 = tl.zeros((C,), tl.float32)
+    s0 = tl.zeros((C,), tl.float32)
+    s1 = tl.zeros((C,), tl.float32)
+    s2 = tl.zeros((C,), tl.float32)
+    s3 = tl.zeros((C,), tl.float32)
+    s = tl.zeros((C,), tl.float32)
+    for start in range(first, tl.minimum(first + T, L) + 3, UNROLL):
+        for i in tl.static_range(UNROLL):
+            t = start + i
+            at = tl.zeros_like(c) + t
+            v3 = _conv_input(proj, inj, tail, t, c, L, J, W, HAS_INJ, False)
+            pre = shift + w0 * v0 + w1 * v1 + w2 * v2 + w3 * v3
+            sig = tl.sigmoid(pre)
+            g3 = tl.load(d_out + t * W + c, real & (at < L), 0.0).to(tl.float32)
+            g3 = g3 * sig * (1.0 + pre * (1.0 - sig))
+            d_in = w3 * g0 + w2 * g1 + w1 * g2 + w0 * g3
+            mine = real & (at >= first + 3) & (at < first + T + 3) & (at < L + 3)
+            tl.store(d_proj + (t - 3) * J + c, d_in.to(d_proj.dtype.element_ty), mine)
+            own = tl.where(at < first + T, g3, 0.0)
+            s += own
+            s0 += own * v0
+            s1 += own * v1
+            s2 += own * v2
+            s3 += own * v3
+            v0, v1, v2 = v1, v2, v3
+            g0, g1, g2 = g1, g2, g3
+    shares += (part * W + c) * 5
+    tl.store(shares, s0, real)
+    tl.store(shares + 1, s1, real)
+    tl.store(shares + 2, s2, real)
+    tl.store(shares + 3, s3, real)
+    tl.store(shares + 4, s, real)
+
+
+def _grid(batch: int, length: int, width: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+    tokens = min(64, triton.next_power_of_2(length))
+    options = {"T": tokens, "C": 256, "UNROLL": min(8, tokens), "num_warps": 2}
+    return (triton.cdiv(width, 256), triton.cdiv(length, tokens), batch), options
+
+
+def convolve(
+    proj: Tensor, inj: Tensor | None, w: MixerWeights, tail: Tensor | None, sizes: MixerSizes
+) -> Tensor:
+    """SiLU of the causal convolution (B, L, W), of four taps, of proj + inj's columns x, b, c."""
+    batch, length, columns = proj.shape
+    out = proj.new_empty(batch, length, sizes.conv_width)
+    grid, options = _grid(batch, length, sizes.conv_width)
+    launch(
+        _conv_kernel, grid, proj, proj if inj is None else inj, proj if tail is None else tail, w.conv,
+        w.conv_bias, out, length, J=columns, W=sizes.conv_width, FIRST=sizes.inner, HAS_INJ=inj is not None,
+        HAS_TAIL=tail is not None, **options,
+    )  # fmt: skip
+    return out
+
+
+def convolve_backward(
+    d_conv: Tensor, proj: Tensor, inj: Tensor | None, tail: Tensor | None, w: MixerWeights, d_proj: Tensor,
+    sizes: MixerSizes,
+) -> Tensor:  # fmt: skip
+    """Gradients of the four taps and the bias, (W, 5); the input's goes into ``d_proj``."""
+    batch, length, columns = proj.shape
+    grid, options = _grid(batch, length, sizes.conv_width)
+    shares = proj.new_empty(grid[1] * batch, sizes.conv_width, 5, dtype=torch.float32)
+    launch(
+        _conv_backward_kernel, grid, d_conv, proj, proj if inj is None else inj,
+        proj if tail is None else tail, w.conv, w.conv_bias, d_proj, shares, length, J=columns,
+        W=sizes.conv_width, FIRST=sizes.inner, HAS_INJ=inj is not None, HAS_TAIL=tail is not None, **options,
+    )  # fmt: skip
+    return shares.sum(0)

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
+from deqseq.causal_lm.loss import next_token_loss
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.padding import packs_rows, real_tokens
 from deqseq.solution import Solution
@@ -246,11 +248,11 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
     return mask[:, -length:]
 
 
-def aligned_linear(x: Tensor, weight: Tensor, columns: int = 64) -> Tensor:
-    """x ``weight``^T, computed with a multiple of ``columns`` columns."""
+def aligned_linear(x: Tensor, weight: Tensor, columns: int = 64, cut: bool = True) -> Tensor:
+    """x ``weight``^T, computed with a multiple of ``columns`` columns; ``cut``: without the added ones."""
     wanted = weight.shape[0]
-    padded = F.pad(weight, (0, 0, 0, -wanted % columns))
-    return F.linear(x, padded)[..., :wanted]
+    out = F.linear(x, F.pad(weight, (0, 0, 0, -wanted % columns)))
+    return out[..., :wanted] if cut else out
 
 
 _IGNORED = {
@@ -375,7 +377,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must not be negative, got {logits_to_keep}; 0 keeps all")
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self._logits(out.last_hidden_state[:, keep])
+        logits, padded = self._logits(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
             if not isinstance(logits_to_keep, int) or logits_to_keep or logits.shape[:2] != labels.shape:
@@ -383,9 +385,11 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
                     f"labels must have the shape of the logits, {tuple(logits.shape[:2])}, got "
                     f"{tuple(labels.shape)}; the loss needs the logits of all tokens (logits_to_keep=0)"
                 )
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_options
-            )
+            vocab_size = self.config.vocab_size
+            if self.loss_function is ForCausalLMLoss and logits.shape[-1] == vocab_size:
+                loss = next_token_loss(padded, labels, vocab_size, **loss_options)
+            else:  # the user's own
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_options)
         return ImplicitCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -394,12 +398,17 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             solution=out.solution,
         )
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """The output layer. Matrix units take columns by 64, and many vocabularies (50,277) do not."""
+    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The output layer: logits (B, L, V), and (B, L, V'), V' >= V, of which they are the first columns.
+
+        Matrix units take columns by 64, and many vocabularies (50,277) do not.
+        """
         head = self.lm_head
         if not hidden.is_cuda or type(head) is not nn.Linear or head._forward_hooks:
-            return head(hidden)  # type: ignore[no-any-return]
-        return aligned_linear(hidden, head.weight)
+            logits = head(hidden)
+            return logits, logits
+        padded = aligned_linear(hidden, head.weight, cut=False)
+        return padded[..., : head.weight.shape[0]], padded
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -1,0 +1,95 @@
+"""Cross-entropy of padded logits in two Triton kernels, without a copy of the logits.
+
+Shapes: R rows (tokens), V vocabulary, V' >= V columns.
+"""
+
+# mypy: allow-untyped-calls, allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Padding columns are read like the others and then left out: V' is a multiple of what one load takes, a mask
+# that ends at V would make loads of single numbers.
+
+
+@triton.jit
+def _loss_kernel(logits, targets, loss, lse, width, V, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    if target == IGNORED:
+        tl.store(loss + row, 0.0)
+        tl.store(lse + row, 0.0)
+    else:
+        logits += row * width
+        highest = -float("inf")
+        total = 0.0
+        for start in range(0, V, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + v, v < width, 0.0).to(tl.float32)
+            x = tl.where(v < V, x, -float("inf"))
+            new = tl.maximum(highest, tl.max(x, 0))
+            shift = tl.where(new == -float("inf"), 0.0, new)
+            total = total * tl.exp(highest - shift) + tl.sum(tl.exp(x - shift), 0)
+            highest = new
+        known = (target >= 0) & (target < V)
+        of_row = tl.where(known, highest + tl.log(total), float("nan"))
+        chosen = tl.load(logits + target, known, 0.0).to(tl.float32)
+        tl.store(loss + row, of_row - chosen)
+        tl.store(lse + row, of_row)
+
+
+@triton.jit
+def _loss_backward_kernel(d_loss, logits, targets, lse, d_logits, width, V, IGNORED: tl.constexpr,
+                          BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    logits += row * width
+    d_logits += row * width
+    if target == IGNORED:
+        for start in range(0, width, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            tl.store(d_logits + v, tl.zeros((BLOCK,), d_logits.dtype.element_ty), v < width)
+    else:
+        of_row = tl.load(lse + row)
+        d_row = tl.load(d_loss + row)
+        for start in range(0, width, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            x = tl.load(logits + v, v < width, 0.0).to(tl.float32)
+            d_x = (tl.exp(x - of_row) - tl.where(v == target, 1.0, 0.0)) * d_row
+            d_x = tl.where(v < V, d_x, 0.0).to(d_logits.dtype.element_ty)
+            tl.store(d_logits + v, d_x, v < width)
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
+        logits, targets = logits.contiguous(), targets.contiguous()
+        width = logits.shape[-1]
+        loss = torch.empty(targets.shape, device=logits.device, dtype=torch.float32)
+        lse = torch.empty_like(loss)
+        block = min(4096, triton.next_power_of_2(width))
+        ctx.sizes = {"width": width, "V": vocab_size, "IGNORED": ignored, "BLOCK": block, "num_warps": 8}
+        _loss_kernel[(targets.numel(),)](logits, targets, loss, lse, **ctx.sizes)
+        ctx.save_for_backward(logits, targets, lse)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, lse = ctx.saved_tensors
+        d_logits = torch.empty_like(logits)
+        _loss_backward_kernel[(targets.numel(),)](
+            d_loss.contiguous(), logits, targets, lse, d_logits, **ctx.sizes
+        )
+        return d_logits, None, None, None
+
+
+def token_losses(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
+    """Cross-entropy (B, L) in float32 of logits (B, L, V') for ``targets`` (B, L), 0 where ``ignored``."""
+    losses: Tensor = _TokenLosses.apply(logits, targets, vocab_size, ignored)
+    return losses

@@ -129,9 +129,9 @@ def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, shares, 
     tl.store(shares + 4, s, real)
 
 
-def _grid(batch: int, length: int, width: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+def _grid(batch: int, length: int, width: int, unroll: int) -> tuple[tuple[int, int, int], dict[str, int]]:
     tokens = min(64, triton.next_power_of_2(length))
-    options = {"T": tokens, "C": 256, "UNROLL": min(8, tokens), "num_warps": 2}
+    options = {"T": tokens, "C": 256, "UNROLL": min(unroll, tokens), "num_warps": 2}
     return (triton.cdiv(width, 256), triton.cdiv(length, tokens), batch), options
 
 
@@ -141,7 +141,7 @@ def convolve(
     """SiLU of the causal convolution (B, L, W), of four taps, of proj + inj's columns x, b, c."""
     batch, length, columns = proj.shape
     out = proj.new_empty(batch, length, sizes.conv_width)
-    grid, options = _grid(batch, length, sizes.conv_width)
+    grid, options = _grid(batch, length, sizes.conv_width, unroll=8)
     launch(
         _conv_kernel, grid, proj, proj if inj is None else inj, proj if tail is None else tail, w.conv,
         w.conv_bias, out, length, J=columns, W=sizes.conv_width, FIRST=sizes.inner, HAS_INJ=inj is not None,
@@ -156,7 +156,7 @@ def convolve_backward(
 ) -> Tensor:  # fmt: skip
     """Gradients of the four taps and the bias, (W, 5); the input's goes into ``d_proj``."""
     batch, length, columns = proj.shape
-    grid, options = _grid(batch, length, sizes.conv_width)
+    grid, options = _grid(batch, length, sizes.conv_width, unroll=4)
     shares = proj.new_empty(grid[1] * batch, sizes.conv_width, 5, dtype=torch.float32)
     launch(
         _conv_backward_kernel, grid, d_conv, proj, proj if inj is None else inj,

@@ -23,8 +23,6 @@ from deqseq.backbones.mamba2 import MixerSizes, MixerWeights
 from deqseq.kernels import launch
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-MULTIPROCESSORS = 132
-"""Of an H100."""
 
 
 @triton.jit
@@ -73,19 +71,18 @@ def _decays(sums, q):
 @triton.jit
 def _scan_kernel(conv, step, total, skip, before, proj, inj, weight, y, squares, L,
                  HAS_STATE: tl.constexpr, GATED: tl.constexpr, HAS_INJ: tl.constexpr, J: tl.constexpr,
-                 PARTS: tl.constexpr,
                  W: tl.constexpr, E: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
                  P: tl.constexpr, EVEN: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
-    h = tl.program_id(0) // PARTS
+    h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     g = h // (H // G)
     q = tl.arange(0, Q)
     row = q[:, None]
     n = tl.arange(0, BN)[None, :]
-    p = (tl.program_id(0) % PARTS) * (BP // PARTS) + tl.arange(0, BP // PARTS)[None, :]
+    p = tl.arange(0, BP)[None, :]
     through = tl.load(skip + h).to(tl.float32)
-    state = tl.zeros((BN, BP // PARTS), tl.float32)
+    state = tl.zeros((BN, BP), tl.float32)
     if HAS_STATE:  # (P, N) there
         n1 = tl.arange(0, BN)[:, None]
         state += tl.load(before + (b * H + h) * P * N + p * N + n1, (p < P) & (n1 < N), 0.0).to(tl.float32)
@@ -100,12 +97,17 @@ def _scan_kernel(conv, step, total, skip, before, proj, inj, weight, y, squares,
         norm = tl.load(weight + h * P + p, p < P, 0.0).to(tl.float32)
         proj += b * L * J + h * P
         inj += b * L * J + h * P
-        squares += (b * H * PARTS + tl.program_id(0)) * L
+        squares += (b * H + h) * L
     for start in range(0, L, Q):
         rest = L - start
         x = _load(x_ptr, row, p, rest, P, W, EVEN)
         bb = _load(b_ptr, row, n, rest, N, W, EVEN)
         c = _load(c_ptr, row, n, rest, N, W, EVEN)
+        if GATED:  # needed last, asked for first
+            gate = _load(proj, row, p, rest, P, J, EVEN).to(tl.float32)
+            if HAS_INJ:
+                gate += _load(inj, row, p, rest, P, J, EVEN).to(tl.float32)
+            gate = silu(gate)
         dt = tl.load(step + start + q, q < rest, 0.0)
         sums = tl.load(total + start + tl.minimum(q, rest - 1))
         end = tl.load(total + start + tl.minimum(Q, rest) - 1)
@@ -116,10 +118,7 @@ def _scan_kernel(conv, step, total, skip, before, proj, inj, weight, y, squares,
         x32 = x.to(tl.float32)
         out += through * x32
         if GATED:
-            gate = _load(proj, row, p, rest, P, J, EVEN).to(tl.float32)
-            if HAS_INJ:
-                gate += _load(inj, row, p, rest, P, J, EVEN).to(tl.float32)
-            out *= silu(gate)
+            out *= gate
             tl.store(squares + start + q, tl.sum(out * out, 1), q < rest)
             out *= norm
             proj += Q * J
@@ -332,9 +331,11 @@ def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
 
 def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """What every kernel of the recurrence is compiled for."""
-    # Tokens of a chunk: as many as fit a multiprocessor, no more than there are.
+    # Tokens of a chunk: as many as fit a multiprocessor, no more than there are. Heads of 32 in chunks of 64
+    # are compiled wrongly for Hopper by Triton 3.6 (LOG.md).
+    wide = sizes.d_state >= 64 and sizes.headdim >= 64
     small = sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2
-    chunk = min(64 if small else 16, max(16, triton.next_power_of_2(length)))
+    chunk = min(16 if not small else 64 if wide else 32, max(16, triton.next_power_of_2(length)))
     block_n, block_p = (max(16, triton.next_power_of_2(n)) for n in (sizes.d_state, sizes.headdim))
     return {
         "W": sizes.conv_width,
@@ -366,11 +367,6 @@ def steps(
     return step, total
 
 
-def _parts(batch: int, options: dict[str, Any]) -> int:
-    """Programs of a head: two, of half its columns, where there would be too few."""
-    return 2 if options["BP"] >= 32 and batch * options["H"] < 4 * MULTIPROCESSORS else 1
-
-
 def scan(
     convolved: Tensor, step: Tensor, total: Tensor, w: MixerWeights, state: Tensor | None,
     options: dict[str, Any],
@@ -378,11 +374,10 @@ def scan(
     """The recurrence and its skip, y (B, L, E)."""
     batch, length, _ = convolved.shape
     y = convolved.new_empty(batch, length, options["E"])
-    parts = _parts(batch, options)
     launch(
-        _scan_kernel, (options["H"] * parts, batch), convolved, step, total, w.skip,
+        _scan_kernel, (options["H"], batch), convolved, step, total, w.skip,
         convolved if state is None else state, y, y, y, y, y, length, HAS_STATE=state is not None,
-        GATED=False, HAS_INJ=False, J=0, PARTS=parts, **options, num_stages=2,
+        GATED=False, HAS_INJ=False, J=0, **options, num_stages=2,
     )  # fmt: skip
     return y
 
@@ -391,16 +386,15 @@ def gated_scan(
     convolved: Tensor, step: Tensor, total: Tensor, w: MixerWeights, state: Tensor | None, proj: Tensor,
     inj: Tensor | None, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y * silu(gate) * norm weight (B, L, E), and the squares of y * silu(gate), in sums (B, n, L)."""
+    """y * silu(gate) * norm weight (B, L, E), and the squares of y * silu(gate), summed by head (B, H, L)."""
     batch, length, _ = convolved.shape
     y = convolved.new_empty(batch, length, options["E"])
-    parts = _parts(batch, options)
-    squares = step.new_empty(batch, options["H"] * parts, length)
+    squares = torch.empty_like(step)
     launch(
-        _scan_kernel, (options["H"] * parts, batch), convolved, step, total, w.skip,
+        _scan_kernel, (options["H"], batch), convolved, step, total, w.skip,
         convolved if state is None else state, proj, proj if inj is None else inj, w.norm, y, squares, length,
         HAS_STATE=state is not None, GATED=True, HAS_INJ=inj is not None, J=proj.shape[2],
-        PARTS=parts, **options, num_stages=2,
+        **options, num_stages=2,
     )  # fmt: skip
     return y, squares
 

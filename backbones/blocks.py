@@ -19,21 +19,8 @@ from deqseq.convergence import check_count
 RMS_EPS = 1e-5
 
 
-class Unscaled(NamedTuple):
-    """What a block adds, still to be multiplied by 1 / sqrt(squares / width + eps), token by token.
-
-    A norm before a linear map only scales every token's output, and needs no passage of its own if whoever
-    reads the output scales it.
-    """
-
-    values: Tensor  # (B, W, D)
-    squares: Tensor  # (B, n, W) float32, to be summed over n
-    width: int
-    eps: float
-
-
 def add_norm(
-    stream: Tensor, added: Tensor | Unscaled | None, norm: nn.RMSNorm, last: bool = False
+    stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, last: bool = False
 ) -> tuple[Tensor, Tensor]:
     """stream + added (B, W, D), in the stream's type, and its norm.
 
@@ -47,7 +34,6 @@ def add_norm(
         from deqseq.backbones.kernels.norm import add_norm as fused
 
         return fused(stream, added, norm, dtype, last)
-    assert not isinstance(added, Unscaled)  # our kernels' own
     if added is not None:
         stream = stream + added
     return stream, norm(stream).to(dtype)

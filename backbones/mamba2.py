@@ -22,7 +22,6 @@ from deqseq.backbones.blocks import (
     Injection,
     InputSkip,
     MLPWeights,
-    Unscaled,
     ValueGateMLP,
     add_norm,
     check_norm_eps,
@@ -119,7 +118,7 @@ class Mamba2Mixer(nn.Module):
         weights: MixerWeights,
         injection: Tensor | None,
         state: tuple[Tensor, ...] | None,
-    ) -> tuple[Tensor | Unscaled, LayerTrace | None]:
+    ) -> tuple[Tensor, LayerTrace | None]:
         """The mixer of u (B, W, D), and what moves ``state`` on, if there is one."""
         name = kernels.implementation(u, products=True)
         if name == "triton" and weights.conv.shape[1] <= 4:
@@ -209,11 +208,11 @@ class Mamba2Block(nn.Module):
     def forward(
         self,
         stream: Tensor,
-        added: Tensor | Unscaled | None,
+        added: Tensor | None,
         weights: tuple[MixerWeights, MLPWeights | None],
         injection: Tensor | None,
         state: tuple[Tensor, ...] | None,
-    ) -> tuple[Tensor, Tensor | Unscaled, LayerTrace | None]:
+    ) -> tuple[Tensor, Tensor, LayerTrace | None]:
         """The stream with ``added``, what this block adds to it, and the trace."""
         stream, u = add_norm(stream, added, self.norm)
         added, trace = self.mixer(u, weights[0], injection, state)

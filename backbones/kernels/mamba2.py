@@ -1,8 +1,7 @@
 """The Mamba2 mixer in Triton kernels: what the plain form computes, reading the projection once.
 
 Forward, between the two projections: one kernel adds the injection and convolves; one prepares step sizes;
-one runs the recurrence; one gates and normalises, or, without a graph, the recurrence gates and what the norm
-divides by waits until after the second projection. Backward stores the mixer's input and the recurrence's
+one runs the recurrence; one gates and normalises. Backward stores the mixer's input and the recurrence's
 output only and recomputes the rest, so that a step with a graph costs little memory.
 """
 
@@ -14,14 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deqseq.backbones.blocks import Unscaled
 from deqseq.backbones.kernels.convolution import convolve, convolve_backward
 from deqseq.backbones.kernels.gated_norm import gated_norm, gated_norm_backward
-from deqseq.backbones.kernels.recurrence import gated_scan, recurrence_options, scan, scan_backward, steps
+from deqseq.backbones.kernels.recurrence import recurrence_options, scan, scan_backward, steps
 from deqseq.backbones.mamba2 import LayerTrace, MixerSizes, MixerWeights
 
-PART = 2**27
-"""Bytes of the projection that a backward pass recomputes at a time: all it needs is some ten times that."""
+PART = 160 * 2**20
+"""Bytes of the projection, at most, that a backward pass recomputes at a time; all it needs is some ten times
+that."""
+
+
+def _forward(
+    u: Tensor, inj: Tensor | None, tail: Tensor | None, state: Tensor | None, sizes: MixerSizes,
+    w: MixerWeights,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
+    """The mixer's output; projection, convolution and step sizes, for the trace; y, for the backward pass."""
+    options = recurrence_options(sizes, u.shape[1], u.dtype)
+    proj = F.linear(u, w.in_proj)
+    convolved = convolve(proj, inj, w, tail, sizes)
+    step, total = steps(proj, inj, w, sizes, options["Q"])
+    y = scan(convolved, step, total, w, state, options)
+    return F.linear(gated_norm(y, proj, inj, w.norm, sizes), w.out_proj), proj, convolved, step, y, options
 
 
 class _Mix(torch.autograd.Function):
@@ -31,18 +43,13 @@ class _Mix(torch.autograd.Function):
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """The mixer's output, then the projection, its convolution and the step sizes, for the trace."""
-        w = MixerWeights(*weights)
-        options = recurrence_options(sizes, u.shape[1], u.dtype)
-        proj = F.linear(u, w.in_proj)
-        convolved = convolve(proj, inj, w, tail, sizes)
-        step, total = steps(proj, inj, w, sizes, options["Q"])
-        y = scan(convolved, step, total, w, state, options)
+        *out, y, options = _forward(u, inj, tail, state, sizes, MixerWeights(*weights))
         ctx.save_for_backward(u, inj, tail, state, y, *weights)
         ctx.sizes = sizes
         ctx.options = options
-        ctx.mark_non_differentiable(proj, convolved, step)
+        ctx.mark_non_differentiable(*out[1:])
         ctx.set_materialize_grads(False)  # zeros for what the trace holds
-        return F.linear(gated_norm(y, proj, inj, w.norm, sizes), w.out_proj), proj, convolved, step
+        return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *of_trace: None) -> tuple[Tensor | None, ...]:
@@ -53,7 +60,7 @@ class _Mix(torch.autograd.Function):
         grad = grad.contiguous()
         batch, length, _ = u.shape
         d_proj, normed = u.new_empty(batch, length, w.in_proj.shape[0]), torch.empty_like(y)
-        rows = max(1, PART * batch // (d_proj.numel() * d_proj.itemsize))
+        rows = -(-batch // -(-d_proj.numel() * d_proj.itemsize // PART))  # parts of about one size
         sums: list[tuple[Tensor, ...]] = []
         for i in range(0, batch, rows):
             part = slice(i, i + rows)
@@ -107,37 +114,20 @@ def _outer(left: Tensor, right: Tensor) -> Tensor:
     return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
 
-def _search(
-    u: Tensor, inj: Tensor | None, tail: Tensor | None, state: Tensor | None, sizes: MixerSizes,
-    w: MixerWeights,
-) -> tuple[Tensor | Unscaled, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As :class:`_Mix`, without a graph."""
-    options = recurrence_options(sizes, u.shape[1], u.dtype)
-    proj = F.linear(u, w.in_proj)
-    convolved = convolve(proj, inj, w, tail, sizes)
-    step, total = steps(proj, inj, w, sizes, options["Q"])
-    if sizes.norm_groups > 1 or u.dtype == torch.float16:  # which unscaled values could be too large for
-        y = scan(convolved, step, total, w, state, options)
-        return F.linear(gated_norm(y, proj, inj, w.norm, sizes), w.out_proj), proj, convolved, step
-    y, squares = gated_scan(convolved, step, total, w, state, proj, inj, options)
-    out = Unscaled(F.linear(y, w.out_proj), squares, sizes.inner, sizes.norm_eps)
-    return out, proj, convolved, step
-
-
 def mix(
     u: Tensor, inj: Tensor | None, weights: MixerWeights, state: tuple[Tensor, ...] | None, sizes: MixerSizes
-) -> tuple[Tensor | Unscaled, LayerTrace | None]:
+) -> tuple[Tensor, LayerTrace | None]:
     """The mixer of u (B, L, D) with at most four taps: (B, L, D), and what moves ``state`` on."""
     tail, ssm = (None, None) if state is None else state
     missing = 4 - weights.conv.shape[1]
     if missing:
         weights = weights._replace(conv=F.pad(weights.conv, (missing, 0)))
         tail = None if tail is None else F.pad(tail, (0, 0, missing, 0))
-    out: Tensor | Unscaled
+    u = u.contiguous()
     if torch.is_grad_enabled():
-        out, proj, convolved, step = _Mix.apply(u.contiguous(), inj, tail, ssm, sizes, *weights)
+        out, proj, convolved, step = _Mix.apply(u, inj, tail, ssm, sizes, *weights)
     else:
-        out, proj, convolved, step = _search(u.contiguous(), inj, tail, ssm, sizes, weights)
+        out, proj, convolved, step, _, _ = _forward(u, inj, tail, ssm, sizes, weights)
     if state is None:
         return out, None
     shared = sizes.n_groups * sizes.d_state

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from deqseq.backbones.blocks import Unscaled
 from deqseq.kernels import launch
 
 
@@ -25,22 +24,12 @@ def _sum(stream, added, place, mask, HAS_ADDED: tl.constexpr):
 
 
 @triton.jit
-def _add_norm_kernel(stream, added, weight, total, out, squares, rows, D, eps, L, width, added_eps,
-                     HAS_ADDED: tl.constexpr, SUMS: tl.constexpr, STORE: tl.constexpr, R: tl.constexpr,
-                     BLOCK: tl.constexpr, BS: tl.constexpr):  # fmt: skip
-    """``added`` is scaled by its tokens' ``squares``, of which there are SUMS each, if any."""
+def _add_norm_kernel(stream, added, weight, total, out, rows, D, eps, HAS_ADDED: tl.constexpr,
+                     STORE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
     d = tl.arange(0, BLOCK)[None, :]
     mask = (r < rows) & (d < D)
-    if SUMS > 0:
-        h = tl.arange(0, BS)[None, :]
-        place = ((r // L) * SUMS + h) * L + r % L
-        sums = tl.sum(tl.load(squares + place, (r < rows) & (h < SUMS), 0.0), 1)
-        scale = tl.rsqrt(sums / width + added_eps)[:, None]
-        v = tl.load(stream + r * D + d, mask, 0.0)
-        v = (v.to(tl.float32) + scale * tl.load(added + r * D + d, mask, 0.0).to(tl.float32)).to(v.dtype)
-    else:
-        v = _sum(stream, added, r * D + d, mask, HAS_ADDED)
+    v = _sum(stream, added, r * D + d, mask, HAS_ADDED)
     if STORE:
         tl.store(total + r * D + d, v, mask)
     v = v.to(tl.float32)
@@ -78,24 +67,18 @@ def _tile(width: int) -> dict[str, int]:
 
 
 def _forward(
-    stream: Tensor, added: Tensor | Unscaled | None, weight: Tensor, eps: float | None,
-    dtype: torch.dtype, last: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    stream: Tensor, added: Tensor | None, weight: Tensor, eps: float | None, dtype: torch.dtype, last: bool
+) -> tuple[Tensor, Tensor]:
     """The sum, or the stream if there is none or it is the ``last``, and the norm."""
-    width, length = stream.shape[-1], stream.shape[-2]
+    width = stream.shape[-1]
     rows = stream.numel() // width
-    squares, sums, inner, added_eps = stream, 0, 1, 0.0
-    if isinstance(added, Unscaled):
-        added, squares, inner, added_eps = added
-        sums = squares.shape[1]
     store = added is not None and not last
     total = torch.empty_like(stream) if store else stream
     out = torch.empty_like(stream, dtype=dtype)
     tile = _tile(width)
     launch(
         _add_norm_kernel, (triton.cdiv(rows, tile["R"]),), stream, stream if added is None else added, weight,
-        total, out, squares, rows, width, eps, length, inner, added_eps, HAS_ADDED=added is not None,
-        SUMS=sums, STORE=store, **tile, BS=triton.next_power_of_2(max(1, sums)),
+        total, out, rows, width, eps, HAS_ADDED=added is not None, STORE=store, **tile,
     )  # fmt: skip
     return total, out
 
@@ -139,12 +122,10 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_norm(
-    stream: Tensor, added: Tensor | Unscaled | None, norm: nn.RMSNorm, dtype: torch.dtype, last: bool
+    stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
     """stream + added (nothing, if this is the ``last`` one), and its norm in ``dtype``."""
     stream = stream.contiguous()
-    if isinstance(added, Unscaled):
-        return _forward(stream, added, norm.weight, norm.eps, dtype, last)
     added = None if added is None else added.contiguous()
     if not torch.is_grad_enabled():
         return _forward(stream, added, norm.weight, norm.eps, dtype, last)

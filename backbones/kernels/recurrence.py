@@ -1,7 +1,7 @@
 """The recurrence of Mamba2 (SSD; Dao & Gu, 2024, arXiv 2405.21060) in Triton, forward and backward.
 
-Forward: one program a head carries the state in registers from chunk to chunk; without a graph it gates its
-output too. Backward: states at the chunks' starts, their gradients from the end, then what is inside a chunk,
+Forward: one program a head carries the state in registers from chunk to chunk. Backward: states at the
+chunks' starts, their gradients from the end, then what is inside a chunk,
 by head for x and the step sizes, and summed over a group's heads in registers, in a fixed order, for b and c.
 Sums of log decays are kept in base 2, and start anew with every chunk.
 
@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deqseq.backbones.kernels.convolution import silu
 from deqseq.backbones.mamba2 import MixerSizes, MixerWeights
 from deqseq.kernels import launch
 
@@ -69,10 +68,9 @@ def _decays(sums, q):
 
 
 @triton.jit
-def _scan_kernel(conv, step, total, skip, before, proj, inj, weight, y, squares, L,
-                 HAS_STATE: tl.constexpr, GATED: tl.constexpr, HAS_INJ: tl.constexpr, J: tl.constexpr,
-                 W: tl.constexpr, E: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-                 P: tl.constexpr, EVEN: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+def _scan_kernel(conv, step, total, skip, before, y, L, HAS_STATE: tl.constexpr, W: tl.constexpr,
+                 E: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+                 EVEN: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                  PRECISION: tl.constexpr):  # fmt: skip
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -93,21 +91,11 @@ def _scan_kernel(conv, step, total, skip, before, proj, inj, weight, y, squares,
     x_ptr = conv + h * P
     b_ptr = conv + E + g * N
     c_ptr = b_ptr + G * N
-    if GATED:
-        norm = tl.load(weight + h * P + p, p < P, 0.0).to(tl.float32)
-        proj += b * L * J + h * P
-        inj += b * L * J + h * P
-        squares += (b * H + h) * L
     for start in range(0, L, Q):
         rest = L - start
         x = _load(x_ptr, row, p, rest, P, W, EVEN)
         bb = _load(b_ptr, row, n, rest, N, W, EVEN)
         c = _load(c_ptr, row, n, rest, N, W, EVEN)
-        if GATED:  # needed last, asked for first
-            gate = _load(proj, row, p, rest, P, J, EVEN).to(tl.float32)
-            if HAS_INJ:
-                gate += _load(inj, row, p, rest, P, J, EVEN).to(tl.float32)
-            gate = silu(gate)
         dt = tl.load(step + start + q, q < rest, 0.0)
         sums = tl.load(total + start + tl.minimum(q, rest - 1))
         end = tl.load(total + start + tl.minimum(Q, rest) - 1)
@@ -117,12 +105,6 @@ def _scan_kernel(conv, step, total, skip, before, proj, inj, weight, y, squares,
         out = tl.dot(scores.to(x.dtype), x, out, input_precision=PRECISION)
         x32 = x.to(tl.float32)
         out += through * x32
-        if GATED:
-            out *= gate
-            tl.store(squares + start + q, tl.sum(out * out, 1), q < rest)
-            out *= norm
-            proj += Q * J
-            inj += Q * J
         _store(y, row, p, rest, P, E, out, EVEN)
         left = (x32 * (tl.exp2(end - sums) * dt)[:, None]).to(x.dtype)
         state = tl.dot(tl.trans(bb), left, state * tl.exp2(end), input_precision=PRECISION)
@@ -376,27 +358,10 @@ def scan(
     y = convolved.new_empty(batch, length, options["E"])
     launch(
         _scan_kernel, (options["H"], batch), convolved, step, total, w.skip,
-        convolved if state is None else state, y, y, y, y, y, length, HAS_STATE=state is not None,
-        GATED=False, HAS_INJ=False, J=0, **options, num_stages=2,
+        convolved if state is None else state, y, length, HAS_STATE=state is not None, **options,
+        num_stages=2,
     )  # fmt: skip
     return y
-
-
-def gated_scan(
-    convolved: Tensor, step: Tensor, total: Tensor, w: MixerWeights, state: Tensor | None, proj: Tensor,
-    inj: Tensor | None, options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y * silu(gate) * norm weight (B, L, E), and the squares of y * silu(gate), summed by head (B, H, L)."""
-    batch, length, _ = convolved.shape
-    y = convolved.new_empty(batch, length, options["E"])
-    squares = torch.empty_like(step)
-    launch(
-        _scan_kernel, (options["H"], batch), convolved, step, total, w.skip,
-        convolved if state is None else state, proj, proj if inj is None else inj, w.norm, y, squares, length,
-        HAS_STATE=state is not None, GATED=True, HAS_INJ=inj is not None, J=proj.shape[2],
-        **options, num_stages=2,
-    )  # fmt: skip
-    return y, squares
 
 
 def scan_backward(

@@ -68,7 +68,6 @@ def test_values_and_gradients(name: str, length: int) -> None:
 @pytest.mark.parametrize(("name", "length"), [*((name, 21) for name in SIZES), ("plain", 1), ("plain", 70)])
 @torch.no_grad()
 def test_values_without_a_graph(name: str, length: int) -> None:
-    """The gate is then part of the recurrence, and its norm of the next one."""
     body = backbone(name)
     x, z = (torch.randn(2, length, 16, device=DEVICE) for _ in range(2))
     twins(lambda: [body(z, body.prepare(x))])

@@ -141,6 +141,7 @@ class LlamaBackbone(Backbone):
 
     d_model: int
     rewinds = True
+    capturable = True
 
     def __init__(
         self,

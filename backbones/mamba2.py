@@ -250,6 +250,7 @@ class Mamba2Backbone(Backbone):
     """
 
     d_model: int
+    capturable = True
 
     def __init__(
         self,

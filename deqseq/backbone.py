@@ -81,11 +81,14 @@ class Backbone(nn.Module, ABC):
             backbone that does not.
         rewinds: whether lowering ``State.seen`` takes a state back to fewer tokens, as it does where the
             state keeps a slot for every token.
+        capturable: whether ``prepare``, ``evaluate`` and ``advance`` read nothing on the host, so that a CUDA
+            graph of them is right.
     """
 
     d_model: int | None = None
     injects: bool = True
     rewinds: bool = False
+    capturable: bool = False
 
     @abstractmethod
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
@@ -130,7 +133,10 @@ class Backbone(nn.Module, ABC):
         return state
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
-        """The state after the first ``count`` (B,) tokens of the evaluation that left ``trace``."""
+        """The state after the first ``count`` (B,) tokens of the evaluation that left ``trace``.
+
+        The tensors of ``state`` are the caller's own: they may be changed in place and returned.
+        """
         raise ValueError(f"{type(self).__name__} keeps no state to advance")
 
 

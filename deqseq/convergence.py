@@ -57,12 +57,14 @@ class ConvergencePolicy(ABC):
         check_every: passes between two looks of the host at the device; ``None``: every pass on the CPU,
             where looking is free, every fourth elsewhere. Settled tokens are frozen, so the interval
             never changes a result.
+        capturable: whether ``judge`` reads nothing on the host, so that a CUDA graph of it is right.
     """
 
     max_iter: int
     causal: bool = True
     tests_residual: bool = True
     check_every: int | None = None
+    capturable: bool = False
 
     @abstractmethod
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
@@ -124,6 +126,8 @@ class Residual(ConvergencePolicy):
     scope: Scope = "token"
     check_every: int | None = None
 
+    capturable = True
+
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
             value = getattr(self, name)
@@ -166,6 +170,8 @@ class FixedIterations(ConvergencePolicy):
     """
 
     iterations: int
+
+    capturable = True
 
     def __post_init__(self) -> None:
         check_count("iterations", self.iterations)
@@ -236,6 +242,7 @@ class _Combined(ConvergencePolicy):
         self.second = second
         self.causal = first.causal and second.causal
         self.tests_residual = first.tests_residual or second.tests_residual
+        self.capturable = first.capturable and second.capturable
         looks = [p.check_every for p in (first, second) if p.check_every is not None]
         self.check_every = min(looks) if looks else None
 

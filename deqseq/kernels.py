@@ -70,11 +70,16 @@ def use(name: str | None) -> Iterator[None]:
         _named = before
 
 
+def chosen() -> str | None:
+    """The implementation that :func:`use` or the environment names."""
+    return _named or os.environ.get("DEQSEQ_KERNELS") or None
+
+
 def implementation(x: Tensor, products: bool = False) -> str:
     """What computes on ``x``; ``products``: with matrix products."""
     if x.dtype == float64:
         return "torch"
-    name = _named or os.environ.get("DEQSEQ_KERNELS") or None
+    name = chosen()
     if name is not None:
         _check(name)
         return name if x.is_cuda or _interpreted(name) else "torch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, State, backbones
 from deqseq.convergence import ConvergencePolicy, Residual, check_count, policies
-from deqseq.gradients import GradientStrategy, checkpointed, gradients, search
+from deqseq.gradients import GradientStrategy, checkpointed, gradients
 from deqseq.loop import Map, Problem
 from deqseq.padding import Packing, real_tokens, sequence_starts
+from deqseq.replay import Recordings
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
@@ -104,6 +106,10 @@ class _Inputs(NamedTuple):
     packing: Packing | None
 
 
+_Given = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, State | None]
+"""What a solve starts from: x, z0, position_ids, lengths, broken, state."""
+
+
 class ImplicitSequenceLayer(SequenceLayer):
     """z* = f(z*, x) for a causal map f: the layer whose output is its own fixed point.
 
@@ -155,6 +161,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         self.window = _checked_window(window)
         self.causal = causal
         self.group = group
+        self._recordings = Recordings()
 
     def set_convergence(self, convergence: PolicySpec | tuple[PolicySpec, PolicySpec]) -> None:
         """Set the policy of both modes, or those of training and evaluation."""
@@ -196,30 +203,33 @@ class ImplicitSequenceLayer(SequenceLayer):
         self._check_causal()
         window = self.window if window == "layer" else _checked_window(window)
         inputs = self._inputs(x, attention_mask, position_ids, state, z0)
-        x, z0 = inputs.x, inputs.z0
-        problem = Problem(
-            map=self._map,
-            context=self.backbone.prepare(x, inputs.position_ids),
-            z0=torch.zeros_like(x) if z0 is None else z0,
-            solver=self.solver,
-            policy=self.convergence,
-            window=window,
-            lengths=inputs.lengths,
-            state=state,
-            carry=state is not None,
-            group=self.group,
-        )
-        with_graph = torch.is_grad_enabled()
-        solution = self.gradient.solve(problem) if with_graph else search(problem)
-        broken = inputs.broken
-        solution.z = solution.z.masked_fill(broken[..., None], torch.nan)
-        solution.residual = solution.residual.masked_fill(broken, torch.nan)
-        solution.status = solution.status.masked_fill(broken, int(Status.NON_FINITE))
+        state = None if state is None else self.backbone.reserve(state, inputs.x)
+        given = (inputs.x, inputs.z0, inputs.position_ids, inputs.lengths, inputs.broken, state)
+        make = partial(self._problem, window=window)
+        if torch.is_grad_enabled():
+            solution = _marked(self.gradient.solve(make(given)), given)
+        else:
+            solution = self._recordings.solve(self, given, make, _marked, window)
         if inputs.packing is not None:
             for name in ("z", "residual", "iterations"):
                 setattr(solution, name, inputs.packing.unpack(getattr(solution, name)))
             solution.status = inputs.packing.unpack(solution.status, int(Status.CONVERGED))
-        return LayerOutput(solution.z, _after(solution.state, broken), solution)
+        return LayerOutput(solution.z, solution.state, solution)
+
+    def _problem(self, given: _Given, window: int | None) -> Problem:
+        x, z0, position_ids, lengths, _, state = given
+        return Problem(
+            map=self._map,
+            context=self.backbone.prepare(x, position_ids),
+            z0=torch.zeros_like(x) if z0 is None else z0,
+            solver=self.solver,
+            policy=self.convergence,
+            window=window,
+            lengths=lengths,
+            state=state,
+            carry=state is not None,
+            group=self.group,
+        )
 
     def extra_repr(self) -> str:
         return (
@@ -270,8 +280,8 @@ class ExplicitSequenceLayer(SequenceLayer):
         x = inputs.x
         z, trace = self._map.evaluate(x, self.backbone.prepare(x, inputs.position_ids), state)
         if state is not None:
-            room = self.backbone.reserve(state, x)
-            state = self.backbone.advance(trace, room, inputs.lengths).detach()
+            own = self.backbone.reserve(state, x).map(torch.clone)
+            state = self.backbone.advance(trace, own, inputs.lengths).detach()
         real = torch.arange(x.shape[1], device=x.device) < inputs.lengths[:, None]
         z = z.where(real[..., None], z.new_zeros(()))
         z = z.masked_fill(inputs.broken[..., None], torch.nan)
@@ -300,6 +310,16 @@ def _packing(
                 f"position_ids must go on from the {state.seen.tolist()} tokens that the state has seen"
             )
     return None if real is None else Packing.of(real)
+
+
+def _marked(solution: Solution, given: _Given) -> Solution:
+    """The solution with NaN where tokens could not be solved."""
+    broken = given[4]
+    solution.z = solution.z.masked_fill(broken[..., None], torch.nan)
+    solution.residual = solution.residual.masked_fill(broken, torch.nan)
+    solution.status = solution.status.masked_fill(broken, int(Status.NON_FINITE))
+    solution.state = _after(solution.state, broken)
+    return solution
 
 
 def _after(state: State | None, broken: Tensor) -> State | None:

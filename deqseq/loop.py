@@ -20,6 +20,7 @@ from torch import Tensor
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace, take_tokens
 from deqseq.convergence import ConvergencePolicy
+from deqseq.graphs import capture, copied, map_tensors, overwrite
 from deqseq.solution import Solution, Status
 from deqseq.solver import Progress, Solver
 
@@ -56,7 +57,8 @@ class Problem:
         solver, policy: the next iterate, and when to stop.
         window: tokens solved at a time; ``None``: all of them.
         lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
-        state: backbone state before the first token; ``None``: the sequences start here.
+        state: backbone state before the first token, with room for these; ``None``: the sequences start
+            here. It is read only.
         carry: return the state after the last token.
         group: process group whose members stop together; ``None``: each stops on its own.
     """
@@ -93,90 +95,195 @@ def iterate(problem: Problem) -> Solution:
 
 
 def _iterate_all(problem: Problem) -> Solution:
-    """All tokens at once: settled ones stay in place, frozen."""
-    solver, policy, state = problem.solver, problem.policy, problem.state
-    z = problem.z0
-    valid = _valid(problem)
-    tokens = _Tokens.enter(valid)
-    solver_state = solver.init(z)
+    policy = problem.policy
+    run = Together(problem)
     for passes in itertools.count(1):
-        fz, trace = problem.map.evaluate(z, problem.context, state)
-        fz = fz.to(z.dtype)  # autocast
-        tokens.count()
         ends = passes == policy.max_iter
         # A fixed number of iterations needs no verdict on the way: nothing settles before its end.
-        if policy.tests_residual or ends:
-            tokens.judge(z, fz, policy)
-        if policy.tests_residual and (ends or _stop(tokens.settled, passes, problem)):
+        run.evaluate(judged=policy.tests_residual or ends)
+        if policy.tests_residual and (ends or _stop(run.settled, passes, problem)):
             break
-        proposal, solver_state = solver.step(z, fz, solver_state, tokens.progress(policy))
-        z = _held(tokens.hold, z, proposal) if policy.tests_residual else proposal
+        run.step()
         if ends:
             break
-    value = fz if policy.tests_residual else z
-    if problem.lengths is not None:
-        value = value.where(valid[..., None], value.new_zeros(()))
-    end = None
-    if problem.carry and state is not None:
-        stateful = cast(StatefulMap, problem.map)
-        room = stateful.reserve(state, z)
-        end = stateful.advance(trace, room, valid.sum(1)).detach()
-    return tokens.solution(value, valid, passes, end)
+    return run.solution(passes)
 
 
 def _iterate_window(problem: Problem) -> Solution:
-    """W tokens at a time, each sequence with a window position of its own."""
-    solver, policy, state, z0 = problem.solver, problem.policy, problem.state, problem.z0
-    assert problem.window is not None
-    if not solver.windowed:
-        raise ValueError(f"{solver} solves whole sequences only: use window=None")
-    stateful = cast(StatefulMap, problem.map)
-    width, length = problem.window, z0.shape[1]
-    if state is None:
-        state = stateful.initial_state(z0.shape[0], device=z0.device, dtype=z0.dtype)
-    state = stateful.reserve(state, z0)
-    valid = _valid(problem)
-    ends = valid.sum(1)
-    start = torch.zeros_like(ends)
-    offsets = torch.arange(width, device=z0.device)
-
-    def enter(start: Tensor) -> tuple[Tensor, Tensor]:
-        """Where in the sequence (B, W) the window's tokens are, and which of them exist."""
-        index = start[:, None] + offsets
-        return index.clamp_max(length - 1), index < ends[:, None]
-
-    index, inside = enter(start)
-    context, z = problem.context.take(index), take_tokens(z0, index)
-    tokens = _Tokens.enter(inside)
-    solver_state = solver.init(z)
-    record = _Record(z0, width)
+    run = Window(problem)
     for passes in itertools.count(1):
-        fz, trace = problem.map.evaluate(z, context, state)
-        fz = fz.to(z.dtype)  # autocast
-        tokens.count()
-        tokens.judge(z, fz, policy)
-        proposal, solver_state = solver.step(z, fz, solver_state, tokens.progress(policy))
-        record.write(start[:, None] + offsets, fz if policy.tests_residual else proposal, tokens)
-        leaving = (tokens.settled & inside).sum(1)
-        state = stateful.advance(trace, state, leaving)
-        start = start + leaving
-        if _stop(start >= ends, passes, problem):
+        run.evaluate()
+        if _stop(run.settled, passes, problem):
+            return run.solution(passes)
+        run.step()
+        if passes == 2 * BLOCK and recordable(problem):  # few do not pay
             break
-        z = _held(tokens.hold, z, proposal)
-        moved = offsets + leaving[:, None]
+    run.variables = copied(run.variables)  # memory that nothing else looks at
+    (replay,) = capture(problem.z0.device, run.block)
+    while not bool(run.settled.all()):
+        replay()
+        passes += BLOCK
+    return run.solution(passes)
+
+
+BLOCK = 4
+"""Passes of a window that are recorded as one CUDA graph, and the host's looks are apart."""
+
+
+def recordable(problem: Problem) -> bool:
+    """Whether passes of the loop may be recorded, and are worth it."""
+    parts = (problem.map, problem.solver, problem.policy)
+    return (
+        problem.z0.is_cuda
+        and all(getattr(part, "capturable", False) for part in parts)
+        and problem.policy.tests_residual
+        and problem.group is None
+        and not torch.is_grad_enabled()
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+class Together:
+    """All tokens at once: settled ones stay in place, frozen."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.z = problem.z0
+        self.valid = _valid(problem)
+        self.tokens = Tokens.enter(self.valid)
+        self.memory = problem.solver.init(self.z)  # the solver's
+
+    @property
+    def settled(self) -> Tensor:
+        return self.tokens.settled
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """All that goes from one pass to the next."""
+        return self.z, self.tokens, self.memory
+
+    @variables.setter
+    def variables(self, values: tuple[Any, ...]) -> None:
+        self.z, self.tokens, self.memory = values
+
+    def evaluate(self, judged: bool = True) -> None:
+        """Evaluate f, and find out who settles."""
+        problem = self.problem
+        fz, self.trace = problem.map.evaluate(self.z, problem.context, problem.state)
+        self.fz = fz.to(self.z.dtype)  # autocast
+        self.tokens.count()
+        if judged:
+            self.tokens.judge(self.z, self.fz, problem.policy)
+
+    def step(self) -> None:
+        """On to the next iterate, where tokens have not settled; it may take f(z)'s memory."""
+        problem = self.problem
+        progress = self.tokens.progress(problem.policy)
+        proposal, self.memory = problem.solver.step(self.z, self.fz, self.memory, progress)
+        self.z = _held(self.tokens.hold, self.z, proposal) if problem.policy.tests_residual else proposal
+
+    def solution(self, passes: int) -> Solution:
+        problem = self.problem
+        value = self.fz if problem.policy.tests_residual else self.z
+        if problem.lengths is not None:
+            value = value.where(self.valid[..., None], value.new_zeros(()))
+        end = None
+        if problem.carry and problem.state is not None:
+            stateful = cast(StatefulMap, problem.map)
+            own = problem.state.map(torch.clone)
+            end = stateful.advance(self.trace, own, self.valid.sum(1)).detach()
+        return self.tokens.solution(value, self.valid, passes, end)
+
+
+class Window:
+    """W tokens at a time, each sequence with a window position of its own."""
+
+    def __init__(self, problem: Problem) -> None:
+        if not problem.solver.windowed:
+            raise ValueError(f"{problem.solver} solves whole sequences only: use window=None")
+        assert problem.window is not None
+        z0, state, width = problem.z0, problem.state, problem.window
+        self.problem = problem
+        self.map = cast(StatefulMap, problem.map)
+        if state is None:
+            state = self.map.initial_state(z0.shape[0], device=z0.device, dtype=z0.dtype)
+            state = self.map.reserve(state, z0)
+        self.state = state.map(torch.clone)
+        self.valid = _valid(problem)
+        self.ends = self.valid.sum(1)
+        self.start = torch.zeros_like(self.ends)
+        self.offsets = torch.arange(width, device=z0.device)
+        self.z = take_tokens(z0, self._place())
+        self.tokens = Tokens.enter(self._inside())
+        self.memory = problem.solver.init(self.z)  # the solver's
+        self.record = _Record(z0, width)
+
+    def _place(self) -> Tensor:
+        """Where in the sequence (B, W) the window's tokens are; the last one again behind its end."""
+        return (self.start[:, None] + self.offsets).clamp_max(self.problem.z0.shape[1] - 1)
+
+    def _inside(self) -> Tensor:
+        """(B, W) bool, tokens of the window that exist."""
+        return self.start[:, None] + self.offsets < self.ends[:, None]
+
+    @property
+    def settled(self) -> Tensor:
+        """(B,) bool, sequences that have come to their end."""
+        return self.start >= self.ends
+
+    def evaluate(self) -> None:
+        """Evaluate f, find out who settles, and move the state past those who leave."""
+        problem, tokens = self.problem, self.tokens
+        fz, trace = self.map.evaluate(self.z, problem.context.take(self._place()), self.state)
+        fz = fz.to(self.z.dtype)  # autocast
+        tokens.count()
+        tokens.judge(self.z, fz, problem.policy)
+        progress = tokens.progress(problem.policy)
+        self.proposal, self.memory = problem.solver.step(self.z, fz, self.memory, progress)
+        value = fz if problem.policy.tests_residual else self.proposal
+        self.record.write(self.start[:, None] + self.offsets, value, tokens)
+        self.leaving = (tokens.settled & self._inside()).sum(1)
+        self.state = self.map.advance(trace, self.state, self.leaving)
+        self.start = self.start + self.leaving
+
+    def step(self) -> None:
+        """On to the next iterate and, where tokens have left, to the next tokens."""
+        width = self.offsets.shape[0]
+        z = _held(self.tokens.hold, self.z, self.proposal)
+        moved = self.offsets + self.leaving[:, None]
         stays, source = moved < width, moved.clamp_max(width - 1)
-        index, inside = enter(start)
-        context = problem.context.take(index)
-        z = torch.where(stays[..., None], take_tokens(z, source), take_tokens(z0, index))
-        tokens = tokens.slide(source, stays, inside)
-        solver_state = _slide_state(solver_state, source)
-    z, tokens = record.read(length)
-    z = z.where(valid[..., None], z.new_zeros(()))
-    return tokens.solution(z, valid, passes, state.detach() if problem.carry else None)
+        entering = take_tokens(self.problem.z0, self._place())
+        self.z = torch.where(stays[..., None], take_tokens(z, source), entering)
+        self.tokens = self.tokens.slide(source, stays, self._inside())
+        self.memory = map_tensors(lambda t: take_tokens(t, source), self.memory)
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """All that goes from one pass to the next."""
+        return self.start, self.z, self.tokens, self.memory, self.state
+
+    @variables.setter
+    def variables(self, values: tuple[Any, ...]) -> None:
+        self.start, self.z, self.tokens, self.memory, self.state = values
+
+    def block(self) -> None:
+        """Some passes in a row, which end in the memory they began in."""
+        begun = self.variables
+        for _ in range(BLOCK):
+            self.evaluate()
+            self.step()
+        overwrite(begun, self.variables)
+        self.variables = begun
+
+    def solution(self, passes: int) -> Solution:
+        z, tokens = self.record.read(self.problem.z0.shape[1])
+        z = z.where(self.valid[..., None], z.new_zeros(()))
+        end = self.state.detach() if self.problem.carry else None
+        return tokens.solution(z, self.valid, passes, end)
 
 
 @dataclass
-class _Tokens:
+class Tokens:
     """The loop's knowledge of the tokens in the window; every tensor (B, W)."""
 
     settled: Tensor  # it and all before it are done, or it is padding: frozen
@@ -187,7 +294,7 @@ class _Tokens:
     active: Tensor  # took part in the last evaluation
 
     @classmethod
-    def enter(cls, inside: Tensor) -> _Tokens:
+    def enter(cls, inside: Tensor) -> Tokens:
         count = torch.zeros(inside.shape, dtype=torch.int64, device=inside.device)
         residual = torch.zeros(inside.shape, dtype=torch.float32, device=inside.device)
         status = torch.full_like(count, int(Status.RUNNING))
@@ -227,9 +334,9 @@ class _Tokens:
         residual = self.residual if policy.tests_residual else None
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
-    def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> _Tokens:
+    def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> Tokens:
         """The tokens after the settled ones have left; ``source`` (B, W) is where each was before."""
-        return _Tokens(
+        return Tokens(
             settled=~inside,
             iterations=self.iterations.gather(1, source) * stays,
             residual=self.residual.gather(1, source),
@@ -260,16 +367,16 @@ class _Record:
         batch, length, depth = z.shape
         self._z = z.new_zeros(batch, length + width, depth)
         everywhere = torch.ones(batch, length + width, dtype=torch.bool, device=z.device)
-        self._tokens = _Tokens.enter(everywhere)
+        self._tokens = Tokens.enter(everywhere)
 
-    def write(self, index: Tensor, z: Tensor, tokens: _Tokens) -> None:
+    def write(self, index: Tensor, z: Tensor, tokens: Tokens) -> None:
         self._z.scatter_(1, index[..., None].expand_as(z), z.to(self._z.dtype))
         for name in ("iterations", "residual", "status"):
             getattr(self._tokens, name).scatter_(1, index, getattr(tokens, name))
 
-    def read(self, length: int) -> tuple[Tensor, _Tokens]:
+    def read(self, length: int) -> tuple[Tensor, Tokens]:
         fields = {name: value[:, :length] for name, value in vars(self._tokens).items()}
-        return self._z[:, :length], _Tokens(**fields)
+        return self._z[:, :length], Tokens(**fields)
 
 
 def _valid(problem: Problem) -> Tensor:
@@ -298,16 +405,6 @@ def _all_up_to(done: Tensor) -> Tensor:
 def _all_before(done: Tensor) -> Tensor:
     """(B, W) bool: all tokens before this one are done."""
     return (~done).cumsum(1) - (~done).long() == 0
-
-
-def _slide_state(state: Any, source: Tensor) -> Any:
-    """Gather every tensor of a solver's state along the window."""
-    if isinstance(state, Tensor):
-        return take_tokens(state, source)
-    if isinstance(state, (list, tuple)):
-        items = [_slide_state(item, source) for item in state]
-        return type(state)(*items) if hasattr(state, "_fields") else type(state)(items)
-    return state
 
 
 def _stop(done: Tensor, passes: int, problem: Problem) -> bool:

@@ -70,11 +70,14 @@ class Solver(ABC):
             refused in training unless asked for (``ImplicitSequenceLayer(causal=False)``).
         differentiable: whether autograd through ``step`` is exact.
         windowed: whether its state can slide with a window.
+        capturable: whether ``step`` reads nothing on the host and its state holds tensors only, so that a
+            CUDA graph of it is right.
     """
 
     causal: bool = True
     differentiable: bool = False
     windowed: bool = True
+    capturable: bool = False
 
     @abstractmethod
     def init(self, z: Tensor) -> SolverState:

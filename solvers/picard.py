@@ -25,6 +25,7 @@ class Picard(Solver):
     damping: float = 1.0
 
     differentiable = True
+    capturable = True
 
     def __post_init__(self) -> None:
         check_damping(self.damping)

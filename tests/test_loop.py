@@ -21,7 +21,7 @@ from deqseq import (
     Unrolled,
 )
 from deqseq.backbones import ModuleBackbone
-from deqseq.loop import _Tokens
+from deqseq.loop import Tokens
 from deqseq.solvers import Anderson, BestIterate, Broyden, Picard
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
@@ -379,7 +379,7 @@ def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
     fz[3, 2, 1] = torch.inf
 
     def judged(name: str) -> list[torch.Tensor]:
-        tokens = _Tokens.enter(torch.arange(9) < torch.tensor([9, 9, 4, 9])[:, None])
+        tokens = Tokens.enter(torch.arange(9) < torch.tensor([9, 9, 4, 9])[:, None])
         found = []
         with kernels.use(name), torch.no_grad():
             for step in range(1, 9):

@@ -1,0 +1,144 @@
+"""Calls of an implicit layer for a few tokens, recorded: generation token by token.
+
+The second call of a shape records everything from the layer's inputs to its outputs (effective weights,
+passes of the loop, what moves the state on) over buffers of its own; from then on a call copies its inputs
+there and replays. Settled tokens are frozen, so passes after the last one needed change nothing, and results
+are those of the plain loop. Weights are read where they lie: training between two calls is seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from deqseq import kernels
+from deqseq.gradients import search
+from deqseq.graphs import capture, copied, overwrite, tensors
+from deqseq.loop import Problem, Together, recordable
+from deqseq.solution import Solution
+
+logger = logging.getLogger(__name__)
+
+MOST_TOKENS = 64
+"""Tokens of a call up to which launches outweigh the work."""
+BLOCK = 2
+"""Passes that a replay runs, and the host's looks are apart."""
+KEPT = 8
+"""Recorded shapes that a layer keeps; the one not used for longest goes first."""
+
+Make = Callable[[Any], Problem]
+Finish = Callable[[Solution, Any], Solution]
+
+
+class Recordings:
+    """What a layer has recorded. Copies of the layer, and what is saved of it, start anew."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[Hashable, Recording | None] = OrderedDict()
+
+    def __deepcopy__(self, memo: Any) -> Recordings:
+        return Recordings()
+
+    def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
+        return Recordings, ()
+
+    def solve(
+        self, layer: nn.Module, inputs: Any, make: Make, finish: Finish, window: int | None
+    ) -> Solution:
+        """``finish(solution of make(inputs), inputs)``, replayed if the like of it has been recorded.
+
+        Args:
+            layer: on whose parameters and settings the solution depends.
+            inputs: tensors, in nested tuples and dataclasses.
+            make: the problem; it must not look at values of ``inputs``, no more than ``finish``.
+            window: of the problem.
+        """
+        key = window, _key(layer, inputs)
+        recording = self.known.get(key)
+        if recording is None:
+            problem = make(inputs)
+            if not _pays(problem):
+                return finish(search(problem), inputs)
+            if key not in self.known:  # once is no habit: prompts come in all lengths
+                self.known[key] = None
+                if len(self.known) > KEPT:
+                    self.known.popitem(last=False)
+                return finish(search(problem), inputs)
+            recording = self.known[key] = Recording(inputs, make, finish)
+            logger.debug("recorded solves of %s tokens", tuple(problem.z0.shape[:2]))
+        self.known.move_to_end(key)
+        return recording.run(inputs)
+
+
+def _pays(problem: Problem) -> bool:
+    batch, length, _ = problem.z0.shape
+    windowed = problem.window is not None and problem.window < length
+    return recordable(problem) and problem.carry and batch * length <= MOST_TOKENS and not windowed
+
+
+def _key(layer: nn.Module, inputs: Any) -> Hashable:
+    """All that a recording depends on but the values of its inputs: shapes, settings, where weights lie."""
+    shapes = tuple((t.shape, t.dtype, t.device) for t in tensors(inputs))
+    mode = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), kernels.chosen()
+    return shapes, mode, layer.extra_repr(), _fingerprint(layer)
+
+
+def _fingerprint(layer: nn.Module) -> Hashable:
+    """What changes if a part of the layer, or the memory of a weight, is replaced."""
+    parts: list[Hashable] = []
+    stack = [layer]
+    while stack:
+        module = stack.pop()
+        parts += [id(module), id(type(module)), module.training]
+        parts += [0 if p is None else p.data_ptr() for p in module._parameters.values()]
+        parts += [0 if b is None else b.data_ptr() for b in module._buffers.values()]
+        if module._forward_hooks or module._forward_pre_hooks:
+            parts.append(object())  # they want to be called: never the same again
+        stack += [child for child in module._modules.values() if child is not None]
+    return tuple(parts)
+
+
+class Recording:
+    """Solves of one shape."""
+
+    def __init__(self, inputs: Any, make: Make, finish: Finish) -> None:
+        self._inputs = copied(inputs)
+        self._make, self._finish = make, finish
+        device = tensors(inputs)[0].device
+        self._begin, self._block, self._end = capture(device, self._begins, self._blocks, self._ends)
+
+    def _begins(self) -> None:
+        self._loop = Together(self._make(self._inputs))
+        self._loop.variables = self._buffers = copied(self._loop.variables)
+        self._blocks()
+
+    def _blocks(self) -> None:
+        for _ in range(BLOCK):
+            self._loop.evaluate()
+            self._loop.fz = (value := self._loop.fz).clone()  # the step may take its memory
+            self._loop.step()
+            self._loop.fz = value
+        overwrite(self._buffers, self._loop.variables)
+        self._loop.variables = self._buffers
+        self._settled = self._loop.settled.all()
+
+    def _ends(self) -> None:
+        self._solution = self._finish(self._loop.solution(0), self._inputs)
+
+    def run(self, inputs: Any) -> Solution:
+        """Solve for other inputs of the shape."""
+        overwrite(self._inputs, inputs)
+        self._begin()
+        passes = BLOCK
+        while not bool(self._settled):
+            self._block()
+            passes += BLOCK
+        self._end()
+        solution: Solution = copied(self._solution)
+        return replace(solution, nfe=passes)

@@ -1,0 +1,216 @@
+"""Recorded solves equal those of the plain loop. Without a GPU the recorded steps are run again as they are:
+what is tested is then what they read, write and return."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deqseq import Backbone, FixedIterations, ImplicitSequenceLayer, Residual, State, loop, replay
+from deqseq.convergence import Quantile
+from deqseq.layer import LayerOutput
+from deqseq.solvers import Anderson, Picard
+
+MakeLayer = Callable[..., ImplicitSequenceLayer]
+BODIES = ("mamba2", "llama")
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Recording works wherever it is, and is counted."""
+
+    def recordable(problem: loop.Problem) -> bool:
+        return problem.policy.tests_residual and not torch.is_grad_enabled()
+
+    made: list[Any] = []
+
+    class Counted(replay.Recording):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(loop, "recordable", recordable)
+    monkeypatch.setattr(replay, "recordable", recordable)
+    monkeypatch.setattr(replay, "Recording", Counted)
+    return made
+
+
+def plain(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> Any:
+    with monkeypatch.context() as patch:
+        for module in (loop, replay):
+            patch.setattr(module, "recordable", lambda problem: False)
+        return function()
+
+
+def tight(**changes: Any) -> Residual:
+    return Residual(**{"rtol": 1e-5, "max_iter": 100, **changes})
+
+
+def equal(found: LayerOutput, expected: LayerOutput) -> None:
+    def compare(a: Any, b: Any) -> None:
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+    for name in ("z", "residual", "iterations", "status"):
+        compare(getattr(found.solution, name), getattr(expected.solution, name))
+    if expected.state is not None:
+        compare(found.state.seen, expected.state.seen)
+        compare(found.state.layers, expected.state.layers)
+
+
+@torch.no_grad()
+def tokens(layer: ImplicitSequenceLayer, x: Tensor, state: State, **options: Any) -> list[LayerOutput]:
+    outputs = []
+    for t in range(x.shape[1]):
+        outputs.append(layer(x[:, t : t + 1], state=state, **options))
+        state = outputs[-1].state
+    return outputs
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_token_by_token(
+    name: str, batch: int, make_layer: MakeLayer, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(name, convergence=tight()).eval()
+    x = torch.randn(batch, 9, 16)
+    with torch.no_grad():
+        start = layer(x[:, :3], state=layer.backbone.initial_state(batch)).state
+    expected = plain(monkeypatch, lambda: tokens(layer, x[:, 3:], start))
+    found = tokens(layer, x[:, 3:], start)
+    assert len(recorded) == 1
+    for a, b in zip(found, expected, strict=True):  # at the end, when later calls had time to overwrite
+        equal(a, b)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_shapes_and_settings_alternate(
+    name: str, make_layer: MakeLayer, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(name, convergence=tight()).eval()
+    x = torch.randn(4, 8, 16)
+    mask = torch.ones(4, 2)
+    mask[1, 0] = 0
+
+    @torch.no_grad()
+    def run() -> list[LayerOutput]:
+        outputs = []
+        for _ in range(3):
+            for rows in (slice(0, 1), slice(0, 4)):
+                state = layer.backbone.initial_state(x[rows].shape[0])
+                first = layer(x[rows, :2], state=state, attention_mask=mask[rows])
+                outputs += [first, layer(x[rows, 2:3], state=first.state, z0=x[rows, 3:4])]
+        return outputs
+
+    for a, b in zip(run(), plain(monkeypatch, run), strict=True):
+        equal(a, b)
+    assert recorded
+
+
+def test_weights_that_change_are_seen(
+    make_layer: MakeLayer, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer("mamba2", convergence=tight()).eval()
+    x, start = torch.randn(2, 3, 16), layer.backbone.initial_state(2)
+
+    def changed(change: Callable[[nn.Module], None]) -> None:
+        tokens(layer, x, start)
+        with torch.no_grad():
+            change(layer)
+        for a, b in zip(
+            tokens(layer, x, start), plain(monkeypatch, lambda: tokens(layer, x, start)), strict=True
+        ):
+            equal(a, b)
+
+    def in_place(layer: nn.Module) -> None:
+        for parameter in layer.parameters():
+            parameter.data.mul_(0.9)
+
+    def replaced(layer: nn.Module) -> None:
+        layer.load_state_dict({k: 0.9 * v for k, v in layer.state_dict().items()}, assign=True)
+
+    def tolerance(layer: nn.Module) -> None:
+        layer.set_convergence(tight(rtol=1e-3))
+
+    for change in (in_place, replaced, tolerance):
+        changed(change)
+    assert len(recorded) >= 3
+
+
+def test_broken_tokens_are_marked(make_layer: MakeLayer, recorded: list[Any]) -> None:
+    layer = make_layer("mamba2", convergence=tight()).eval()
+    x, start = torch.randn(2, 4, 16), layer.backbone.initial_state(2)
+    tokens(layer, x[:, :3], start)
+    with torch.no_grad():
+        x[1, 3] = torch.nan
+        out = layer(x[:, 3:], state=start)
+    assert recorded
+    assert out.z[0].isfinite().all() and out.z[1].isnan().all()
+    ssm = out.state.layers[0][1]
+    assert ssm[0].isfinite().all() and ssm[1].isnan().all()
+
+
+def test_hooks_are_called(make_layer: MakeLayer, recorded: list[Any]) -> None:
+    layer = make_layer("mamba2", convergence=tight()).eval()
+    calls: list[int] = []
+    layer.backbone.layers[0].register_forward_hook(lambda *args: calls.append(1))
+    out = tokens(layer, torch.randn(1, 4, 16), layer.backbone.initial_state(1))
+    assert not recorded
+    assert len(calls) == sum(o.solution.nfe for o in out)
+
+
+def test_what_a_layer_recorded_goes_with_it(make_layer: MakeLayer, recorded: list[Any]) -> None:
+    layer = make_layer("mamba2", convergence=tight()).eval()
+    tokens(layer, torch.randn(1, 4, 16), layer.backbone.initial_state(1))
+    known = weakref.ref(recorded.pop())
+    copy = deepcopy(layer)
+    assert layer._recordings.known and not copy._recordings.known
+    del layer
+    gc.collect()
+    assert known() is None
+
+
+def test_few_shapes_are_kept(make_layer: MakeLayer, recorded: list[Any]) -> None:
+    layer = make_layer("mamba2", convergence=tight()).eval()
+    for _ in range(2):
+        for batch in range(1, 5 + replay.KEPT):
+            tokens(layer, torch.randn(batch, 2, 16), layer.backbone.initial_state(batch))
+    assert len(layer._recordings.known) == replay.KEPT
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("damping", [1.0, 0.7])
+@pytest.mark.parametrize("window", [1, 4])
+def test_windows(
+    name: str, damping: float, window: int, make_layer: MakeLayer, recorded: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    layer = make_layer(name, solver=Picard(damping), window=window, convergence=tight()).eval()
+    x, start = torch.randn(3, 14, 16), layer.backbone.initial_state(3)
+    mask = torch.ones(3, 14)
+    mask[1, 9:] = 0
+
+    @torch.no_grad()
+    def run() -> list[LayerOutput]:
+        first = layer(x, attention_mask=mask, state=start)
+        return [first, layer(x, state=first.state), layer(x)]
+
+    captured: list[Any] = []
+    original = loop.capture
+    monkeypatch.setattr(loop, "capture", lambda *args: captured.append(args) or original(*args))
+    expected = plain(monkeypatch, run)
+    assert not captured
+    for a, b in zip(run(), expected, strict=True):
+        equal(a, b)
+    assert len(captured) == 3
+
+
+def test_only_what_says_that_it_may_be_is_recorded(rates: Backbone) -> None:
+    parts = Picard(), tight(), Quantile(tight()), tight() & FixedIterations(2), Anderson(), rates
+    assert [part.capturable for part in parts] == [True, True, False, True, False, False]

@@ -6,13 +6,14 @@ the key/value state.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace
+from deqseq.backbones.attention import AttentionFunction
 from deqseq.backbones.blocks import (
     RMS_EPS,
     Injection,
@@ -37,7 +38,7 @@ class _MixerWeights(NamedTuple):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads, no biases."""
 
-    def __init__(self, d_model: int, n_head: int, n_kv_head: int) -> None:
+    def __init__(self, d_model: int, n_head: int, n_kv_head: int, function: AttentionFunction | None) -> None:
         super().__init__()
         self.n_head = n_head
         self.n_kv_head = n_kv_head
@@ -46,6 +47,11 @@ class Attention(nn.Module):
         self.wk = nn.Linear(d_model, n_kv_head * self.headdim, bias=False)
         self.wv = nn.Linear(d_model, n_kv_head * self.headdim, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.function = function
+        # What transformers' functions read from a module:
+        self.config = None if function is None else function.config
+        self.is_causal = True
+        self.num_key_value_groups = n_head // n_kv_head
 
     def weights(self) -> _MixerWeights:
         qkv = torch.cat([projection(linear) for linear in (self.wq, self.wk, self.wv)])
@@ -58,7 +64,7 @@ class Attention(nn.Module):
         injection: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         state: tuple[Tensor, ...] | None,
-        mask: Tensor | None,
+        mask: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         qkv = F.linear(u, weights.qkv)
         if injection is not None:
@@ -66,14 +72,21 @@ class Attention(nn.Module):
         qkv = qkv.unflatten(-1, (-1, self.headdim)).transpose(1, 2)  # (B, H + 2 J, W, P)
         q, k, v = qkv.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        trace = None
-        if state is not None:
-            trace = (k, v)
-            k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
-        y = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, enable_gqa=self.n_kv_head != self.n_head
-        )
-        return F.linear(y.transpose(1, 2).flatten(2), weights.out_proj), trace
+        trace = None if state is None else (k, v)
+        if self.function is not None and _starts(state):
+            y = self.function(self, q, k, v, mask)
+        else:
+            if state is not None:
+                k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
+            y = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, enable_gqa=self.n_kv_head != self.n_head
+            ).transpose(1, 2)
+        return F.linear(y.flatten(2), weights.out_proj), trace
+
+
+def _starts(state: tuple[Tensor, ...] | None) -> bool:
+    """Whether a layer's state has no slots, so that attention is plain and causal."""
+    return state is None or state[0].shape[2] == 0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -88,10 +101,18 @@ class LlamaBlock(nn.Module):
     What a block adds is handed on by itself, so that the addition is one with the next norm.
     """
 
-    def __init__(self, d_model: int, n_head: int, n_kv_head: int, d_inner: int, norm_eps: float) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        n_head: int,
+        n_kv_head: int,
+        d_inner: int,
+        norm_eps: float,
+        function: AttentionFunction | None,
+    ) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(d_model, eps=norm_eps)
-        self.mixer = Attention(d_model, n_head, n_kv_head)
+        self.mixer = Attention(d_model, n_head, n_kv_head, function)
         self.norm2 = nn.RMSNorm(d_model, eps=norm_eps)
         self.mlp = SwiGLU(d_model, d_inner)
 
@@ -106,7 +127,7 @@ class LlamaBlock(nn.Module):
         injection: Tensor | None,
         rotary: tuple[Tensor, Tensor],
         state: tuple[Tensor, ...] | None,
-        mask: Tensor | None,
+        mask: Any,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """The stream with ``added``, what this block adds to it, and the trace."""
         stream, u = add_norm(stream, added, self.norm)
@@ -119,7 +140,7 @@ class LlamaBackbone(Backbone):
     """f(z, x): a stack of Llama blocks and a final norm, with x injected into every block.
 
     One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer. Fused
-    attention has no second derivative: where one is wanted, call under
+    attention has no second derivative: where one is wanted, take ``attention="eager"``, or call under
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
 
     Args:
@@ -134,9 +155,15 @@ class LlamaBackbone(Backbone):
         injection: ``False`` for explicit use, where x enters as z.
         input_skip: x also enters the residual stream, which starts from ``gain * z + x`` with a learned
             gain (D,) that starts at 0: f(z, x) then starts without memory of z (see ``to_implicit``).
+        attention: ``"sdpa"``, torch's own, which runs its flash kernel where that can; or a name in
+            transformers' attention interface: ``"flash_attention_2"`` (3, 4), ``"flex_attention"``,
+            ``"eager"``, or what ``transformers.AttentionInterface.register`` added, with its
+            ``AttentionMaskInterface`` if it takes a mask. Where a state holds tokens already, as in
+            windows and in decoding, attention is torch's whatever the name.
 
     Raises:
-        ValueError: sizes below 1, or that do not divide as said.
+        ValueError: sizes below 1, or that do not divide as said; an attention that is unknown or not
+            installed.
     """
 
     d_model: int
@@ -155,8 +182,10 @@ class LlamaBackbone(Backbone):
         weight_norm: bool = True,
         injection: bool = True,
         input_skip: bool = False,
+        attention: str = "sdpa",
     ) -> None:
         super().__init__()
+        self.attention = None if attention == "sdpa" else AttentionFunction(attention)
         n_kv_head = n_head if n_kv_head is None else n_kv_head
         d_inner = 4 * d_model if d_inner is None else d_inner
         check_sizes(d_model=d_model, n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_inner=d_inner)
@@ -174,7 +203,7 @@ class LlamaBackbone(Backbone):
         self.n_kv_head = n_kv_head
         self.rope_theta = rope_theta
         self.layers = nn.ModuleList(
-            LlamaBlock(d_model, n_head, n_kv_head, d_inner, norm_eps) for _ in range(n_layer)
+            LlamaBlock(d_model, n_head, n_kv_head, d_inner, norm_eps, self.attention) for _ in range(n_layer)
         )
         self.norm_f = nn.RMSNorm(d_model, eps=norm_eps)
         self.injects = injection
@@ -205,7 +234,10 @@ class LlamaBackbone(Backbone):
         if self.input_skip is not None:
             z = self.input_skip(z, injected[1])
         rotary = (cos[:, None], sin[:, None])
-        mask = None if state is None else self._mask(z.shape[1], state)
+        if self.attention is not None and (state is None or _starts(state.layers[0])):
+            mask = self.attention.mask(z)
+        else:
+            mask = None if state is None else self._mask(z.shape[1], state)
         stream, added, traces = z, None, []
         for i, layer in enumerate(self.layers):
             before = None if state is None else state.layers[i]
@@ -218,7 +250,7 @@ class LlamaBackbone(Backbone):
 
         ``None`` without slots: what is left is plain causal attention, which needs no mask.
         """
-        if state.layers[0][0].shape[2] == 0:
+        if _starts(state.layers[0]):
             return None
         slots = torch.arange(state.layers[0][0].shape[2], device=state.seen.device)
         filled = (slots < state.seen[:, None])[:, None, None].expand(-1, 1, width, -1)

@@ -83,6 +83,14 @@ class Registry(Generic[Part]):
         """Raise what :meth:`create` would for a wrong name or option, without building anything."""
         self._bound(*self._read(spec))
 
+    def takes(self, spec: str | Mapping[str, Any], option: str) -> bool:
+        """Whether the part that ``spec`` names has such an option.
+
+        Raises:
+            ValueError: no part of that name.
+        """
+        return option in inspect.signature(self.lookup(self._read(spec)[0])).parameters
+
     def _read(self, spec: str | Mapping[str, Any]) -> tuple[str, tuple[str, ...], dict[str, Any]]:
         """Name, positional arguments and options."""
         options = {"name": spec} if isinstance(spec, str) else dict(spec)

@@ -139,6 +139,19 @@ class ImplicitConfig(PreTrainedConfig):
         policies.create(self.eval_convergence)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
+    @PreTrainedConfig._attn_implementation.setter  # type: ignore[attr-defined, untyped-decorator]
+    def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
+        """transformers' ``attn_implementation=`` is the body's ``attention``, if it takes one.
+
+        The body checks it. transformers would ask whether the model's class supports it, whatever the body:
+        it is told the one that any class does.
+        """
+        name = value.get("") if isinstance(value, Mapping) else value
+        if name and backbones.takes(self.backbone, "attention"):
+            self.backbone = {**self.backbone, "attention": name}
+            value = "eager"
+        PreTrainedConfig._attn_implementation.fset(self, value)  # type: ignore[attr-defined]
+
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "ImplicitConfig":
         """The paper's configuration ``name``, such as ``"llama-1.3b-free"``, with some fields changed.

@@ -1,0 +1,108 @@
+"""Causal attention by name, through transformers' attention interface.
+
+Shapes: B sequences, W tokens, D width, H query heads, J key/value heads, P head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_FLASH = {
+    "flash_attention_2": "flash-attn (pip install 'deqseq[flash]')",
+    "flash_attention_3": "flash-attn-3 (the folder hopper of github.com/Dao-AILab/flash-attention)",
+    "flash_attention_4": "flash-attn-4 (pip install flash-attn-4)",
+}
+
+
+class AttentionFunction:
+    """One of transformers' attention functions, on tokens with none before them.
+
+    Raises:
+        ValueError: an unknown name; transformers or the function's own package does not import.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        except ImportError as error:
+            raise ValueError(
+                f"attention {name!r} would be one of transformers' (pip install 'deqseq[lm]'), which does "
+                f"not import ({error}); 'sdpa' needs torch alone"
+            ) from error
+        known = {key: value for key, value in ALL_ATTENTION_FUNCTIONS.items() if not key.startswith("paged|")}
+        if "eager" not in known:  # every model of transformers has its own
+            from transformers.models.llama.modeling_llama import eager_attention_forward
+
+            known["eager"] = eager_attention_forward
+        if name not in known:
+            raise ValueError(f"unknown attention {name!r}; known: {', '.join(sorted(known))}")
+        if name in _FLASH:
+            from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+
+            try:
+                lazy_import_flash_attention(name)
+            except Exception as error:  # extensions built for another torch fail in many ways
+                raise ValueError(
+                    f"attention {name!r} needs a GPU and {_FLASH[name]}, which does not work here: {error}"
+                ) from error
+        self.name = name
+        self.config = SimpleNamespace(_attn_implementation=name)
+        self._function: Callable[..., tuple[Tensor, Any]] = known[name]
+        self._mask: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+        self._on_cpu: Callable[..., tuple[Tensor, Any]] | None = None
+        if name == "flex_attention":  # not a decorator: that imports the compiler and Triton
+            self._on_cpu = functools.partial(torch.compiler.disable(_uncompiled), self._function)
+
+    def __reduce__(self) -> tuple[type[AttentionFunction], tuple[str]]:
+        return AttentionFunction, (self.name,)
+
+    def mask(self, z: Tensor) -> Any:
+        """Causality in the form that the function takes, for z (B, W, D); ``None`` if it needs no telling."""
+        batch, width, _ = z.shape
+        if self.name == "flex_attention":
+            return _block_mask(width, z.device)
+        if self._mask is None:
+            return None
+        return self._mask(batch_size=batch, q_length=width, kv_length=width, dtype=z.dtype, device=z.device)
+
+    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """(B, W, H, P) of q (B, H, W, P), k and v (B, J, W, P).
+
+        Functions read from ``module`` its mode, ``config``, ``is_causal`` and ``num_key_value_groups``.
+        """
+        if self.name in _FLASH and q.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"attention {self.name!r} computes in float16 or bfloat16, got {q.dtype}: use autocast, or a "
+                "model in one of them"
+            )
+        function = self._on_cpu if self._on_cpu and q.device.type == "cpu" else self._function
+        return function(module, q, k, v, mask, dropout=0.0, scaling=q.shape[-1] ** -0.5)[0]
+
+
+def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Compiled for the CPU, flex attention is wrong at some lengths: in torch 2.13 at 24, 40 and 72."""
+    with torch.compiler.set_stance("force_eager"):
+        return function(*args, **options)
+
+
+@functools.lru_cache(maxsize=16)
+def _block_mask(width: int, device: torch.device) -> Any:
+    """flex attention's form of causality. The same for all sequences and heads, and for every call."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # The backward pass of a later call may have to save it, which it could not if it were made for inference.
+    with torch.inference_mode(False):
+        return create_block_mask(
+            _causal, None, None, width, width, device=str(device), _compile=device.type != "cpu"
+        )
+
+
+def _causal(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, Trace
 from deqseq.backbones.attention import AttentionFunction
 from deqseq.backbones.blocks import (
@@ -271,16 +272,24 @@ class LlamaBackbone(Backbone):
         return State(seen, ((empty, empty),) * len(self.layers))
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """Slots for every token of ``z``, and some more at a time: adding them copies all there are."""
+        """Slots for every token of ``z``, and half as many more each time: growing copies all there are."""
         slots = state.layers[0][0].shape[2]
         needed = int(state.seen.max()) + z.shape[1] if slots else z.shape[1]
         if needed <= slots:
             return state
-        grow = (0, 0, 0, -(-needed // SLOTS) * SLOTS - slots)
+        wanted = needed + needed // 2 if slots else needed
+        grow = (0, 0, 0, -(-wanted // SLOTS) * SLOTS - slots)
         layers = tuple(tuple(F.pad(t, grow) for t in layer) for layer in state.layers)
         return State(state.seen, layers)
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
+        if kernels.implementation(state.layers[0][0]) == "triton":
+            from deqseq.backbones.kernels.advance import append_, fits
+
+            if fits(state.layers[0][0], trace[0][0].shape[2]):
+                for (keys, values), (k, v) in zip(state.layers, trace, strict=True):
+                    append_(keys, values, k, v, state.seen, count)
+                return State(state.seen + count, state.layers)
         # Slot s takes the window's token s - seen, if that is one of the first ``count``.
         slots = torch.arange(state.layers[0][0].shape[2], device=count.device)
         token = slots - state.seen[:, None]  # (B, S)

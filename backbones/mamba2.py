@@ -348,6 +348,13 @@ class Mamba2Backbone(Backbone):
         return State(seen, (layer,) * len(self.layers))
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
+        if kernels.implementation(state.layers[0][1]) == "triton":
+            from deqseq.backbones.kernels.advance import fits, recurrent_
+
+            if fits(state.layers[0][1], trace[0].x.shape[1]):
+                for (tail, ssm), left in zip(state.layers, trace, strict=True):
+                    recurrent_(tail, ssm, left, count)
+                return State(state.seen + count, state.layers)
         layers = []
         for (tail, ssm), left in zip(state.layers, trace, strict=True):
             # The last inputs consumed, which may reach back into the tail.

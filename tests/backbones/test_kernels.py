@@ -90,8 +90,9 @@ def test_backward_by_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("counts", [(2, 9), (0, 1), (3, 0)])
 @torch.no_grad()
-def test_states(name: str) -> None:
+def test_states(name: str, counts: tuple[int, int]) -> None:
     """What is evaluated after a state, and the state after a part of it."""
     body = backbone(name)
     x, z = (torch.randn(2, 9, 16, device=DEVICE) for _ in range(2))
@@ -99,8 +100,26 @@ def test_states(name: str) -> None:
 
     def run() -> list[Tensor]:
         out, trace = body.evaluate(z, body.prepare(x), start)
-        end = body.advance(trace, start, torch.tensor([2, 9], device=DEVICE))
-        return [out, *(t for layer in end.layers for t in layer)]
+        end = body.advance(trace, start.map(torch.clone), torch.tensor(counts, device=DEVICE))
+        return [out, end.seen, *(t for layer in end.layers for t in layer)]
+
+    twins(run)
+
+
+@pytest.mark.parametrize("counts", [(2, 9), (0, 1)])
+@torch.no_grad()
+def test_keys_and_values(counts: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    body = LlamaBackbone(48, n_layer=2, n_head=4, n_kv_head=2).to(DEVICE)
+    x, z = (torch.randn(2, 9, 48, device=DEVICE) for _ in range(2))
+    start = body.reserve(body.initial_state(2), x).map(
+        lambda t: torch.randn_like(t) if t.is_floating_point() else torch.tensor([3, 50], device=DEVICE)
+    )
+
+    def run() -> list[Tensor]:
+        out, trace = body.evaluate(z, body.prepare(x), start)
+        end = body.advance(trace, start.map(torch.clone), torch.tensor(counts, device=DEVICE))
+        return [out, end.seen, *(t for layer in end.layers for t in layer)]
 
     twins(run)
 

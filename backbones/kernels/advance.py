@@ -1,0 +1,104 @@
+"""Moving states on in place in Triton: nothing is read or written of sequences whose tokens stay.
+
+Shapes: B sequences, W tokens, H heads, P head dim, N state dim, G groups, K taps, C convolved channels;
+J key/value heads, S slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deqseq import kernels
+from deqseq.backbones.mamba2 import LayerTrace
+from deqseq.kernels import launch
+
+MOST_TOKENS = 64
+"""Tokens that one program walks along; more are faster in matrix products."""
+
+
+def fits(state: Tensor, tokens: int) -> bool:
+    """Whether a state of this kind is to be moved on here."""
+    return tokens <= MOST_TOKENS and not torch.is_grad_enabled() and kernels.implementation(state) == "triton"
+
+
+@triton.jit
+def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_b, first_t, second_b,
+                      second_t, x_b, x_t, b_b, b_t, step_b, step_t, step_h, TAPS: tl.constexpr, C: tl.constexpr,
+                      H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+                      SUMMED: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+                      BC: tl.constexpr):  # fmt: skip
+    """Programs up to H: of a head's state; behind them: of a block of the convolution's channels."""
+    h = tl.program_id(0)
+    i = tl.program_id(1).to(tl.int64)
+    consumed = tl.load(count + i)
+    if consumed > 0:
+        if h < H:
+            p = tl.arange(0, BP)
+            n = tl.arange(0, BN)
+            place = ((i * H + h) * P + p[:, None]) * N + n[None, :]
+            mask = (p[:, None] < P) & (n[None, :] < N)
+            state = tl.load(ssm + place, mask, 0.0).to(tl.float32)
+            rate = tl.load(decay + h).to(tl.float32)
+            for t in range(consumed):
+                dt = tl.load(step + i * step_b + t * step_t + h * step_h).to(tl.float32)
+                into = tl.load(x + i * x_b + t * x_t + h * P + p, p < P, 0.0).to(tl.float32)
+                along = tl.load(b + i * b_b + t * b_t + (h // (H // G)) * N + n, n < N, 0.0).to(tl.float32)
+                state = state * tl.exp(dt * rate) + (dt * into)[:, None] * along[None, :]
+            tl.store(ssm + place, state.to(ssm.dtype.element_ty), mask)
+        elif TAPS > 0:
+            c = (h - H) * BC + tl.arange(0, BC)[None, :]
+            k = tl.arange(0, 4)[:, None]
+            at = k + (consumed - TAPS).to(tl.int32)  # in the window; before it, in the tail
+            real = (k < TAPS) & (c < C)
+            place = i * TAPS * C + c
+            new = tl.load(first + i * first_b + at * first_t + c, real & (at >= 0), 0.0).to(tl.float32)
+            if SUMMED:
+                new += tl.load(second + i * second_b + at * second_t + c, real & (at >= 0), 0.0).to(
+                    tl.float32
+                )
+            new += tl.load(tail + place + (at + TAPS) * C, real & (at < 0), 0.0).to(tl.float32)
+            tl.debug_barrier()  # all is read before anything is written
+            tl.store(tail + place + k * C, new.to(tail.dtype.element_ty), real)
+
+
+def recurrent_(tail: Tensor, ssm: Tensor, trace: LayerTrace, count: Tensor) -> None:
+    """The convolution's tail (B, K-1, C) and the SSM state (B, H, P, N) past ``count`` (B,) tokens."""
+    batch, heads, headdim, d_state = ssm.shape
+    taps, channels = tail.shape[1:]
+    first, second = trace.conv[0], trace.conv[-1]
+    block = 256
+    launch(
+        _recurrent_kernel, (heads + triton.cdiv(channels, block) * (taps > 0), batch), tail, ssm, first,
+        second, trace.x, trace.b, trace.step, trace.decay, count, *first.stride()[:2], *second.stride()[:2],
+        *trace.x.stride()[:2], *trace.b.stride()[:2], *trace.step.stride(), TAPS=taps, C=channels, H=heads,
+        G=trace.b.shape[2], N=d_state, P=headdim, SUMMED=len(trace.conv) > 1,
+        BN=triton.next_power_of_2(d_state), BP=triton.next_power_of_2(headdim), BC=block,
+    )  # fmt: skip
+
+
+@triton.jit
+def _append_kernel(keys, values, k, v, seen, count, S, k_b, k_j, k_t, v_b, v_j, v_t, J: tl.constexpr,
+                   P: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+    j = tl.program_id(0)
+    i = tl.program_id(1).to(tl.int64)
+    consumed = tl.load(count + i)
+    if consumed > 0:
+        p = tl.arange(0, BP)
+        slot = ((i * J + j) * S + tl.load(seen + i)) * P + p
+        for t in range(consumed):
+            key = tl.load(k + i * k_b + j * k_j + t * k_t + p, p < P, 0.0)
+            tl.store(keys + slot + t * P, key.to(keys.dtype.element_ty), p < P)
+            value = tl.load(v + i * v_b + j * v_j + t * v_t + p, p < P, 0.0)
+            tl.store(values + slot + t * P, value.to(values.dtype.element_ty), p < P)
+
+
+def append_(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, seen: Tensor, count: Tensor) -> None:
+    """The first ``count`` (B,) of k and v (B, J, W, P) into the slots (B, J, S, P) behind ``seen`` (B,)."""
+    batch, heads, slots, headdim = keys.shape
+    launch(
+        _append_kernel, (heads, batch), keys, values, k, v, seen, count, slots, *k.stride()[:3],
+        *v.stride()[:3], J=heads, P=headdim, BP=triton.next_power_of_2(headdim),
+    )  # fmt: skip

@@ -116,7 +116,6 @@ class Recording:
     def _begins(self) -> None:
         self._loop = Together(self._make(self._inputs))
         self._loop.variables = self._buffers = copied(self._loop.variables)
-        self._blocks()
 
     def _blocks(self) -> None:
         for _ in range(BLOCK):
@@ -135,10 +134,11 @@ class Recording:
         """Solve for other inputs of the shape."""
         overwrite(self._inputs, inputs)
         self._begin()
-        passes = BLOCK
-        while not bool(self._settled):
+        passes, settled = 0, False
+        while not settled:
             self._block()
             passes += BLOCK
+            settled = bool(self._settled)
         self._end()
         solution: Solution = copied(self._solution)
         return replace(solution, nfe=passes)

@@ -26,8 +26,8 @@ def fits(state: Tensor, tokens: int) -> bool:
 
 @triton.jit
 def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_b, first_t, second_b,
-                      second_t, x_b, x_t, b_b, b_t, step_b, step_t, step_h, TAPS: tl.constexpr, C: tl.constexpr,
-                      H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+                      second_t, x_b, x_t, b_b, b_t, step_b, step_t, step_h, TAPS: tl.constexpr,
+                      C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                       SUMMED: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                       BC: tl.constexpr):  # fmt: skip
     """Programs up to H: of a head's state; behind them: of a block of the convolution's channels."""
@@ -53,15 +53,15 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
             k = tl.arange(0, 4)[:, None]
             at = k + (consumed - TAPS).to(tl.int32)  # in the window; before it, in the tail
             real = (k < TAPS) & (c < C)
-            place = i * TAPS * C + c
+            kept = tail + i * TAPS * C + c
             new = tl.load(first + i * first_b + at * first_t + c, real & (at >= 0), 0.0).to(tl.float32)
             if SUMMED:
                 new += tl.load(second + i * second_b + at * second_t + c, real & (at >= 0), 0.0).to(
                     tl.float32
                 )
-            new += tl.load(tail + place + (at + TAPS) * C, real & (at < 0), 0.0).to(tl.float32)
+            new += tl.load(kept + (at + TAPS) * C, real & (at < 0), 0.0).to(tl.float32)
             tl.debug_barrier()  # all is read before anything is written
-            tl.store(tail + place + k * C, new.to(tail.dtype.element_ty), real)
+            tl.store(kept + k * C, new.to(tail.dtype.element_ty), real)
 
 
 def recurrent_(tail: Tensor, ssm: Tensor, trace: LayerTrace, count: Tensor) -> None:

@@ -21,6 +21,7 @@ from deqseq.backbones.mamba2 import LayerTrace, MixerSizes, MixerWeights
 from deqseq.kernels import launch
 
 if TYPE_CHECKING:
+    from deqseq.backbones.llama import LlamaBlock
     from deqseq.backbones.mamba2 import Mamba2Block
 
 Norm = tuple[Tensor, float | None]
@@ -28,15 +29,19 @@ Norm = tuple[Tensor, float | None]
 
 _FEW = 132
 """Programs that a GPU should have at least: multiprocessors of an H100."""
+_ALONE = 1
+"""Sequences of which each has programs of its own in a projection."""
 
 
 @triton.jit
 def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, eps, D: tl.constexpr,
                 N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                 HAS_PLUS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """BN outputs of a sequence. Weights are asked for before what they multiply is computed."""
+    """BN outputs of a sequence. Everything is asked for before the first exchange among threads."""
     b = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    if HAS_PLUS:
+        more = tl.load(plus + b * plus_stride + n, n < N, 0.0).to(tl.float32)
     mine = tl.where(tl.program_id(0) == 0, D, 0)  # the first program stores the sum
     squares = 0.0
     y = tl.zeros((BN,), tl.float32)
@@ -48,13 +53,15 @@ def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, ep
         w = tl.load(weight + place, mask, 0.0)
         if HAS_TIMES:
             t = tl.load(times + place, mask, 0.0)
+        if HAS_NORM:
+            g = tl.load(norm + k, k < D, 0.0).to(tl.float32)
         v = summed(x, added, b * D + k, k < D, HAS_ADDED)
         if HAS_ADDED:
             tl.store(total + b * D + k, v, k < mine)
         v = v.to(tl.float32)
         if HAS_NORM:
             squares += tl.sum(v * v, 0)
-            v *= tl.load(norm + k, k < D, 0.0).to(tl.float32)
+            v *= g
         y += tl.sum(w.to(tl.float32) * v[None, :], 1)
         if HAS_TIMES:
             z += tl.sum(t.to(tl.float32) * v[None, :], 1)
@@ -65,7 +72,7 @@ def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, ep
     if HAS_TIMES:
         y = silu(y) * z
     if HAS_PLUS:
-        y += tl.load(plus + b * plus_stride + n, n < N, 0.0).to(tl.float32)
+        y += more
     tl.store(out + b * N + n, y.to(out.dtype.element_ty), n < N)
 
 
@@ -79,6 +86,9 @@ def _rows_kernel(x, added, norm, weight, times, plus, total, out, B, plus_stride
     r = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     mine = tl.where(tl.program_id(0) == 0, B, 0)  # the first program stores the sum
+    mask = (r < B) & (n < N)
+    if HAS_PLUS:
+        more = tl.load(plus + r * plus_stride + n, mask, 0.0).to(tl.float32)
     squares = tl.zeros((ROWS, BK), tl.float32)
     if SCALED:
         for start in range(0, D, BK):
@@ -113,9 +123,8 @@ def _rows_kernel(x, added, norm, weight, times, plus, total, out, B, plus_stride
         z *= scale
     if HAS_TIMES:
         y = silu(y) * z
-    mask = (r < B) & (n < N)
     if HAS_PLUS:
-        y += tl.load(plus + r * plus_stride + n, mask, 0.0).to(tl.float32)
+        y += more
     tl.store(out + r * N + n, y.to(out.dtype.element_ty), mask)
 
 
@@ -154,7 +163,7 @@ def project(
         "D": width, "N": columns, "HAS_ADDED": added is not None, "HAS_NORM": norm is not None,
         "HAS_TIMES": times is not None, "HAS_PLUS": plus is not None,
     }  # fmt: skip
-    if batch == 1:
+    if batch <= _ALONE:
         block_k = min(2048, triton.next_power_of_2(width))
         block_n = next((n for n in (16, 8) if triton.cdiv(columns, n) >= _FEW), 4)
         elements = block_n * block_k * (1 if times is None else 2)
@@ -199,20 +208,21 @@ def _mixer_kernel(row, tail, state, weight, bias, decay, dt_bias, skip, y, x_out
     tail += s * (K - 1) * W
     place = (s * H + h) * P * N + p[:, None] * N + n[None, :]
     before = tl.load(state + place, (p < P)[:, None] & (n < N)[None, :], 0.0)
-    c = _convolved(row + E, tail, weight, bias, E + (G + g) * N + n, n < N, W, K).to(tl.float32)
-    b = _convolved(row + E, tail, weight, bias, E + g * N + n, n < N, W, K)
+    raw = tl.load(row + E + W + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+    rate = tl.load(decay + h).to(tl.float32)
+    through = tl.load(skip + h).to(tl.float32)
+    gate = tl.load(row + h * P + p, p < P, 0.0).to(tl.float32)
     x = _convolved(row + E, tail, weight, bias, h * P + p, p < P, W, K)
+    b = _convolved(row + E, tail, weight, bias, E + g * N + n, n < N, W, K)
+    c = _convolved(row + E, tail, weight, bias, E + (G + g) * N + n, n < N, W, K).to(tl.float32)
+    dt = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+    through += dt * tl.sum(tl.where(n < N, b.to(tl.float32) * c, 0.0), 0)
+    v = tl.exp(dt * rate) * tl.sum(before.to(tl.float32) * c[None, :], 1) + through * x.to(tl.float32)
+    tl.store(y + s * E + h * P + p, (v * silu(gate)).to(y.dtype.element_ty), p < P)
+    tl.store(x_out + s * E + h * P + p, x, p < P)
+    tl.store(step_out + s * H + h, dt)
     if h % (H // G) == 0:
         tl.store(b_out + (s * G + g) * N + n, b, n < N)
-    tl.store(x_out + s * E + h * P + p, x, p < P)
-    raw = tl.load(row + E + W + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
-    dt = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-    tl.store(step_out + s * H + h, dt)
-    left = tl.exp(dt * tl.load(decay + h).to(tl.float32))
-    through = dt * tl.sum(tl.where(n < N, b.to(tl.float32) * c, 0.0), 0) + tl.load(skip + h).to(tl.float32)
-    v = left * tl.sum(before.to(tl.float32) * c[None, :], 1) + through * x.to(tl.float32)
-    gate = tl.load(row + h * P + p, p < P, 0.0).to(tl.float32)
-    tl.store(y + s * E + h * P + p, (v * silu(gate)).to(y.dtype.element_ty), p < P)
 
 
 def mixer_step(
@@ -253,3 +263,91 @@ def mamba2_block(
         stream, y = project(stream, gate, (block.norm2.weight, block.norm2.eps), added, times=value)
         added = project(y, mlp.out)[1]
     return stream, added, trace
+
+
+@triton.jit
+def _rotated(x, cos, sin, p, P: tl.constexpr):
+    """Rotary positions on a head, in its type."""
+    first = p < P // 2
+    v = tl.load(x + p, p < P, 0.0).to(tl.float32)
+    other = tl.load(x + tl.where(first, p + P // 2, p - P // 2), p < P, 0.0).to(tl.float32)
+    return (v * cos + tl.where(first, -other, other) * sin).to(x.dtype.element_ty)
+
+
+@triton.jit
+def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, scale, H: tl.constexpr,
+                      J: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+    """Every one of BS places of a block keeps a softmax of its own, so that blocks need no exchange among
+    threads."""
+    h = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    j = h // (H // J)
+    p = tl.arange(0, BP)
+    row += b * (H + 2 * J) * P
+    keys += (b * J + j) * S * P
+    values += (b * J + j) * S * P
+    filled = tl.minimum(tl.load(seen + b), S).to(tl.int32)
+    c = tl.load(cos + b * P + p, p < P, 0.0).to(tl.float32)
+    s = tl.load(sin + b * P + p, p < P, 0.0).to(tl.float32)
+    q = _rotated(row + h * P, c, s, p, P).to(tl.float32) * scale
+    k = _rotated(row + (H + j) * P, c, s, p, P)
+    v = tl.load(row + (H + J + j) * P + p, p < P, 0.0)
+    top = tl.full((BS,), -1e30, tl.float32)  # finite: what is masked takes exp(-inf - top)
+    weight = tl.zeros((BS,), tl.float32)
+    total = tl.zeros((BS, BP), tl.float32)
+    for start in tl.range(0, filled, BS, num_stages=3):
+        t = start + tl.arange(0, BS)
+        place = t[:, None] * P + p[None, :]
+        mask = (t < filled)[:, None] & (p < P)[None, :]
+        k_t = tl.load(keys + place, mask, 0.0).to(tl.float32)
+        v_t = tl.load(values + place, mask, 0.0).to(tl.float32)
+        score = tl.where(t < filled, tl.sum(k_t * q[None, :], 1), float("-inf"))
+        higher = tl.maximum(top, score)
+        kept = tl.exp(top - higher)
+        share = tl.exp(score - higher)
+        weight = weight * kept + share
+        total = total * kept[:, None] + v_t * share[:, None]
+        top = higher
+    own = tl.sum(q * k.to(tl.float32), 0)
+    highest = tl.maximum(tl.max(top, 0), own)
+    kept = tl.exp(top - highest)
+    share = tl.exp(own - highest)
+    out = tl.sum(total * kept[:, None], 0) + share * v.to(tl.float32)
+    out /= tl.sum(weight * kept, 0) + share
+    tl.store(y + (b * H + h) * P + p, out.to(y.dtype.element_ty), p < P)
+    if h % (H // J) == 0:
+        tl.store(k_out + (b * J + j) * P + p, k, p < P)
+        tl.store(v_out + (b * J + j) * P + p, v, p < P)
+
+
+def attention_step(
+    row: Tensor, rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor, heads: int
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Attention of the projection (B, 1, (H + 2 J) P) to the state's slots that are ``seen`` (B,) and itself.
+
+    Returns y (B, 1, H P), and keys and values (B, J, 1, P).
+    """
+    batch, keys, values = row.shape[0], *(t.contiguous() for t in state)
+    _, kv_heads, slots, width = keys.shape
+    y = row.new_empty(batch, 1, heads * width)
+    k, v = (row.new_empty(batch, kv_heads, 1, width) for _ in range(2))
+    block_p = triton.next_power_of_2(width)
+    cos, sin = (t.contiguous() for t in rotary)
+    launch(
+        _attention_kernel, (heads, batch), row, cos, sin, keys, values, seen, y, k, v, slots, width**-0.5,
+        H=heads, J=kv_heads, P=width, BS=min(128, max(16, 8192 // block_p)), BP=block_p, num_warps=8,
+    )  # fmt: skip
+    return y, (k, v)
+
+
+def llama_block(
+    block: LlamaBlock, stream: Tensor, added: Tensor | None, weights: Any, injection: Tensor | None,
+    rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """The block at one token a sequence."""
+    mixer, (w1, w3, fc2) = weights
+    stream, row = project(stream, mixer.qkv, (block.norm.weight, block.norm.eps), added, plus=injection)
+    y, trace = attention_step(row, rotary, state, seen, block.mixer.n_head)
+    added = project(y, mixer.out_proj)[1]
+    stream, y = project(stream, w1, (block.norm2.weight, block.norm2.eps), added, times=w3)
+    return stream, project(y, fc2)[1], trace

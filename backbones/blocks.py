@@ -39,6 +39,25 @@ def add_norm(
     return stream, norm(stream).to(dtype)
 
 
+def one_token(stream: Tensor, weight: Tensor, state: tuple[Tensor, ...] | None) -> bool:
+    """Whether the kernels for one token a sequence compute a block: decoding, by Triton.
+
+    Args:
+        stream: (B, W, D).
+        weight: of a projection, in the type that it is applied in.
+        state: the layer's.
+    """
+    return (
+        state is not None
+        and stream.shape[1] == 1
+        and stream.shape[0] <= 64
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and kernels.implementation(stream) == "triton"
+        and kernels.implementation(weight, products=True) == "triton"
+    )
+
+
 class Injection(nn.Module):
     """W RMSNorm(x) + b: how the layer's input x (B, L, D) enters every block, (B, L, width)."""
 

@@ -23,6 +23,7 @@ from deqseq.backbones.blocks import (
     add_norm,
     check_norm_eps,
     check_sizes,
+    one_token,
     projection,
 )
 from deqseq.normalisation import normalise_weights
@@ -129,8 +130,16 @@ class LlamaBlock(nn.Module):
         rotary: tuple[Tensor, Tensor],
         state: tuple[Tensor, ...] | None,
         mask: Any,
+        seen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """The stream with ``added``, what this block adds to it, and the trace."""
+        """The stream with ``added``, what this block adds to it, and the trace.
+
+        ``seen`` (B,), slots that are filled, instead of a mask: one token a sequence, by its kernels.
+        """
+        if seen is not None and state is not None:
+            from deqseq.backbones.kernels.token import llama_block
+
+            return llama_block(self, stream, added, weights, injection, rotary, state, seen)
         stream, u = add_norm(stream, added, self.norm)
         mixed, trace = self.mixer(u, weights[0], injection, rotary, state, mask)
         stream, u = add_norm(stream, mixed, self.norm2)
@@ -235,14 +244,19 @@ class LlamaBackbone(Backbone):
         if self.input_skip is not None:
             z = self.input_skip(z, injected[1])
         rotary = (cos[:, None], sin[:, None])
+        mask = seen = None
         if self.attention is not None and (state is None or _starts(state.layers[0])):
             mask = self.attention.mask(z)
-        else:
-            mask = None if state is None else self._mask(z.shape[1], state)
+        elif state is not None and one_token(z, context.shared[0][0].qkv, state.layers[0]):
+            seen = state.seen
+        elif state is not None:
+            mask = self._mask(z.shape[1], state)
         stream, added, traces = z, None, []
         for i, layer in enumerate(self.layers):
             before = None if state is None else state.layers[i]
-            stream, added, trace = layer(stream, added, context.shared[i], injection, rotary, before, mask)
+            stream, added, trace = layer(
+                stream, added, context.shared[i], injection, rotary, before, mask, seen
+            )
             traces.append(trace)
         return add_norm(stream, added, self.norm_f, last=True)[1], traces
 

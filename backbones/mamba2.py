@@ -26,6 +26,7 @@ from deqseq.backbones.blocks import (
     add_norm,
     check_norm_eps,
     check_sizes,
+    one_token,
     plain_weight,
     projection,
 )
@@ -214,6 +215,11 @@ class Mamba2Block(nn.Module):
         state: tuple[Tensor, ...] | None,
     ) -> tuple[Tensor, Tensor, LayerTrace | None]:
         """The stream with ``added``, what this block adds to it, and the trace."""
+        if self.mixer.sizes.norm_groups == 1 and one_token(stream, weights[0].in_proj, state):
+            from deqseq.backbones.kernels.token import mamba2_block
+
+            assert state is not None
+            return mamba2_block(self, stream, added, weights, injection, state)
         stream, u = add_norm(stream, added, self.norm)
         added, trace = self.mixer(u, weights[0], injection, state)
         if self.mlp is not None and self.norm2 is not None:

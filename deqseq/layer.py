@@ -16,7 +16,7 @@ from deqseq.convergence import ConvergencePolicy, Residual, check_count, policie
 from deqseq.gradients import GradientStrategy, checkpointed, gradients
 from deqseq.loop import Map, Problem
 from deqseq.padding import Packing, real_tokens, sequence_starts
-from deqseq.replay import Recordings
+from deqseq.replay import MOST_TOKENS, Recordings
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
@@ -203,9 +203,11 @@ class ImplicitSequenceLayer(SequenceLayer):
         self._check_causal()
         window = self.window if window == "layer" else _checked_window(window)
         inputs = self._inputs(x, attention_mask, position_ids, state, z0)
-        state = None if state is None else self.backbone.reserve(state, inputs.x)
+        few = inputs.position_ids.numel() <= MOST_TOKENS and not torch.is_grad_enabled()
+        if few and state is not None:  # to be recorded perhaps, which cannot look whether there is room
+            state = self.backbone.reserve(state, inputs.x)
         given = (inputs.x, inputs.z0, inputs.position_ids, inputs.lengths, inputs.broken, state)
-        make = partial(self._problem, window=window)
+        make = partial(self._problem, window=window, room=few)
         if torch.is_grad_enabled():
             solution = _marked(self.gradient.solve(make(given)), given)
         else:
@@ -216,7 +218,7 @@ class ImplicitSequenceLayer(SequenceLayer):
             solution.status = inputs.packing.unpack(solution.status, int(Status.CONVERGED))
         return LayerOutput(solution.z, solution.state, solution)
 
-    def _problem(self, given: _Given, window: int | None) -> Problem:
+    def _problem(self, given: _Given, window: int | None, room: bool) -> Problem:
         x, z0, position_ids, lengths, _, state = given
         return Problem(
             map=self._map,
@@ -227,6 +229,7 @@ class ImplicitSequenceLayer(SequenceLayer):
             window=window,
             lengths=lengths,
             state=state,
+            room=room,
             carry=state is not None,
             group=self.group,
         )

@@ -57,8 +57,8 @@ class Problem:
         solver, policy: the next iterate, and when to stop.
         window: tokens solved at a time; ``None``: all of them.
         lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
-        state: backbone state before the first token, with room for these; ``None``: the sequences start
-            here. It is read only.
+        state: backbone state before the first token; ``None``: the sequences start here. It is read only.
+        room: the state has room for all tokens already, so that nobody need look.
         carry: return the state after the last token.
         group: process group whose members stop together; ``None``: each stops on its own.
     """
@@ -71,6 +71,7 @@ class Problem:
     window: int | None = None
     lengths: Tensor | None = None
     state: State | None = None
+    room: bool = False
     carry: bool = False
     group: dist.ProcessGroup | None = None
 
@@ -190,7 +191,8 @@ class Together:
         end = None
         if problem.carry and problem.state is not None:
             stateful = cast(StatefulMap, problem.map)
-            own = problem.state.map(torch.clone)
+            own = problem.state if problem.room else stateful.reserve(problem.state, self.z)
+            own = own.map(torch.clone)
             end = stateful.advance(self.trace, own, self.valid.sum(1)).detach()
         return self.tokens.solution(value, self.valid, passes, end)
 
@@ -207,8 +209,7 @@ class Window:
         self.map = cast(StatefulMap, problem.map)
         if state is None:
             state = self.map.initial_state(z0.shape[0], device=z0.device, dtype=z0.dtype)
-            state = self.map.reserve(state, z0)
-        self.state = state.map(torch.clone)
+        self.state = self.map.reserve(state, z0).map(torch.clone)
         self.valid = _valid(problem)
         self.ends = self.valid.sum(1)
         self.start = torch.zeros_like(self.ends)

@@ -16,7 +16,8 @@ from deqseq.kernels import launch
 
 
 @triton.jit
-def _sum(stream, added, place, mask, HAS_ADDED: tl.constexpr):
+def summed(stream, added, place, mask, HAS_ADDED: tl.constexpr):
+    """stream + added, in the stream's type."""
     v = tl.load(stream + place, mask, 0.0)
     if HAS_ADDED:
         v = (v.to(tl.float32) + tl.load(added + place, mask, 0.0).to(tl.float32)).to(v.dtype)
@@ -29,7 +30,7 @@ def _add_norm_kernel(stream, added, weight, total, out, rows, D, eps, HAS_ADDED:
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
     d = tl.arange(0, BLOCK)[None, :]
     mask = (r < rows) & (d < D)
-    v = _sum(stream, added, r * D + d, mask, HAS_ADDED)
+    v = summed(stream, added, r * D + d, mask, HAS_ADDED)
     if STORE:
         tl.store(total + r * D + d, v, mask)
     v = v.to(tl.float32)
@@ -48,7 +49,7 @@ def _add_norm_backward_kernel(d_out, d_total, stream, added, weight, d_stream, d
     for i in range(BLOCKS):
         r = (tl.program_id(0).to(tl.int64) * BLOCKS + i) * R + tl.arange(0, R)[:, None]
         mask = (r < rows) & (d < D)
-        v = _sum(stream, added, r * D + d, mask, HAS_ADDED).to(tl.float32)
+        v = summed(stream, added, r * D + d, mask, HAS_ADDED).to(tl.float32)
         scale = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
         unit = v * scale
         g = tl.load(d_out + r * D + d, mask, 0.0).to(tl.float32)

@@ -1,0 +1,353 @@
+"""Blocks at one token a sequence in few Triton kernels, for decoding: at such sizes a kernel's start and its
+first loads take most of its time, so each does all that it can.
+
+Shapes: B sequences, D inputs and N outputs of a projection; of Mamba2: E inner width, H heads, P head dim,
+N state dim, G groups, W = E + 2 G N convolved channels, K taps, J = E + W + H columns [gate, x, b, c, dt]; of
+Llama: H query heads, J key/value heads, P head dim, S slots of the state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deqseq.backbones.kernels.convolution import silu
+from deqseq.backbones.kernels.norm import summed
+from deqseq.backbones.mamba2 import LayerTrace, MixerSizes, MixerWeights
+from deqseq.kernels import launch
+
+if TYPE_CHECKING:
+    from deqseq.backbones.llama import LlamaBlock
+    from deqseq.backbones.mamba2 import Mamba2Block
+
+Norm = tuple[Tensor, float | None]
+"""Weight and eps."""
+
+_FEW = 132
+"""Programs that a GPU should have at least: multiprocessors of an H100."""
+_ALONE = 1
+"""Sequences of which each has programs of its own in a projection."""
+
+
+@triton.jit
+def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, eps, D: tl.constexpr,
+                N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
+                HAS_PLUS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """BN outputs of a sequence. Everything is asked for before the first exchange among threads."""
+    b = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    if HAS_PLUS:
+        more = tl.load(plus + b * plus_stride + n, n < N, 0.0).to(tl.float32)
+    mine = tl.where(tl.program_id(0) == 0, D, 0)  # the first program stores the sum
+    squares = 0.0
+    y = tl.zeros((BN,), tl.float32)
+    z = tl.zeros((BN,), tl.float32)
+    for start in range(0, D, BK):
+        k = start + tl.arange(0, BK)
+        place = n[:, None] * D + k[None, :]
+        mask = (n < N)[:, None] & (k < D)[None, :]
+        w = tl.load(weight + place, mask, 0.0)
+        if HAS_TIMES:
+            t = tl.load(times + place, mask, 0.0)
+        if HAS_NORM:
+            g = tl.load(norm + k, k < D, 0.0).to(tl.float32)
+        v = summed(x, added, b * D + k, k < D, HAS_ADDED)
+        if HAS_ADDED:
+            tl.store(total + b * D + k, v, k < mine)
+        v = v.to(tl.float32)
+        if HAS_NORM:
+            squares += tl.sum(v * v, 0)
+            v *= g
+        y += tl.sum(w.to(tl.float32) * v[None, :], 1)
+        if HAS_TIMES:
+            z += tl.sum(t.to(tl.float32) * v[None, :], 1)
+    if HAS_NORM:
+        scale = tl.rsqrt(squares / D + eps)
+        y *= scale
+        z *= scale
+    if HAS_TIMES:
+        y = silu(y) * z
+    if HAS_PLUS:
+        y += more
+    tl.store(out + b * N + n, y.to(out.dtype.element_ty), n < N)
+
+
+@triton.jit
+def _rows_kernel(x, added, norm, weight, times, plus, total, out, B, plus_stride, eps, D: tl.constexpr,
+                 N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
+                 HAS_PLUS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+                 BK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """BN outputs of all sequences. The norm's scale of a row is known at the end, and applied there, unless
+    what is multiplied has to be SCALED: unscaled, it could leave float16's range."""
+    r = tl.arange(0, ROWS)[:, None]
+    n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
+    mine = tl.where(tl.program_id(0) == 0, B, 0)  # the first program stores the sum
+    mask = (r < B) & (n < N)
+    if HAS_PLUS:
+        more = tl.load(plus + r * plus_stride + n, mask, 0.0).to(tl.float32)
+    squares = tl.zeros((ROWS, BK), tl.float32)
+    if SCALED:
+        for start in range(0, D, BK):
+            k = start + tl.arange(0, BK)[None, :]
+            v = summed(x, added, r * D + k, (r < B) & (k < D), HAS_ADDED).to(tl.float32)
+            squares += v * v
+        scale = tl.rsqrt(tl.sum(squares, 1) / D + eps)[:, None]
+    y = tl.zeros((ROWS, BN), tl.float32)
+    z = tl.zeros((ROWS, BN), tl.float32)
+    for start in range(0, D, BK):
+        k = start + tl.arange(0, BK)[None, :]
+        v = summed(x, added, r * D + k, (r < B) & (k < D), HAS_ADDED)
+        if HAS_ADDED:
+            tl.store(total + r * D + k, v, (r < mine) & (k < D))
+        if HAS_NORM:
+            v = v.to(tl.float32)
+            if SCALED:
+                v *= scale
+            else:
+                squares += v * v
+            v *= tl.load(norm + k, k < D, 0.0).to(tl.float32)
+        u = v.to(weight.dtype.element_ty)
+        k = start + tl.arange(0, BK)[:, None]
+        w = tl.load(weight + n * D + k, (n < N) & (k < D), 0.0)
+        y = tl.dot(u, w, y, input_precision=PRECISION)
+        if HAS_TIMES:
+            t = tl.load(times + n * D + k, (n < N) & (k < D), 0.0)
+            z = tl.dot(u, t, z, input_precision=PRECISION)
+    if HAS_NORM and not SCALED:
+        scale = tl.rsqrt(tl.sum(squares, 1) / D + eps)[:, None]
+        y *= scale
+        z *= scale
+    if HAS_TIMES:
+        y = silu(y) * z
+    if HAS_PLUS:
+        y += more
+    tl.store(out + r * N + n, y.to(out.dtype.element_ty), mask)
+
+
+def project(
+    x: Tensor, weight: Tensor, norm: Norm | None = None, added: Tensor | None = None,
+    plus: Tensor | None = None, times: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A linear map of few rows with what is around it.
+
+    Args:
+        x: (B, 1, D), B at most 64.
+        weight: (N, D).
+        norm: RMSNorm of what is mapped.
+        added: (B, 1, D) added to x before that, in x's type.
+        plus: (B, 1, N) added to what comes out.
+        times: (N, D) weight of a second map, by which SiLU of the first is multiplied.
+
+    Returns:
+        x + added, and (B, 1, N) in the weight's type.
+    """
+    batch, (width, columns) = x.shape[0], (x.shape[2], weight.shape[0])
+    x = x.contiguous()
+    added = None if added is None else added.contiguous()
+    if plus is not None and plus.stride(2) != 1:
+        plus = plus.contiguous()
+    total = x if added is None else torch.empty_like(x)
+    out = weight.new_empty(batch, 1, columns)
+    scale, eps = (weight, 0.0) if norm is None else norm
+    args = [
+        x, x if added is None else added, scale, weight.contiguous(),
+        weight if times is None else times.contiguous(), x if plus is None else plus, total, out,
+    ]  # fmt: skip
+    # A single sequence has no stride, and another one at every token would look like another kernel.
+    stride = 0 if plus is None or batch == 1 else plus.stride(0)
+    constants: dict[str, Any] = {
+        "D": width, "N": columns, "HAS_ADDED": added is not None, "HAS_NORM": norm is not None,
+        "HAS_TIMES": times is not None, "HAS_PLUS": plus is not None,
+    }  # fmt: skip
+    if batch <= _ALONE:
+        block_k = min(2048, triton.next_power_of_2(width))
+        block_n = next((n for n in (16, 8) if triton.cdiv(columns, n) >= _FEW), 4)
+        elements = block_n * block_k * (1 if times is None else 2)
+        launch(
+            _row_kernel, (triton.cdiv(columns, block_n), batch), *args, stride, eps, **constants, BN=block_n,
+            BK=block_k, num_warps=4 if elements <= 2**14 else 8,
+        )  # fmt: skip
+        return total, out
+    rows = max(16, triton.next_power_of_2(batch))
+    block_n = 32 if triton.cdiv(columns, 32) >= _FEW else 16
+    launch(
+        _rows_kernel, (triton.cdiv(columns, block_n),), *args, batch, stride, eps, **constants,
+        SCALED=norm is not None and weight.dtype == torch.float16, ROWS=rows, BN=block_n,
+        BK=128 if rows < 64 else 64, PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
+        num_stages=4,
+    )  # fmt: skip
+    return total, out
+
+
+@triton.jit
+def _convolved(row, tail, weight, bias, c, real, W: tl.constexpr, K: tl.constexpr):
+    """SiLU of the convolution of channels c of the last token, in the row's type."""
+    v = tl.load(row + c, real, 0.0).to(tl.float32) * tl.load(weight + c * K + K - 1, real, 0.0).to(tl.float32)
+    for k in tl.static_range(K - 1):
+        before = tl.load(tail + k * W + c, real, 0.0).to(tl.float32)
+        v += before * tl.load(weight + c * K + k, real, 0.0).to(tl.float32)
+    return silu(v + tl.load(bias + c, real, 0.0).to(tl.float32)).to(row.dtype.element_ty)
+
+
+@triton.jit
+def _mixer_kernel(row, tail, state, weight, bias, decay, dt_bias, skip, y, x_out, b_out, step_out,
+                  H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
+                  BP: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    E: tl.constexpr = H * P
+    W: tl.constexpr = E + 2 * G * N
+    h = tl.program_id(0)
+    s = tl.program_id(1).to(tl.int64)
+    g = h // (H // G)
+    p = tl.arange(0, BP)
+    n = tl.arange(0, BN)
+    row += s * (E + W + H)
+    tail += s * (K - 1) * W
+    place = (s * H + h) * P * N + p[:, None] * N + n[None, :]
+    before = tl.load(state + place, (p < P)[:, None] & (n < N)[None, :], 0.0)
+    raw = tl.load(row + E + W + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+    rate = tl.load(decay + h).to(tl.float32)
+    through = tl.load(skip + h).to(tl.float32)
+    gate = tl.load(row + h * P + p, p < P, 0.0).to(tl.float32)
+    x = _convolved(row + E, tail, weight, bias, h * P + p, p < P, W, K)
+    b = _convolved(row + E, tail, weight, bias, E + g * N + n, n < N, W, K)
+    c = _convolved(row + E, tail, weight, bias, E + (G + g) * N + n, n < N, W, K).to(tl.float32)
+    dt = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+    through += dt * tl.sum(tl.where(n < N, b.to(tl.float32) * c, 0.0), 0)
+    v = tl.exp(dt * rate) * tl.sum(before.to(tl.float32) * c[None, :], 1) + through * x.to(tl.float32)
+    tl.store(y + s * E + h * P + p, (v * silu(gate)).to(y.dtype.element_ty), p < P)
+    tl.store(x_out + s * E + h * P + p, x, p < P)
+    tl.store(step_out + s * H + h, dt)
+    if h % (H // G) == 0:
+        tl.store(b_out + (s * G + g) * N + n, b, n < N)
+
+
+def mixer_step(
+    row: Tensor, w: MixerWeights, state: tuple[Tensor, ...], sizes: MixerSizes
+) -> tuple[Tensor, LayerTrace]:
+    """y * silu(gate) (B, 1, E) of the projection (B, 1, J), and what moves the state on.
+
+    Every head convolves its group's b and c for itself.
+    """
+    batch = row.shape[0]
+    tail, ssm = (t.contiguous() for t in state)
+    y = row.new_empty(batch, 1, sizes.inner)
+    x = row.new_empty(batch, 1, sizes.heads, sizes.headdim)
+    b = row.new_empty(batch, 1, sizes.n_groups, sizes.d_state)
+    step = torch.empty(batch, 1, sizes.heads, device=row.device, dtype=torch.float32)
+    block_p, block_n = triton.next_power_of_2(sizes.headdim), triton.next_power_of_2(sizes.d_state)
+    launch(
+        _mixer_kernel, (sizes.heads, batch), row, tail, ssm, w.conv.contiguous(), w.conv_bias, w.decay,
+        w.dt_bias, w.skip, y, x, b, step, H=sizes.heads, P=sizes.headdim, N=sizes.d_state, G=sizes.n_groups,
+        K=w.conv.shape[1], BP=block_p, BN=block_n, num_warps=min(16, max(4, block_p * block_n // 2048)),
+    )  # fmt: skip
+    inputs = row[..., sizes.inner : sizes.inner + sizes.conv_width]
+    return y, LayerTrace((inputs,), x, b, step, w.decay)
+
+
+def mamba2_block(
+    block: Mamba2Block, stream: Tensor, added: Tensor | None, weights: tuple[MixerWeights, Any],
+    injection: Tensor | None, state: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, LayerTrace]:  # fmt: skip
+    """The block at one token a sequence, with one group of the gated norm."""
+    mixer, mlp = weights
+    sizes = block.mixer.sizes
+    stream, row = project(stream, mixer.in_proj, (block.norm.weight, block.norm.eps), added, plus=injection)
+    y, trace = mixer_step(row, mixer, state, sizes)
+    added = project(y, mixer.out_proj, (mixer.norm, sizes.norm_eps))[1]
+    if block.norm2 is not None:
+        value, gate = mlp.into.chunk(2)
+        stream, y = project(stream, gate, (block.norm2.weight, block.norm2.eps), added, times=value)
+        added = project(y, mlp.out)[1]
+    return stream, added, trace
+
+
+@triton.jit
+def _rotated(x, cos, sin, p, P: tl.constexpr):
+    """Rotary positions on a head, in its type."""
+    first = p < P // 2
+    v = tl.load(x + p, p < P, 0.0).to(tl.float32)
+    other = tl.load(x + tl.where(first, p + P // 2, p - P // 2), p < P, 0.0).to(tl.float32)
+    return (v * cos + tl.where(first, -other, other) * sin).to(x.dtype.element_ty)
+
+
+@triton.jit
+def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, scale, H: tl.constexpr,
+                      J: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr):  # fmt: skip
+    """Every one of BS places of a block keeps a softmax of its own, so that blocks need no exchange among
+    threads."""
+    h = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    j = h // (H // J)
+    p = tl.arange(0, BP)
+    row += b * (H + 2 * J) * P
+    keys += (b * J + j) * S * P
+    values += (b * J + j) * S * P
+    filled = tl.minimum(tl.load(seen + b), S).to(tl.int32)
+    c = tl.load(cos + b * P + p, p < P, 0.0).to(tl.float32)
+    s = tl.load(sin + b * P + p, p < P, 0.0).to(tl.float32)
+    q = _rotated(row + h * P, c, s, p, P).to(tl.float32) * scale
+    k = _rotated(row + (H + j) * P, c, s, p, P)
+    v = tl.load(row + (H + J + j) * P + p, p < P, 0.0)
+    top = tl.full((BS,), -1e30, tl.float32)  # finite: what is masked takes exp(-inf - top)
+    weight = tl.zeros((BS,), tl.float32)
+    total = tl.zeros((BS, BP), tl.float32)
+    for start in tl.range(0, filled, BS, num_stages=3):
+        t = start + tl.arange(0, BS)
+        place = t[:, None] * P + p[None, :]
+        mask = (t < filled)[:, None] & (p < P)[None, :]
+        k_t = tl.load(keys + place, mask, 0.0).to(tl.float32)
+        v_t = tl.load(values + place, mask, 0.0).to(tl.float32)
+        score = tl.where(t < filled, tl.sum(k_t * q[None, :], 1), float("-inf"))
+        higher = tl.maximum(top, score)
+        kept = tl.exp(top - higher)
+        share = tl.exp(score - higher)
+        weight = weight * kept + share
+        total = total * kept[:, None] + v_t * share[:, None]
+        top = higher
+    own = tl.sum(q * k.to(tl.float32), 0)
+    highest = tl.maximum(tl.max(top, 0), own)
+    kept = tl.exp(top - highest)
+    share = tl.exp(own - highest)
+    out = tl.sum(total * kept[:, None], 0) + share * v.to(tl.float32)
+    out /= tl.sum(weight * kept, 0) + share
+    tl.store(y + (b * H + h) * P + p, out.to(y.dtype.element_ty), p < P)
+    if h % (H // J) == 0:
+        tl.store(k_out + (b * J + j) * P + p, k, p < P)
+        tl.store(v_out + (b * J + j) * P + p, v, p < P)
+
+
+def attention_step(
+    row: Tensor, rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor, heads: int
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Attention of the projection (B, 1, (H + 2 J) P) to the state's slots that are ``seen`` (B,) and itself.
+
+    Returns y (B, 1, H P), and keys and values (B, J, 1, P).
+    """
+    batch, keys, values = row.shape[0], *(t.contiguous() for t in state)
+    _, kv_heads, slots, width = keys.shape
+    y = row.new_empty(batch, 1, heads * width)
+    k, v = (row.new_empty(batch, kv_heads, 1, width) for _ in range(2))
+    block_p = triton.next_power_of_2(width)
+    cos, sin = (t.contiguous() for t in rotary)
+    launch(
+        _attention_kernel, (heads, batch), row, cos, sin, keys, values, seen, y, k, v, slots, width**-0.5,
+        H=heads, J=kv_heads, P=width, BS=min(128, max(16, 8192 // block_p)), BP=block_p, num_warps=8,
+    )  # fmt: skip
+    return y, (k, v)
+
+
+def llama_block(
+    block: LlamaBlock, stream: Tensor, added: Tensor | None, weights: Any, injection: Tensor | None,
+    rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """The block at one token a sequence."""
+    mixer, (w1, w3, fc2) = weights
+    stream, row = project(stream, mixer.qkv, (block.norm.weight, block.norm.eps), added, plus=injection)
+    y, trace = attention_step(row, rotary, state, seen, block.mixer.n_head)
+    added = project(y, mixer.out_proj)[1]
+    stream, y = project(stream, w1, (block.norm2.weight, block.norm2.eps), added, times=w3)
+    return stream, project(y, fc2)[1], trace

@@ -1,0 +1,158 @@
+"""The kernels for one token a sequence against the plain form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deqseq import Backbone, Context, State, kernels
+from deqseq.backbones import LlamaBackbone, Mamba2Backbone
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+D_MODEL = 24
+
+MAMBA2: dict[str, dict[str, Any]] = {
+    "plain": {"d_state": 16, "headdim": 8},
+    "odd": {"d_state": 12, "headdim": 24, "expand": 3},
+    "groups": {"d_state": 8, "headdim": 6, "n_groups": 2, "d_conv": 2},
+    "no-conv": {"d_state": 8, "headdim": 16, "d_conv": 1, "weight_norm": False},
+    "deep": {"d_state": 8, "headdim": 16, "n_layer": 2, "d_inner": 32, "input_skip": True},
+}
+
+LLAMA: dict[str, dict[str, Any]] = {
+    "plain": {"n_head": 2},
+    "grouped": {"n_head": 4, "n_kv_head": 2, "d_inner": 20, "weight_norm": False},
+    "deep": {"n_head": 2, "n_layer": 2, "n_kv_head": 1, "input_skip": True},
+    "explicit": {"n_head": 6, "n_kv_head": 3, "injection": False},
+}
+
+pytestmark = pytest.mark.usefixtures("needs_triton")
+
+
+def backbone(kind: str, name: str) -> Backbone:
+    torch.manual_seed(0)
+    body, sizes = (Mamba2Backbone, MAMBA2) if kind == "mamba2" else (LlamaBackbone, LLAMA)
+    made = body(**{"d_model": D_MODEL, "n_layer": 1, **sizes[name]})
+    for parameter in made.parameters():  # norms and skips start as ones, biases as zeros
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.5)
+    return made.to(DEVICE)
+
+
+def random_state(body: Backbone, batch: int, slots: int = 0) -> State:
+    """``slots`` of them, of which every sequence has filled another number."""
+    state = body.initial_state(batch)
+    if slots:
+        layers = [tuple(nn.functional.pad(t, (0, 0, 0, slots)) for t in layer) for layer in state.layers]
+        state = State(torch.arange(batch, device=DEVICE) * 37 % slots, tuple(layers))
+    return state.map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
+
+
+def token(batch: int, width: int = D_MODEL) -> Tensor:
+    """A slice of more tokens: not contiguous."""
+    return torch.randn(batch, 3, width, device=DEVICE)[:, 1:2]
+
+
+def twins(body: Backbone, z: Tensor, x: Tensor, state: State) -> None:
+    """Values, and the state without and with the token."""
+
+    @torch.no_grad()
+    def run(name: str) -> list[Tensor]:
+        with kernels.use(name):
+            context = body.prepare(x)
+            tokens = tuple(t[:, -1:] for t in context.tokens)
+            out, trace = body.evaluate(z, Context(tokens, context.shared), state)
+        counts = (torch.full((z.shape[0],), count, device=DEVICE) for count in (0, 1))
+        ends = [body.advance(trace, state, count) for count in counts]
+        return [out, *(t for end in ends for layer in end.layers for t in layer)]
+
+    for found, expected in zip(run("triton"), run("torch"), strict=True):
+        assert found.shape == expected.shape
+        if expected.numel():
+            scale = expected.abs().max().item()
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * scale + 1e-6)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 17])
+@pytest.mark.parametrize("name", MAMBA2)
+def test_mamba2(name: str, batch: int) -> None:
+    body = backbone("mamba2", name)
+    twins(body, token(batch), torch.randn(batch, 3, D_MODEL, device=DEVICE), random_state(body, batch))
+
+
+@pytest.mark.parametrize(("batch", "slots"), [(1, 0), (1, 300), (3, 0), (3, 70), (17, 5)])
+@pytest.mark.parametrize("name", LLAMA)
+def test_llama(name: str, batch: int, slots: int) -> None:
+    body = backbone("llama", name)
+    x = torch.randn(batch, 3, D_MODEL, device=DEVICE)
+    twins(body, token(batch), x, random_state(body, batch, slots))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("kind", "each"), [("mamba2", 3 + 2), ("llama", 5)])
+def test_few_kernels(kind: str, each: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five kernels a block, three without an MLP, and the last norm."""
+    from deqseq.backbones.kernels import norm
+    from deqseq.backbones.kernels import token as token_kernels
+
+    launched: list[Any] = []
+
+    def count(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel)
+        kernels.launch(kernel, *args, **options)
+
+    for module in (norm, token_kernels):
+        monkeypatch.setattr(module, "launch", count)
+    body = backbone(kind, "deep")
+    state = random_state(body, batch, 5 if kind == "llama" else 0)
+    x = torch.randn(batch, 1, D_MODEL, device=DEVICE)
+    with kernels.use("triton"):
+        with torch.no_grad():
+            body(x, body.prepare(x), state)
+        assert len(launched) == 2 * each + 1
+        launched.clear()
+        body(x, body.prepare(x), state)
+        assert not {token_kernels._row_kernel, token_kernels._rows_kernel} & set(launched)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["mamba2", "llama"])
+@torch.no_grad()
+def test_coarse_types_are_summed_in_float32(kind: str, batch: int) -> None:
+    """The fused form of a coarse type is about as near to the truth as the plain one."""
+    coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bfloat16
+    body = backbone(kind, "deep")
+    state = random_state(body, batch, 20 if kind == "llama" else 0)
+    z, x = (torch.randn(batch, 1, D_MODEL, device=DEVICE) for _ in range(2))
+
+    def run(name: str, dtype: torch.dtype) -> Tensor:
+        body.to(dtype)
+        start = state.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
+        with kernels.use(name):
+            return body(z.to(dtype), body.prepare(x.to(dtype)), start).double()
+
+    truth = run("torch", torch.float64)
+    fused, plain = run("triton", coarse), run("torch", coarse)
+    assert fused.sub(truth).norm() < 1.5 * plain.sub(truth).norm()
+    assert fused.sub(truth).norm() < 0.03 * truth.norm()
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "llama"])
+@torch.no_grad()
+def test_autocast(kind: str) -> None:
+    """Projections in a coarse type, the stream in float32."""
+    coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    body = backbone(kind, "deep")
+    state = random_state(body, 3, 20 if kind == "llama" else 0)
+    z, x = (torch.randn(3, 1, D_MODEL, device=DEVICE) for _ in range(2))
+    with kernels.use("torch"):
+        exact = body(z, body.prepare(x), state)
+    with kernels.use("triton"), torch.autocast(DEVICE, coarse):
+        found, trace = body.evaluate(z, body.prepare(x), state)
+    assert found.dtype == torch.float32
+    assert found.sub(exact).norm() < 0.03 * exact.norm()
+    end = body.advance(trace, state, torch.ones(3, dtype=torch.int64, device=DEVICE))
+    assert all(t.dtype == torch.float32 for layer in end.layers for t in layer)

@@ -85,7 +85,7 @@ class ConvergencePolicy(ABC):
 
 def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
     """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W), at least float32."""
-    if kernels.implementation(z) == "triton" and not torch.is_grad_enabled():
+    if _fused(z):
         from deqseq.loop_triton import residual_norms as fused
 
         return fused(z, fz)
@@ -93,6 +93,10 @@ def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
     change = torch.linalg.vector_norm(fz - z, dim=-1, dtype=dtype)
     size = torch.linalg.vector_norm(fz, dim=-1, dtype=dtype)
     return change, size
+
+
+def _fused(z: Tensor) -> bool:
+    return kernels.implementation(z) == "triton" and not torch.is_grad_enabled()
 
 
 def relative(change: Tensor, size: Tensor) -> Tensor:
@@ -145,6 +149,10 @@ class Residual(ConvergencePolicy):
         return self.scope == "token"
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        if self.scope == "token" and _fused(z):
+            from deqseq.loop_triton import verdict
+
+            return Judgement(*verdict(z, fz, self.atol, self.rtol))
         change, size = residual_norms(z, fz)
         if self.scope == "sequence":
             change = _over_sequence(change, active)

@@ -10,7 +10,7 @@ Shapes: B sequences, L tokens, W tokens in the window (W = L without one), D wid
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -172,9 +172,9 @@ class Together:
         problem = self.problem
         fz, self.trace = problem.map.evaluate(self.z, problem.context, problem.state)
         self.fz = fz.to(self.z.dtype)  # autocast
-        self.tokens.count()
+        self.tokens = self.tokens.counted()
         if judged:
-            self.tokens.judge(self.z, self.fz, problem.policy)
+            self.tokens = self.tokens.judged(self.z, self.fz, problem.policy)
 
     def step(self) -> None:
         """On to the next iterate, where tokens have not settled; it may take f(z)'s memory."""
@@ -209,7 +209,9 @@ class Window:
         self.map = cast(StatefulMap, problem.map)
         if state is None:
             state = self.map.initial_state(z0.shape[0], device=z0.device, dtype=z0.dtype)
-        self.state = self.map.reserve(state, z0).map(torch.clone)
+        if problem.state is None or not problem.room:
+            state = self.map.reserve(state, z0)
+        self.state = state.map(torch.clone)
         self.valid = _valid(problem)
         self.ends = self.valid.sum(1)
         self.start = torch.zeros_like(self.ends)
@@ -234,11 +236,10 @@ class Window:
 
     def evaluate(self) -> None:
         """Evaluate f, find out who settles, and move the state past those who leave."""
-        problem, tokens = self.problem, self.tokens
+        problem = self.problem
         fz, trace = self.map.evaluate(self.z, problem.context.take(self._place()), self.state)
         fz = fz.to(self.z.dtype)  # autocast
-        tokens.count()
-        tokens.judge(self.z, fz, problem.policy)
+        self.tokens = tokens = self.tokens.counted().judged(self.z, fz, problem.policy)
         progress = tokens.progress(problem.policy)
         self.proposal, self.memory = problem.solver.step(self.z, fz, self.memory, progress)
         value = fz if problem.policy.tests_residual else self.proposal
@@ -283,7 +284,7 @@ class Window:
         return tokens.solution(z, self.valid, passes, end)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Tokens:
     """The loop's knowledge of the tokens in the window; every tensor (B, W)."""
 
@@ -301,35 +302,35 @@ class Tokens:
         status = torch.full_like(count, int(Status.RUNNING))
         return cls(~inside, count, residual, status, ~inside, inside)
 
-    def count(self) -> None:
-        """An evaluation has been made."""
-        self.active = ~self.settled
-        self.iterations = self.iterations + self.active
+    def counted(self) -> Tokens:
+        """After one more evaluation."""
+        active = ~self.settled
+        return replace(self, active=active, iterations=self.iterations + active)
 
     @torch.no_grad()
-    def judge(self, z: Tensor, fz: Tensor, policy: ConvergencePolicy) -> None:
-        """Find out which tokens settle with the evaluation ``fz``."""
+    def judged(self, z: Tensor, fz: Tensor, policy: ConvergencePolicy) -> Tokens:
+        """Those of which it is known which settle with the evaluation ``fz``."""
         active = self.active
         verdict = policy.judge(z, fz, self.iterations, active)
-        self.residual, converged = verdict.residual, verdict.converged
+        residual, converged = verdict.residual, verdict.converged
         ended = Status.BUDGET_EXHAUSTED if policy.tests_residual else Status.COMPLETED
         if kernels.implementation(z) == "triton":
             from deqseq.loop_triton import settle
 
-            self.settled, self.status, self.hold = settle(
-                self.residual, converged, verdict.stops, self.settled, self.iterations, self.status,
+            settled, status, hold = settle(
+                residual, converged, verdict.stops, self.settled, self.iterations, self.status,
                 policy.max_iter, (int(Status.CONVERGED), int(ended), int(Status.NON_FINITE)),
             )  # fmt: skip
-            return
-        finite = torch.isfinite(self.residual)
+            return replace(self, residual=residual, settled=settled, status=status, hold=hold)
+        finite = torch.isfinite(residual)
         # A value that is not finite is final once no finite token before it can still change it.
         failed = ~finite & _all_before(self.settled | ~finite)
         exhausted = self.iterations >= policy.max_iter
-        self.settled = _all_up_to(self.settled | (verdict.stops & finite) | exhausted | failed)
+        settled = _all_up_to(self.settled | (verdict.stops & finite) | exhausted | failed)
         code = torch.where(converged, int(Status.CONVERGED), int(ended))
         code = torch.where(finite, code, int(Status.NON_FINITE))
-        self.status = torch.where(self.settled & active, code, self.status)
-        self.hold = self.settled | ~finite
+        status = torch.where(settled & active, code, self.status)
+        return replace(self, residual=residual, settled=settled, status=status, hold=settled | ~finite)
 
     def progress(self, policy: ConvergencePolicy) -> Progress:
         residual = self.residual if policy.tests_residual else None

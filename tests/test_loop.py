@@ -384,8 +384,8 @@ def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
         with kernels.use(name), torch.no_grad():
             for step in range(1, 9):
                 new = torch.lerp(fz, z, 1 - 0.2 * torch.arange(9)[:, None] / 9)
-                tokens.count()
-                tokens.judge(z, torch.where((residual < step / 8)[..., None], z, new), policy)
+                new = torch.where((residual < step / 8)[..., None], z, new)
+                tokens = tokens.counted().judged(z, new, policy)
                 found += [tokens.settled, tokens.status, tokens.hold, tokens.residual]
         return found
 

@@ -59,7 +59,7 @@ def test_states_advance_as_token_by_token(
         index = start[:, None] + torch.arange(tokens)
         window = torch.stack([z[i, row] for i, row in enumerate(index)])
         value, trace = f.evaluate(window, context.take(index), state)
-        return value, f.advance(trace, state, count)
+        return value, f.advance(trace, state.map(torch.clone), count)
 
     with torch.no_grad():
         whole = f(z, context)

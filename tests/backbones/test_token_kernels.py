@@ -66,7 +66,7 @@ def twins(body: Backbone, z: Tensor, x: Tensor, state: State) -> None:
             tokens = tuple(t[:, -1:] for t in context.tokens)
             out, trace = body.evaluate(z, Context(tokens, context.shared), state)
         counts = (torch.full((z.shape[0],), count, device=DEVICE) for count in (0, 1))
-        ends = [body.advance(trace, state, count) for count in counts]
+        ends = [body.advance(trace, state.map(torch.clone), count) for count in counts]
         return [out, *(t for end in ends for layer in end.layers for t in layer)]
 
     for found, expected in zip(run("triton"), run("torch"), strict=True):
@@ -154,5 +154,5 @@ def test_autocast(kind: str) -> None:
         found, trace = body.evaluate(z, body.prepare(x), state)
     assert found.dtype == torch.float32
     assert found.sub(exact).norm() < 0.03 * exact.norm()
-    end = body.advance(trace, state, torch.ones(3, dtype=torch.int64, device=DEVICE))
+    end = body.advance(trace, state.map(torch.clone), torch.ones(3, dtype=torch.int64, device=DEVICE))
     assert all(t.dtype == torch.float32 for layer in end.layers for t in layer)

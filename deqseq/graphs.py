@@ -7,7 +7,9 @@ whatever goes from one replay to the next lives in buffers: :func:`overwrite` br
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from typing import Any
 
@@ -18,22 +20,41 @@ from torch import Tensor
 def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[], None]]:
     """``steps`` as graphs to be replayed, one after the other; a later one may read what an earlier one left.
 
-    They must read nothing on the host, and all kernels they launch must have run before: the first launch
-    of one compiles it. What they write is undefined until the first replay. On a CPU, which has no graphs,
-    they are what they were: the plain twin.
+    They must read nothing on the host. Each is run once, here, which compiles and loads the kernels it
+    launches. On a CPU, which has no graphs, what is returned are the steps themselves: the plain twin.
     """
     if device.type != "cuda":
+        for step in steps:
+            step()
         return list(steps)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
     pool = torch.cuda.graph_pool_handle()
     graphs = []
     # Weights that autocast casts would be kept in the graphs' memory beyond them.
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
+    with torch.autocast("cuda", dtype, enabled, cache_enabled=False), _no_collection():
+        with torch.cuda.stream(side):
+            for step in steps:
+                step()
+        torch.cuda.current_stream(device).wait_stream(side)
         for step in steps:
             graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1], pool=pool):
+            with torch.cuda.graph(graphs[-1], pool=pool, capture_error_mode="thread_local"):
                 step()
     return [graph.replay for graph in graphs]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing that holds memory of the device is to be collected during a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

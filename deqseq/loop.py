@@ -121,6 +121,7 @@ def _iterate_window(problem: Problem) -> Solution:
             break
     run.variables = copied(run.variables)  # memory that nothing else looks at
     (replay,) = capture(problem.z0.device, run.block)
+    passes += BLOCK
     while not bool(run.settled.all()):
         replay()
         passes += BLOCK

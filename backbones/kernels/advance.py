@@ -84,7 +84,7 @@ def _append_kernel(keys, values, k, v, seen, count, S, k_b, k_j, k_t, v_b, v_j, 
                    P: tl.constexpr, BP: tl.constexpr):  # fmt: skip
     j = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
-    consumed = tl.load(count + i)
+    consumed = tl.minimum(tl.load(count + i), S - tl.load(seen + i))  # never beyond the slots
     if consumed > 0:
         p = tl.arange(0, BP)
         slot = ((i * J + j) * S + tl.load(seen + i)) * P + p

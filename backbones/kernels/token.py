@@ -178,7 +178,7 @@ def project(
         _rows_kernel, (triton.cdiv(columns, block_n),), *args, batch, stride, eps, **constants,
         SCALED=norm is not None and weight.dtype == torch.float16, ROWS=rows, BN=block_n,
         BK=128 if rows < 64 else 64, PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
-        num_stages=4,
+        num_warps=2 if rows == 16 else 4, num_stages=4,
     )  # fmt: skip
     return total, out
 

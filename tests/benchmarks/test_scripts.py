@@ -30,6 +30,16 @@ def test_loop_overhead(tmp_path: Path) -> None:
     assert all(row["over bare evaluations"] > 0 for row in rows)
 
 
+def test_learning(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    small = ["--kernels", "torch", "--steps", "2", "--batch", "2", "--length", "3", "--device", "cpu"]
+    done = run("learning.py", *small, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    assert list(found["curves"]) == ["torch, seed 1", "torch, seed 2"]
+    assert found["distances"]["torch, seed 2"] > 0
+
+
 def test_data_speed(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     done = run("data_speed.py", "--seconds", "0.01", "--output", str(output))

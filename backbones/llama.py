@@ -150,8 +150,9 @@ class LlamaBackbone(Backbone):
     """f(z, x): a stack of Llama blocks and a final norm, with x injected into every block.
 
     One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer. Fused
-    attention has no second derivative: where one is wanted, take ``attention="eager"``, or call under
-    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
+    attention has no second derivative, no more than our kernels: where one is wanted, take
+    ``attention="eager"``, or call under ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, on a GPU also
+    under ``deqseq.kernels.use("torch")``.
 
     Args:
         d_model: width D.

@@ -99,6 +99,19 @@ def _check(name: str) -> None:
         raise ValueError(f"kernels {name!r} need {' and '.join(_PACKAGES[name])}, which do not import here")
 
 
+def first_derivative_only() -> None:
+    """For backward passes in kernels, which leave no graph of what they do.
+
+    Raises:
+        RuntimeError: a graph of the backward pass is asked for.
+    """
+    if torch.is_grad_enabled():  # inside a backward pass, exactly then
+        raise RuntimeError(
+            "fused kernels have no second derivative: compute what is differentiated twice under "
+            "deqseq.kernels.use('torch')"
+        )
+
+
 _compiled: dict[Hashable, Any] = {}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from deqseq import kernels
 from deqseq.convergence import check_count
 
 
@@ -35,8 +36,8 @@ def jacobian_penalty(
         ValueError: ``samples`` below 1.
     """
     check_count("samples", samples)
-    # Fused attention has no second derivative, which training on the penalty takes.
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    # Neither fused attention nor our kernels have a second derivative, which training on the penalty takes.
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.use("torch"):
         z = z.detach().requires_grad_()
         fz = f(z)
         total = fz.new_zeros(())

@@ -17,6 +17,7 @@ from deqseq.backbones.kernels.convolution import convolve, convolve_backward
 from deqseq.backbones.kernels.gated_norm import gated_norm, gated_norm_backward
 from deqseq.backbones.kernels.recurrence import recurrence_options, scan, scan_backward, steps
 from deqseq.backbones.mamba2 import LayerTrace, MixerSizes, MixerWeights
+from deqseq.kernels import first_derivative_only
 
 PART = 160 * 2**20
 """Bytes of the projection, at most, that a backward pass recomputes at a time; all it needs is some ten times
@@ -53,6 +54,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *of_trace: None) -> tuple[Tensor | None, ...]:
+        first_derivative_only()
         if grad is None:
             return (None,) * (5 + len(MixerWeights._fields))
         u, inj, tail, state, y, *weights = ctx.saved_tensors

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from deqseq.kernels import launch
+from deqseq.kernels import first_derivative_only, launch
 
 
 @triton.jit
@@ -101,6 +101,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        first_derivative_only()
         stream, added, weight = ctx.saved_tensors
         if d_out is None:
             d_added = None if ctx.of_added is None or d_total is None else d_total.to(ctx.of_added)

@@ -3,8 +3,6 @@
 Shapes: R rows (tokens), V vocabulary, V' >= V columns.
 """
 
-# mypy: allow-untyped-calls, allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
 from __future__ import annotations
 
 from typing import Any
@@ -13,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from deqseq.kernels import first_derivative_only, launch
 
 # Padding columns are read like the others and then left out: V' is a multiple of what one load takes, a mask
 # that ends at V would make loads of single numbers.
@@ -74,18 +74,23 @@ class _TokenLosses(torch.autograd.Function):
         loss = torch.empty(targets.shape, device=logits.device, dtype=torch.float32)
         lse = torch.empty_like(loss)
         block = min(4096, triton.next_power_of_2(width))
-        ctx.sizes = {"width": width, "V": vocab_size, "IGNORED": ignored, "BLOCK": block, "num_warps": 8}
-        _loss_kernel[(targets.numel(),)](logits, targets, loss, lse, **ctx.sizes)
+        ctx.sizes, ctx.constants = (width, vocab_size), {"IGNORED": ignored, "BLOCK": block}
+        launch(
+            _loss_kernel, (targets.numel(),), logits, targets, loss, lse, *ctx.sizes, **ctx.constants,
+            num_warps=8,
+        )  # fmt: skip
         ctx.save_for_backward(logits, targets, lse)
         return loss
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        first_derivative_only()
         logits, targets, lse = ctx.saved_tensors
         d_logits = torch.empty_like(logits)
-        _loss_backward_kernel[(targets.numel(),)](
-            d_loss.contiguous(), logits, targets, lse, d_logits, **ctx.sizes
-        )
+        launch(
+            _loss_backward_kernel, (targets.numel(),), d_loss.contiguous(), logits, targets, lse, d_logits,
+            *ctx.sizes, **ctx.constants, num_warps=8,
+        )  # fmt: skip
         return d_logits, None, None, None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deqseq import FixedIterations, ImplicitSequenceLayer, Phantom, kernels
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone
 from deqseq.backbones.blocks import add_norm
+from deqseq.regularisation import jacobian_penalty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -150,6 +151,22 @@ def test_training_through_the_layer(name: str) -> None:
     twins(run)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_second_derivatives(name: str) -> None:
+    """Kernels refuse them; the Jacobian's penalty, which takes them, avoids kernels."""
+    body = backbone("plain") if name == "mamba2" else LlamaBackbone(16, n_layer=1, n_head=2).to(DEVICE)
+    x, z = (torch.randn(1, 5, 16, device=DEVICE, requires_grad=True) for _ in range(2))
+    with kernels.use("triton"), pytest.raises(RuntimeError, match=r"use\('torch'\)"):
+        torch.autograd.grad(body(z, body.prepare(x)).sum(), z, create_graph=True)
+
+    def run() -> list[Tensor]:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        penalty = jacobian_penalty(lambda z: body(z, body.prepare(x)), z, generator=generator)
+        return [penalty.detach(), *torch.autograd.grad(penalty, [x, *body.layers.parameters()])]
+
+    twins(run)
+
+
 @pytest.mark.parametrize("shape", [(2, 5, 16), (1, 3, 300)])
 @pytest.mark.parametrize("with_added", [True, False])
 def test_add_norm(shape: tuple[int, ...], with_added: bool) -> None:
@@ -185,7 +202,7 @@ def test_coarse_types_are_summed_in_float32() -> None:
 
 
 def test_what_is_computed_by_what(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    x = torch.zeros(1)
+    x = torch.zeros(1, device="cpu")
     assert kernels.implementation(x) == "torch"
     with kernels.use("triton"):
         assert kernels.implementation(x.double()) == "torch"

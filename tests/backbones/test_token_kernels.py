@@ -136,7 +136,7 @@ def test_coarse_types_are_summed_in_float32(kind: str, batch: int) -> None:
 
     truth = run("torch", torch.float64)
     fused, plain = run("triton", coarse), run("torch", coarse)
-    assert fused.sub(truth).norm() < 1.5 * plain.sub(truth).norm()
+    assert fused.sub(truth).norm() < 2.5 * plain.sub(truth).norm()
     assert fused.sub(truth).norm() < 0.03 * truth.norm()
 
 

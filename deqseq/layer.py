@@ -230,6 +230,7 @@ class ImplicitSequenceLayer(SequenceLayer):
             lengths=lengths,
             state=state,
             room=room,
+            separable=True,
             carry=state is not None,
             group=self.group,
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace, take_tokens
 from deqseq.convergence import ConvergencePolicy
-from deqseq.graphs import capture, copied, map_tensors, overwrite
+from deqseq.graphs import capture, copied, map_tensors, overwrite, tensors
 from deqseq.solution import Solution, Status
 from deqseq.solver import Progress, Solver
 
@@ -59,6 +59,8 @@ class Problem:
         lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
         state: backbone state before the first token; ``None``: the sequences start here. It is read only.
         room: the state has room for all tokens already, so that nobody need look.
+        separable: the map takes any sequences of the context alone, as backbones do: those that have settled
+            leave the batch once they are half of it.
         carry: return the state after the last token.
         group: process group whose members stop together; ``None``: each stops on its own.
     """
@@ -72,6 +74,7 @@ class Problem:
     lengths: Tensor | None = None
     state: State | None = None
     room: bool = False
+    separable: bool = False
     carry: bool = False
     group: dist.ProcessGroup | None = None
 
@@ -98,16 +101,44 @@ def iterate(problem: Problem) -> Solution:
 def _iterate_all(problem: Problem) -> Solution:
     policy = problem.policy
     run = Together(problem)
+    left: list[tuple[Tensor, Solution]] = []  # sequences that have left the batch
     for passes in itertools.count(1):
         ends = passes == policy.max_iter
         # A fixed number of iterations needs no verdict on the way: nothing settles before its end.
         run.evaluate(judged=policy.tests_residual or ends)
-        if policy.tests_residual and (ends or _stop(run.settled, passes, problem)):
-            break
+        if policy.tests_residual:
+            if ends or _stop(run.settled, passes, problem):
+                break
+            if _looks(run.settled, passes, problem) and _shrinks(problem):
+                settled = run.settled.all(1)
+                if 2 * int(settled.sum()) >= len(settled):  # fewer are not worth the copies
+                    gone, stay = settled.nonzero()[:, 0], (~settled).nonzero()[:, 0]
+                    left.append((run.rows[gone], _taken(run.solution(passes), gone)))
+                    run.select(stay)
         run.step()
         if ends:
             break
-    return run.solution(passes)
+    last = run.solution(passes)
+    return _joined([*left, (run.rows, last)]) if left else last
+
+
+def _shrinks(problem: Problem) -> bool:
+    """Whether sequences that have settled may leave the batch."""
+    alone = problem.state is None and problem.group is None
+    return problem.separable and problem.solver.windowed and alone and not torch.is_grad_enabled()
+
+
+def _taken(value: Any, rows: Tensor) -> Any:
+    """The sequences ``rows`` (int64 indices) of nested tensors (B, ...)."""
+    return map_tensors(lambda t: t[rows], value)
+
+
+def _joined(parts: list[tuple[Tensor, Solution]]) -> Solution:
+    """The solution of the whole batch, of those of its ``parts``, the last of which took longest."""
+    order = torch.cat([rows for rows, _ in parts]).argsort()
+    pieces = zip(*(tensors(solution) for _, solution in parts), strict=True)
+    joined: Solution = map_tensors(lambda _: torch.cat(next(pieces))[order], parts[-1][1])
+    return joined
 
 
 def _iterate_window(problem: Problem) -> Solution:
@@ -154,6 +185,17 @@ class Together:
         self.valid = _valid(problem)
         self.tokens = Tokens.enter(self.valid)
         self.memory = problem.solver.init(self.z)  # the solver's
+        self.rows = torch.arange(self.z.shape[0], device=self.z.device)  # where they are in the whole batch
+        self.fz = self.z  # the last evaluation
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with the sequences ``rows`` (int64 indices) only, which have just been evaluated."""
+        problem = self.problem
+        z0, lengths, per_token = _taken((problem.z0, problem.lengths, problem.context.tokens), rows)
+        context = replace(problem.context, tokens=per_token)
+        self.problem = replace(problem, context=context, z0=z0, lengths=lengths)
+        self.z, self.fz, self.valid, self.rows = (t[rows] for t in (self.z, self.fz, self.valid, self.rows))
+        self.tokens, self.memory = _taken((self.tokens, self.memory), rows)
 
     @property
     def settled(self) -> Tensor:
@@ -410,11 +452,14 @@ def _all_before(done: Tensor) -> Tensor:
     return (~done).cumsum(1) - (~done).long() == 0
 
 
+def _looks(done: Tensor, passes: int, problem: Problem) -> bool:
+    """Whether the host looks at the device after this pass."""
+    return passes % (problem.policy.check_every or (1 if done.device.type == "cpu" else 4)) == 0
+
+
 def _stop(done: Tensor, passes: int, problem: Problem) -> bool:
     """Whether everything is ``done``, on all ranks of the group; looked at every few passes."""
-    policy = problem.policy
-    every = policy.check_every or (1 if done.device.type == "cpu" else 4)
-    if passes % every:
+    if not _looks(done, passes, problem):
         return False
     finished = done.all()
     if problem.group is not None:

@@ -17,8 +17,10 @@ from deqseq import (
     ImplicitSequenceLayer,
     Phantom,
     Residual,
+    Solution,
     Status,
     Unrolled,
+    loop,
 )
 from deqseq.backbones import ModuleBackbone
 from deqseq.loop import Tokens
@@ -135,8 +137,11 @@ def test_a_recomputed_evaluation_is_counted_once(make_layer: MakeLayer, count_ca
 
 @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_what_settles_is_f_at_the_frozen_inputs(make_layer: MakeLayer, backbone: str, solver: str) -> None:
+def test_what_settles_is_f_at_the_frozen_inputs(
+    make_layer: MakeLayer, backbone: str, solver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Record every evaluation: z at settled tokens stands still, and what returns is f of it."""
+    monkeypatch.setattr(loop, "_shrinks", lambda problem: False)
     layer = make_layer(backbone, solver=solver).eval()
     evaluations = []
     evaluate = layer.backbone.evaluate
@@ -160,6 +165,39 @@ def test_what_settles_is_f_at_the_frozen_inputs(make_layer: MakeLayer, backbone:
             assert torch.equal(out.z[b, t], fz[b, t])
             change = (fz[b, t] - z[b, t]).norm() / fz[b, t].norm()
             torch.testing.assert_close(out.solution.residual[b, t], change, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("solver", ["picard", "anderson", "broyden", BestIterate("anderson")])
+def test_sequences_that_have_settled_leave_the_batch(
+    make_layer: MakeLayer, backbone: str, solver: object, count_calls: CountCalls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    layer = make_layer(
+        backbone, dtype=torch.float64, solver=solver, convergence=Residual(rtol=1e-6, max_iter=200)
+    ).eval()
+    x = torch.randn(7, 16, 16, dtype=torch.float64)
+    mask = torch.ones(7, 16)
+    for row, length in enumerate((2, 16, 1, 3, 16, 2, 4)):
+        mask[row, length:] = 0
+    x[3, 1, 0] = torch.nan
+    calls = count_calls(layer.backbone)
+
+    def run() -> Solution:
+        calls.clear()
+        with torch.no_grad():
+            return layer(x, attention_mask=mask).solution
+
+    found, sizes = run(), [shape[0] for shape in calls]
+    assert sizes[0] == 7 and sizes[-1] <= 2 and sizes == sorted(sizes, reverse=True)
+    monkeypatch.setattr(loop, "_shrinks", lambda problem: False)
+    expected = run()
+    assert {shape[0] for shape in calls} == {7}
+    assert found.nfe == expected.nfe
+    for name in ("iterations", "status"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    for name in ("z", "residual"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), equal_nan=True)
 
 
 @pytest.mark.parametrize("check_every", [3, 50])

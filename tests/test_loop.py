@@ -174,7 +174,10 @@ def test_sequences_that_have_settled_leave_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     layer = make_layer(
-        backbone, dtype=torch.float64, solver=solver, convergence=Residual(rtol=1e-6, max_iter=200)
+        backbone,
+        dtype=torch.float64,
+        solver=solver,
+        convergence=Residual(rtol=1e-6, max_iter=200, check_every=1),
     ).eval()
     x = torch.randn(7, 16, 16, dtype=torch.float64)
     mask = torch.ones(7, 16)

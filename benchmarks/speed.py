@@ -184,7 +184,10 @@ def correctness(bench: Bench) -> Tables:
         for name in bench.implementations(body):
             # Other packages' kernels multiply float32 as TF32.
             single = 1e-2 if name in ("mamba_ssm", "fla") else 1e-4
-            for dtype, limit in (("float32", single), ("bfloat16", 3e-2)):
+            types = {"float32": single, "bfloat16": 3e-2}
+            if (body, name) == ("mamba2", "triton") and bench.device != "cpu":
+                del types["float32"]  # exact products take Triton minutes to compile; the tests compare them
+            for dtype, limit in types.items():
                 backbone = copy.deepcopy(original)
                 cast = bench.autocast() if dtype == "bfloat16" else nullcontext()
                 try:

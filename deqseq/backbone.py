@@ -58,6 +58,10 @@ class State:
         """The state of the sequences ``rows`` (int64 indices), in that order."""
         return self.map(lambda t: t.index_select(0, rows))
 
+    def copy(self) -> State:
+        """The same in memory of its own, contiguous."""
+        return self.map(lambda t: t.clone(memory_format=torch.contiguous_format))
+
     def detach(self) -> State:
         """The state cut from its graph."""
         return self.map(torch.Tensor.detach)
@@ -135,7 +139,8 @@ class Backbone(nn.Module, ABC):
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         """The state after the first ``count`` (B,) tokens of the evaluation that left ``trace``.
 
-        The tensors of ``state`` are the caller's own: they may be changed in place and returned.
+        The tensors of ``state`` are contiguous and the caller's own: they may be changed in place and
+        returned.
         """
         raise ValueError(f"{type(self).__name__} keeps no state to advance")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -58,19 +58,22 @@ def _no_collection() -> Iterator[None]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``function`` of every tensor in nested tuples, lists and dataclasses."""
+    """``function`` of every tensor in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
         items = [map_tensors(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: map_tensors(function, item) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{name: map_tensors(function, item) for name, item in vars(value).items()})
+        names = [field.name for field in fields(value) if field.init]
+        return replace(value, **{name: map_tensors(function, getattr(value, name)) for name in names})
     return value
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in nested tuples, lists and dataclasses, in order."""
+    """Every tensor in nested tuples, lists, dicts and dataclasses, in order."""
     found: list[Tensor] = []
 
     def find(tensor: Tensor) -> Tensor:
@@ -88,6 +91,8 @@ def overwrite(buffers: Any, value: Any) -> None:
         for to, source in zip(tensors(buffers), tensors(value), strict=True)
         if to.data_ptr() != source.data_ptr()
     ]
+    written = {to.data_ptr() for to, _ in pairs}
+    pairs = [(to, source.clone() if source.data_ptr() in written else source) for to, source in pairs]
     for dtype in {to.dtype for to, _ in pairs}:
         some = [pair for pair in pairs if pair[0].dtype == dtype]
         torch._foreach_copy_([to for to, _ in some], [source for _, source in some])

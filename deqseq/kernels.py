@@ -133,7 +133,7 @@ def launch(
         kernel[grid](*args, **constants)  # Triton's interpreter
         return
     # What Triton compiles for: types, alignment and values that it takes for constants.
-    kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else a for a in args]
+    kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (type(a), a) for a in args]
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *kinds, *constants.values())
     compiled = _compiled.get(key)
     if compiled is None:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, State, backbones
 from deqseq.convergence import ConvergencePolicy, Residual, check_count, policies
-from deqseq.gradients import GradientStrategy, checkpointed, gradients
+from deqseq.gradients import GradientStrategy, checkpointed, gradients, search
 from deqseq.loop import Map, Problem
 from deqseq.padding import Packing, real_tokens, sequence_starts
-from deqseq.replay import MOST_TOKENS, Recordings
+from deqseq.replay import Recordings
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
@@ -129,6 +129,10 @@ class ImplicitSequenceLayer(SequenceLayer):
             all tokens in parallel.
         causal: refuse, in training, solvers and policies through which a token's value could depend on
             later tokens. ``False`` allows them.
+        compact: in searches without a window and a state, sequences that have settled leave the batch, once
+            they are half of it. That spares their evaluations; results are the same up to rounding, no longer
+            to the bit, as matrix products of another number of rows are rounded otherwise. Context tokens of
+            the backbone and the solver's state must have the batch first.
         group: process group in which all ranks must evaluate f equally often (FSDP); they then stop
             together.
 
@@ -150,6 +154,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         convergence: PolicySpec | tuple[PolicySpec, PolicySpec] | None = None,
         window: int | None = None,
         causal: bool = True,
+        compact: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(backbone)
@@ -160,6 +165,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         self.set_convergence(Residual(rtol=0.05, max_iter=32) if convergence is None else convergence)
         self.window = _checked_window(window)
         self.causal = causal
+        self.compact = compact
         self.group = group
         self._recordings = Recordings()
 
@@ -203,15 +209,17 @@ class ImplicitSequenceLayer(SequenceLayer):
         self._check_causal()
         window = self.window if window == "layer" else _checked_window(window)
         inputs = self._inputs(x, attention_mask, position_ids, state, z0)
-        few = inputs.position_ids.numel() <= MOST_TOKENS and not torch.is_grad_enabled()
-        if few and state is not None:  # to be recorded perhaps, which cannot look whether there is room
+        room = state is not None and inputs.x.shape[1] == 1 and not torch.is_grad_enabled()
+        if room and state is not None:  # to be recorded perhaps, which cannot look whether there is room
             state = self.backbone.reserve(state, inputs.x)
         given = (inputs.x, inputs.z0, inputs.position_ids, inputs.lengths, inputs.broken, state)
-        make = partial(self._problem, window=window, room=few)
+        make = partial(self._problem, window=window, room=room)
         if torch.is_grad_enabled():
             solution = _marked(self.gradient.solve(make(given)), given)
-        else:
+        elif room:
             solution = self._recordings.solve(self, given, make, _marked, window)
+        else:
+            solution = _marked(search(make(given)), given)
         if inputs.packing is not None:
             for name in ("z", "residual", "iterations"):
                 setattr(solution, name, inputs.packing.unpack(getattr(solution, name)))
@@ -230,7 +238,7 @@ class ImplicitSequenceLayer(SequenceLayer):
             lengths=lengths,
             state=state,
             room=room,
-            separable=True,
+            compact=self.compact,
             carry=state is not None,
             group=self.group,
         )
@@ -238,7 +246,8 @@ class ImplicitSequenceLayer(SequenceLayer):
     def extra_repr(self) -> str:
         return (
             f"solver={self.solver}, gradient={self.gradient}, convergence=({self.train_convergence}, "
-            f"{self.eval_convergence}), window={self.window}, causal={self.causal}"
+            f"{self.eval_convergence}), window={self.window}, causal={self.causal}, "
+            f"compact={self.compact}"
         )
 
     def _check_causal(self) -> None:
@@ -284,7 +293,7 @@ class ExplicitSequenceLayer(SequenceLayer):
         x = inputs.x
         z, trace = self._map.evaluate(x, self.backbone.prepare(x, inputs.position_ids), state)
         if state is not None:
-            own = self.backbone.reserve(state, x).map(torch.clone)
+            own = self.backbone.reserve(state, x).copy()
             state = self.backbone.advance(trace, own, inputs.lengths).detach()
         real = torch.arange(x.shape[1], device=x.device) < inputs.lengths[:, None]
         z = z.where(real[..., None], z.new_zeros(()))

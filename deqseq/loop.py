@@ -59,8 +59,7 @@ class Problem:
         lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
         state: backbone state before the first token; ``None``: the sequences start here. It is read only.
         room: the state has room for all tokens already, so that nobody need look.
-        separable: the map takes any sequences of the context alone, as backbones do: those that have settled
-            leave the batch once they are half of it.
+        compact: sequences that have settled leave the batch, once they are half of it.
         carry: return the state after the last token.
         group: process group whose members stop together; ``None``: each stops on its own.
     """
@@ -74,7 +73,7 @@ class Problem:
     lengths: Tensor | None = None
     state: State | None = None
     room: bool = False
-    separable: bool = False
+    compact: bool = False
     carry: bool = False
     group: dist.ProcessGroup | None = None
 
@@ -125,7 +124,7 @@ def _iterate_all(problem: Problem) -> Solution:
 def _shrinks(problem: Problem) -> bool:
     """Whether sequences that have settled may leave the batch."""
     alone = problem.state is None and problem.group is None
-    return problem.separable and problem.solver.windowed and alone and not torch.is_grad_enabled()
+    return problem.compact and problem.solver.windowed and alone and not torch.is_grad_enabled()
 
 
 def _taken(value: Any, rows: Tensor) -> Any:
@@ -237,8 +236,7 @@ class Together:
         if problem.carry and problem.state is not None:
             stateful = cast(StatefulMap, problem.map)
             own = problem.state if problem.room else stateful.reserve(problem.state, self.z)
-            own = own.map(torch.clone)
-            end = stateful.advance(self.trace, own, self.valid.sum(1)).detach()
+            end = stateful.advance(self.trace, own.copy(), self.valid.sum(1)).detach()
         return self.tokens.solution(value, self.valid, passes, end)
 
 
@@ -256,7 +254,7 @@ class Window:
             state = self.map.initial_state(z0.shape[0], device=z0.device, dtype=z0.dtype)
         if problem.state is None or not problem.room:
             state = self.map.reserve(state, z0)
-        self.state = state.map(torch.clone)
+        self.state = state.copy()
         self.valid = _valid(problem)
         self.ends = self.valid.sum(1)
         self.start = torch.zeros_like(self.ends)
@@ -357,7 +355,8 @@ class Tokens:
         """Those of which it is known which settle with the evaluation ``fz``."""
         active = self.active
         verdict = policy.judge(z, fz, self.iterations, active)
-        residual, converged = verdict.residual, verdict.converged
+        residual = torch.where(active, verdict.residual, self.residual)  # what settled keeps its own
+        converged = verdict.converged
         ended = Status.BUDGET_EXHAUSTED if policy.tests_residual else Status.COMPLETED
         if kernels.implementation(z) == "triton":
             from deqseq.loop_triton import settle

@@ -45,8 +45,8 @@ def _residual(z: Tensor, fz: Tensor, outputs: tuple[Tensor, ...], atol: float, r
     block = min(1024, triton.next_power_of_2(width))
     tokens = max(1, 2048 // block)
     launch(
-        _residual_kernel, (triton.cdiv(rows, tokens),), z, fz, *outputs, *outputs, rows, width, atol,
-        rtol, VERDICT=outputs[1].dtype == torch.bool, R=tokens, BLOCK=block,
+        _residual_kernel, (triton.cdiv(rows, tokens),), z, fz, *outputs, *outputs, rows, width,
+        float(atol), float(rtol), VERDICT=outputs[1].dtype == torch.bool, R=tokens, BLOCK=block,
     )  # fmt: skip
 
 

@@ -1,14 +1,16 @@
-"""Calls of an implicit layer for a few tokens, recorded: generation token by token.
+"""Calls of an implicit layer for one token a sequence, recorded: generation.
 
 The second call of a shape records everything from the layer's inputs to its outputs (effective weights,
 passes of the loop, what moves the state on) over buffers of its own; from then on a call copies its inputs
 there and replays. Settled tokens are frozen, so passes after the last one needed change nothing, and results
-are those of the plain loop. Weights are read where they lie: training between two calls is seen.
+are those of the plain loop. Weights are read where they lie: training between two calls is seen, and so is
+what replaces a module, a hook, a solver or a policy. Plain attributes of theirs that change in place are not.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -25,12 +27,13 @@ from deqseq.solution import Solution
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS = 64
-"""Tokens of a call up to which launches outweigh the work."""
+MOST_SEQUENCES = 64
+"""Sequences, of one token each, up to which launches outweigh the work."""
 BLOCK = 2
 """Passes that a replay runs, and the host's looks are apart."""
-KEPT = 8
-"""Recorded shapes that a layer keeps; the one not used for longest goes first."""
+KEPT = 4
+"""Recorded shapes that a layer keeps; the one not used for longest goes first. Each holds the effective
+weights, its inputs and its outputs."""
 
 Make = Callable[[Any], Problem]
 Finish = Callable[[Solution, Any], Solution]
@@ -40,6 +43,7 @@ class Recordings:
     """What a layer has recorded. Copies of the layer, and what is saved of it, start anew."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # recordings have one memory, whatever the number of threads
         self.known: OrderedDict[Hashable, Recording | None] = OrderedDict()
 
     def __deepcopy__(self, memo: Any) -> Recordings:
@@ -60,33 +64,35 @@ class Recordings:
             window: of the problem.
         """
         key = window, _key(layer, inputs)
-        recording = self.known.get(key)
-        if recording is None:
-            problem = make(inputs)
-            if not _pays(problem):
-                return finish(search(problem), inputs)
-            if key not in self.known:  # once is no habit: prompts come in all lengths
-                self.known[key] = None
+        with self._lock:
+            if (recording := self.known.get(key)) is not None:
+                self.known.move_to_end(key)
+                return recording.run(inputs)
+        problem = make(inputs)
+        if _pays(problem):
+            with self._lock:
+                if key in self.known:
+                    recording = self.known[key] = Recording(inputs, make, finish)
+                    logger.debug("recorded solves of %s sequences", problem.z0.shape[0])
+                    return recording.run(inputs)
+                self.known[key] = None  # once is no habit
                 if len(self.known) > KEPT:
                     self.known.popitem(last=False)
-                return finish(search(problem), inputs)
-            recording = self.known[key] = Recording(inputs, make, finish)
-            logger.debug("recorded solves of %s tokens", tuple(problem.z0.shape[:2]))
-        self.known.move_to_end(key)
-        return recording.run(inputs)
+        return finish(search(problem), inputs)
 
 
 def _pays(problem: Problem) -> bool:
     batch, length, _ = problem.z0.shape
-    windowed = problem.window is not None and problem.window < length
-    return recordable(problem) and problem.carry and batch * length <= MOST_TOKENS and not windowed
+    return recordable(problem) and problem.room and length == 1 and batch <= MOST_SEQUENCES
 
 
 def _key(layer: nn.Module, inputs: Any) -> Hashable:
     """All that a recording depends on but the values of its inputs: shapes, settings, where weights lie."""
     shapes = tuple((t.shape, t.dtype, t.device) for t in tensors(inputs))
     mode = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), kernels.chosen()
-    return shapes, mode, layer.extra_repr(), _fingerprint(layer)
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    kind = torch.is_inference_mode_enabled(), capturing
+    return shapes, mode, kind, id(getattr(layer, "group", None)), layer.extra_repr(), _fingerprint(layer)
 
 
 def _fingerprint(layer: nn.Module) -> Hashable:
@@ -112,6 +118,7 @@ class Recording:
         self._make, self._finish = make, finish
         device = tensors(inputs)[0].device
         self._begin, self._block, self._end = capture(device, self._begins, self._blocks, self._ends)
+        self._read = torch.cuda.Event() if device.type == "cuda" else None  # the last call's results
 
     def _begins(self) -> None:
         self._loop = Together(self._make(self._inputs))
@@ -132,6 +139,8 @@ class Recording:
 
     def run(self, inputs: Any) -> Solution:
         """Solve for other inputs of the shape."""
+        if self._read is not None:  # by another stream perhaps
+            torch.cuda.current_stream().wait_event(self._read)
         overwrite(self._inputs, inputs)
         self._begin()
         passes, settled = 0, False
@@ -141,4 +150,6 @@ class Recording:
             settled = bool(self._settled)
         self._end()
         solution: Solution = copied(self._solution)
+        if self._read is not None:
+            self._read.record()
         return replace(solution, nfe=passes)

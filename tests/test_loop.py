@@ -20,7 +20,6 @@ from deqseq import (
     Solution,
     Status,
     Unrolled,
-    loop,
 )
 from deqseq.backbones import ModuleBackbone
 from deqseq.loop import Tokens
@@ -137,11 +136,8 @@ def test_a_recomputed_evaluation_is_counted_once(make_layer: MakeLayer, count_ca
 
 @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_what_settles_is_f_at_the_frozen_inputs(
-    make_layer: MakeLayer, backbone: str, solver: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_settles_is_f_at_the_frozen_inputs(make_layer: MakeLayer, backbone: str, solver: str) -> None:
     """Record every evaluation: z at settled tokens stands still, and what returns is f of it."""
-    monkeypatch.setattr(loop, "_shrinks", lambda problem: False)
     layer = make_layer(backbone, solver=solver).eval()
     evaluations = []
     evaluate = layer.backbone.evaluate
@@ -177,6 +173,7 @@ def test_sequences_that_have_settled_leave_the_batch(
         backbone,
         dtype=torch.float64,
         solver=solver,
+        compact=True,
         convergence=Residual(rtol=1e-6, max_iter=200, check_every=1),
     ).eval()
     x = torch.randn(7, 16, 16, dtype=torch.float64)
@@ -193,7 +190,7 @@ def test_sequences_that_have_settled_leave_the_batch(
 
     found, sizes = run(), [shape[0] for shape in calls]
     assert sizes[0] == 7 and sizes[-1] <= 2 and sizes == sorted(sizes, reverse=True)
-    monkeypatch.setattr(loop, "_shrinks", lambda problem: False)
+    layer.compact = False
     expected = run()
     assert {shape[0] for shape in calls} == {7}
     assert found.nfe == expected.nfe

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deqseq import Backbone, FixedIterations, ImplicitSequenceLayer, Residual, State, loop, replay
+from deqseq import Backbone, FixedIterations, ImplicitSequenceLayer, Residual, State, graphs, loop, replay
 from deqseq.convergence import Quantile
 from deqseq.layer import LayerOutput
 from deqseq.solvers import Anderson, Picard
@@ -174,6 +175,37 @@ def test_what_a_layer_recorded_goes_with_it(make_layer: MakeLayer, recorded: lis
     del layer
     gc.collect()
     assert known() is None
+
+
+def test_threads_share_a_recording(
+    make_layer: MakeLayer, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer("mamba2", convergence=tight()).eval()
+    x, start = torch.randn(3, 1, 10, 16), layer.backbone.initial_state(1)
+    expected = plain(monkeypatch, lambda: [tokens(layer, sequence, start) for sequence in x])
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda sequence: tokens(layer, sequence, start), x))
+    assert recorded
+    for outputs, wanted in zip(found, expected, strict=True):
+        for a, b in zip(outputs, wanted, strict=True):
+            equal(a, b)
+
+
+def test_inference_mode_has_recordings_of_its_own(make_layer: MakeLayer, recorded: list[Any]) -> None:
+    layer = make_layer("mamba2", convergence=tight()).eval()
+    x, start = torch.randn(1, 4, 16), layer.backbone.initial_state(1)
+    with torch.inference_mode():
+        first = tokens(layer, x, start)
+    for a, b in zip(tokens(layer, x, start), first, strict=True):
+        equal(a, b)
+    assert len(recorded) == 2
+
+
+def test_what_is_overwritten_is_read_first() -> None:
+    """A history that shifts: every buffer's new value lies in another buffer."""
+    buffers = [torch.full((3,), float(i)) for i in range(4)]
+    graphs.overwrite(buffers, [torch.full((3,), 9.0), *buffers[:-1]])
+    assert [t[0].item() for t in buffers] == [9, 0, 1, 2]
 
 
 def test_few_shapes_are_kept(make_layer: MakeLayer, recorded: list[Any]) -> None:

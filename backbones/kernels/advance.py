@@ -29,7 +29,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
                       second_t, x_b, x_t, b_b, b_t, step_b, step_t, step_h, TAPS: tl.constexpr,
                       C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                       SUMMED: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
-                      BC: tl.constexpr):  # fmt: skip
+                      BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
     """Programs up to H: of a head's state; behind them: of a block of the convolution's channels."""
     h = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
@@ -50,7 +50,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
             tl.store(ssm + place, state.to(ssm.dtype.element_ty), mask)
         elif TAPS > 0:
             c = (h - H) * BC + tl.arange(0, BC)[None, :]
-            k = tl.arange(0, 4)[:, None]
+            k = tl.arange(0, BT)[:, None]
             at = k + (consumed - TAPS).to(tl.int32)  # in the window; before it, in the tail
             real = (k < TAPS) & (c < C)
             kept = tail + i * TAPS * C + c
@@ -76,6 +76,7 @@ def recurrent_(tail: Tensor, ssm: Tensor, trace: LayerTrace, count: Tensor) -> N
         *trace.x.stride()[:2], *trace.b.stride()[:2], *trace.step.stride(), TAPS=taps, C=channels, H=heads,
         G=trace.b.shape[2], N=d_state, P=headdim, SUMMED=len(trace.conv) > 1,
         BN=triton.next_power_of_2(d_state), BP=triton.next_power_of_2(headdim), BC=block,
+        BT=triton.next_power_of_2(max(1, taps)),
     )  # fmt: skip
 
 

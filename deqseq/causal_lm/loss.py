@@ -30,8 +30,12 @@ def next_token_loss(
         num_items_in_batch: what the sum over tokens is divided by; by default the number of targets.
 
     Raises:
-        ValueError: fewer columns than ``vocab_size``.
+        ValueError: fewer columns than ``vocab_size``; labels that are not (B, L).
     """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels must be {tuple(logits.shape[:-1])} for the logits, got {tuple(labels.shape)}"
+        )
     if logits.shape[-1] < vocab_size:
         raise ValueError(
             f"logits must have vocab_size = {vocab_size} columns or more, got {logits.shape[-1]}"

@@ -107,6 +107,25 @@ def test_states(name: str, counts: tuple[int, int]) -> None:
     twins(run)
 
 
+@torch.no_grad()
+def test_states_of_many_taps_and_any_strides() -> None:
+    """More taps than the mixer's kernels know of still move on in the state's."""
+    torch.manual_seed(0)
+    body = Mamba2Backbone(16, n_layer=1, d_state=8, headdim=8, d_conv=7).to(DEVICE)
+    x, z = (torch.randn(2, 3, 16, device=DEVICE) for _ in range(2))
+    start = body.initial_state(2).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
+    turned = start.map(lambda t: t.transpose(0, -1).contiguous().transpose(0, -1))
+    layer = ImplicitSequenceLayer(body, convergence=FixedIterations(2)).eval()
+
+    def run() -> list[Tensor]:
+        out, trace = body.evaluate(z, body.prepare(x), start)
+        end = body.advance(trace, start.copy(), torch.tensor([2, 3], device=DEVICE))
+        solved = layer(x, state=turned).state
+        return [out, *(t for state in (end, solved) for layer in state.layers for t in layer)]
+
+    twins(run)
+
+
 @pytest.mark.parametrize("counts", [(2, 9), (0, 1)])
 @torch.no_grad()
 def test_keys_and_values(counts: tuple[int, int]) -> None:

@@ -185,3 +185,8 @@ def test_a_loss_of_the_users_own(model: ImplicitForCausalLM, monkeypatch: pytest
     assert model(ids, labels=ids).loss == "ours"
     model.loss_function = lambda logits, labels, vocab_size: "the user's"
     assert model(ids, labels=ids).loss == "the user's"
+
+
+def test_labels_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"labels must be \(2, 3\)"):
+        next_token_loss(torch.randn(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64), 5)

@@ -22,8 +22,8 @@ from deqseq import (
     Unrolled,
 )
 from deqseq.backbones import ModuleBackbone
-from deqseq.loop import Tokens
 from deqseq.solvers import Anderson, BestIterate, Broyden, Picard
+from deqseq.tokens import Tokens
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
 CountCalls = Callable[[Backbone], list[tuple[int, ...]]]

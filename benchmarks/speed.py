@@ -429,7 +429,7 @@ def sequential(bench: Bench) -> Tables:
 def one_by_one(bench: Bench) -> Row:
     rule = {"name": "residual", "rtol": 0.05, "max_iter": 32}
     model = bench.model(bench.config(TRACKING, eval_convergence=rule)).eval()
-    batch, length = bench.size(TRACKING)[0], 8 if bench.quick else 64
+    batch, length = bench.size(TRACKING)
     tokens = torch.randint(model.config.vocab_size, (batch, length), device=bench.device)
     solution: Any = None
 
@@ -465,8 +465,8 @@ def main() -> None:
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="tiny sizes: does everything run?")
     add("--kernels", nargs="+", choices=kernels.NAMES, default=list(kernels.NAMES),
-        help="implementations of f to compare (default: all that import; mamba_ssm and fla tune themselves for "
-        "minutes on a fresh machine)")  # fmt: skip
+        help="implementations of f to compare (default: all that import; mamba_ssm and fla take minutes to "
+        "tune themselves on a fresh machine)")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, help="compile Llama's blocks (default: on a GPU)")
     add("--output", default="runs/benchmarks/speed.json", help="JSON file, written after every section")
     options = parser.parse_args()

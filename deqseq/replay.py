@@ -18,11 +18,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deqseq import kernels
 from deqseq.gradients import search
-from deqseq.graphs import capture, copied, overwrite, tensors
+from deqseq.graphs import Copier, capture, copied, overwrite, tensors
 from deqseq.loop import Problem, Together, recordable
 from deqseq.solution import Solution
 
@@ -65,18 +65,19 @@ class Recordings:
             make: the problem; it must not look at values of ``inputs``, no more than ``finish``.
             window: of the problem.
         """
+        flat = tensors(inputs)
         with self._lock:
-            key = window, _key(layer, inputs), self._fingerprint.of(layer)
+            key = window, _key(layer, flat), self._fingerprint.of(layer)
             if (recording := self.known.get(key)) is not None:
                 self.known.move_to_end(key)
-                return recording.run(inputs)
+                return recording.run(flat)
         problem = make(inputs)
         if _pays(problem):
             with self._lock:
                 if key in self.known:
                     recording = self.known[key] = Recording(inputs, make, finish)
                     logger.debug("recorded solves of %s sequences", problem.z0.shape[0])
-                    return recording.run(inputs)
+                    return recording.run(flat)
                 self.known[key] = None  # once is no habit
                 if len(self.known) > KEPT:
                     self.known.popitem(last=False)
@@ -88,9 +89,9 @@ def _pays(problem: Problem) -> bool:
     return recordable(problem) and problem.room and length == 1 and batch <= MOST_SEQUENCES
 
 
-def _key(layer: nn.Module, inputs: Any) -> Hashable:
+def _key(layer: nn.Module, inputs: list[Tensor]) -> Hashable:
     """All that a recording depends on but the values of its inputs: shapes, settings, where weights lie."""
-    shapes = tuple((t.shape, t.dtype, t.device) for t in tensors(inputs))
+    shapes = tuple((t.shape, t.dtype, t.device) for t in inputs)
     mode = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), kernels.chosen()
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     kind = torch.is_inference_mode_enabled(), capturing
@@ -137,14 +138,14 @@ class Recording:
     """Solves of one shape."""
 
     def __init__(self, inputs: Any, make: Make, finish: Finish) -> None:
-        self._inputs = copied(inputs)
+        self._inputs = Copier(copied(inputs))
         self._make, self._finish = make, finish
-        device = tensors(inputs)[0].device
+        device = self._inputs.tensors[0].device
         self._begin, self._block, self._end = capture(device, self._begins, self._blocks, self._ends)
         self._read = torch.cuda.Event() if device.type == "cuda" else None  # the last call's results
 
     def _begins(self) -> None:
-        self._loop = Together(self._make(self._inputs))
+        self._loop = Together(self._make(self._inputs.value))
         self._loop.variables = self._buffers = copied(self._loop.variables)
 
     def _blocks(self) -> None:
@@ -158,13 +159,13 @@ class Recording:
         self._settled = self._loop.settled.all()
 
     def _ends(self) -> None:
-        self._solution = self._finish(self._loop.solution(0), self._inputs)
+        self._solution = Copier(self._finish(self._loop.solution(0), self._inputs.value))
 
-    def run(self, inputs: Any) -> Solution:
-        """Solve for other inputs of the shape."""
+    def run(self, inputs: list[Tensor]) -> Solution:
+        """Solve for other inputs of the shape, in order."""
         if self._read is not None:  # by another stream perhaps
             torch.cuda.current_stream().wait_event(self._read)
-        overwrite(self._inputs, inputs)
+        self._inputs.overwrite(inputs)
         self._begin()
         passes, settled = 0, False
         while not settled:
@@ -172,7 +173,7 @@ class Recording:
             passes += BLOCK
             settled = bool(self._settled)
         self._end()
-        solution: Solution = copied(self._solution)
+        solution: Solution = self._solution.copied()
         if self._read is not None:
             self._read.record()
         return replace(solution, nfe=passes)

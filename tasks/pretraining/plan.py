@@ -1,0 +1,6 @@
+def describe(*a):
+    return ""
+
+
+def plot_schedule(*a):
+    return False

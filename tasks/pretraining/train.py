@@ -44,8 +44,8 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
             too little; a step that does not divide among the processes.
         Diverged: numbers that are not finite.
     """
-    state = PartialState()
-    accumulation = settings.accumulation(state.num_processes)
+    args = arguments(settings, Path(output), progress)
+    state = PartialState()  # of the processes, which the arguments have found
     data = open_data(settings)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
     with state.main_process_first():
@@ -53,11 +53,11 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     final = folder.path / "model"
     if folder.finished:
         if state.is_main_process:
-            logger.info("%s is trained already: the model is in %s", folder.path, final)
+            logger.info("%s is trained already", folder.path)
         return final
     checkpoint = last_whole_checkpoint(folder.path)
     state.wait_for_everyone()
-    trainer = make_trainer(settings, data, folder.path, accumulation, checkpoint, progress)
+    trainer = make_trainer(settings, data, args, checkpoint)
     if checkpoint is not None and state.is_main_process:
         logger.info("resuming from %s", checkpoint)
     start = time.perf_counter()
@@ -104,15 +104,14 @@ def make_model(settings: RunSettings, data: Data, checkpoint: str | None = None)
 
 
 def make_trainer(
-    settings: RunSettings, data: Data, folder: Path, accumulation: int, checkpoint: str | None, progress: bool
+    settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: str | None = None
 ) -> PretrainTrainer:
     """The trainer of a run, ready to train."""
     model = make_model(settings, data, checkpoint)
     model.model.gradient_checkpointing = settings.recompute
     if settings.compile:
         compile_blocks(model, settings.activation_budget)
-    args = arguments(settings, folder, accumulation, progress)
-    rows = accumulation * settings.per_device_batch_size
+    rows = args.gradient_accumulation_steps * settings.per_device_batch_size
     speed = Speed(
         Flops(model.config, settings.length), rows, settings.length, args.world_size, peak_flops(args.device)
     )
@@ -143,14 +142,17 @@ def compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
         block.compile()
 
 
-def arguments(settings: RunSettings, output: Path, accumulation: int, progress: bool) -> TrainingArguments:
-    """The Trainer's arguments."""
-    return TrainingArguments(
+def arguments(settings: RunSettings, output: Path, progress: bool = True) -> TrainingArguments:
+    """The Trainer's arguments, for the processes that there are.
+
+    Raises:
+        ValueError: a step does not divide among them; several GPUs in one process.
+    """
+    args = TrainingArguments(
         output_dir=str(output),
         max_steps=settings.total_steps,
         per_device_train_batch_size=settings.per_device_batch_size,
         per_device_eval_batch_size=settings.per_device_batch_size,
-        gradient_accumulation_steps=accumulation,
         learning_rate=settings.learning_rate,
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={
@@ -181,3 +183,10 @@ def arguments(settings: RunSettings, output: Path, accumulation: int, progress: 
         report_to=settings.report_to,
         disable_tqdm=not progress,
     )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs, but one process: start one for each, accelerate launch --num_processes "
+            f"{args.n_gpu} ..., or set CUDA_VISIBLE_DEVICES=0"
+        )
+    args.gradient_accumulation_steps = settings.accumulation(args.world_size)
+    return args

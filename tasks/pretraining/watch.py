@@ -21,14 +21,14 @@ from deqseq.gradients import GradientStrategy
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.regularisation import spectral_radius
 
-_PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Floating-point operations a second in dense bfloat16, by what a device's name contains."""
 
 
 def peak_flops(device: torch.device) -> float | None:
     """What a device can do in dense bfloat16, operations a second; ``None`` where that is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for known, peak in _PEAK.items() if known in name), None)
+    return next((peak for known, peak in PEAK.items() if known in name), None)
 
 
 class Flops:

@@ -21,7 +21,14 @@ def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     t = Tokenizer(models.BPE())
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     t.decoder = decoders.ByteLevel()
-    t.train_from_iterator(pieces, trainers.BpeTrainer(vocab_size=257, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    t.train_from_iterator(
+        pieces,
+        trainers.BpeTrainer(
+            vocab_size=257,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     t.save(str(out / "tokenizer.json"))
     ids = np.array(t.encode("".join(pieces)).ids, dtype=np.uint16)
     np.save(out / "train.npy", ids)

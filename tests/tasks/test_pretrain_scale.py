@@ -1,6 +1,6 @@
 """Pretraining that is killed, spread over processes, moved between them: the same numbers.
 
-Every test starts one interpreter, which forks the processes that train: imports cost more than all training here.
+A test starts one interpreter, which forks the processes that train: imports cost more than all training here.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _GIB = 2**30
 _FUSED = {"mamba2": 0.15}
 """Share of what plain PyTorch keeps for the backward pass that our kernels keep.
 
-From the 130M model in the free stage on one H100: 22.5 GiB in all, of which 17 are activations instead of 118.
+From the 130M model in the free stage on one H100: 22.5 GiB in all, 17 of them activations instead of 118.
 """
 
 
@@ -143,8 +143,8 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
     weights = 4 * parameters + (2 if settings.bf16 else 4) * body
     state = {"one copy a GPU": 12 * parameters, f"sharded over {processes}": 12 * parameters / processes}
     lines = [
-        ("model", f"{'implicit' if config.implicit else 'explicit'} {config.backbone['name']}, {parameters:,} "
-                  f"parameters, {parameters - body:,} of them embeddings"),
+        ("model", f"{'implicit' if config.implicit else 'explicit'} {config.backbone['name']}, "
+                  f"{parameters:,} parameters, {parameters - body:,} of them embeddings"),
         ("tokens", f"{tokens:,} in rows of {settings.length}"),
         ("steps", f"{settings.total_steps:,} of {settings.batch_tokens:,} tokens = {accumulation} x {size} "
                   f"rows x {processes} processes"),
@@ -159,9 +159,8 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
             f"{stage.activations / _GIB:.1f} GiB"
         ))  # fmt: skip
     total = sum(stage.flops for stage in stages)
-    lines.append(
-        ("FLOPs", f"{total:.3g} at most; an H100 at 40 % of its peak: {total / 3.96e14 / 3600:,.1f} hours")
-    )
+    hours = total / (0.4 * PEAK["H100"]) / 3600 / processes
+    lines.append(("FLOPs", f"{total:.3g} at most: {hours:,.1f} hours at 40 % of H100s' peak"))
     for name, held in state.items():
         if "over 1" in name and processes == 1:
             continue
@@ -170,8 +169,8 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
                       f"gradients and AdamW {held / _GIB:.1f}, the rest activations"))  # fmt: skip
     width = max(len(name) for name, _ in lines)
     note = (
-        "Activations: what is kept of one evaluation, counted in plain PyTorch (of Mamba2 our kernels keep 15 %"
-        "), times evaluations with a graph and rows at a time; and the logits twice."
+        "Activations: what is kept of one evaluation, counted in plain PyTorch (of Mamba2 our kernels keep "
+        "15 %), times evaluations with a graph and rows at a time; and the logits twice."
     )
     return "\n".join([*(f"{name:>{width}}  {text}" for name, text in lines), note])
 

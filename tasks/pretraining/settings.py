@@ -47,8 +47,8 @@ class RunSettings:
     )
     explicit: bool = _setting("train the explicit twin: the same stack applied once, no stages", False)
     data: Any = _setting(
-        "folder made by deqseq.tasks.prepare; or {dataset: NAME, subset, split, column, tokenizer}, a "
-        "Hugging Face dataset to stream",
+        "folder made by deqseq.tasks.prepare; or {dataset: NAME, subset, split, validation_split, files, "
+        "column, tokenizer}, a Hugging Face dataset to stream",
         None,
     )
     documents: str = _setting(
@@ -217,7 +217,7 @@ class RunSettings:
         stages = []
         for number, entry in enumerate(self.stages):
             for name in entry:
-                _check_known(name, known, f"stages.{number}.")
+                check_known(name, known, f"stages.{number}.")
             own = {"eval_convergence": entry.get("convergence"), **entry}
             stages.append(Stage(**{**own, "until": self._share(entry.get("until"), number)}))
         return Curriculum(stages)
@@ -283,7 +283,7 @@ def load_run(source: str, overrides: Sequence[tuple[str, str]] = ()) -> RunSetti
     tree = _read(source)
     known = [f.name for f in fields(RunSettings)]
     for name in tree:
-        _check_known(name, known, "")
+        check_known(name, known, "")
     for name, text in overrides:
         _override(tree, name, text, known)
     for f in fields(RunSettings):
@@ -334,7 +334,7 @@ def _read(source: str) -> Tree:
 def _override(tree: Tree, name: str, text: str, known: Sequence[str]) -> None:
     """Set the field of a dotted name, in place; the text is YAML."""
     first, *rest = name.split(".")
-    _check_known(first, [*known, *(leaf for leaf, _ in flat(_expanded(tree)))], "", shown=name)
+    check_known(first, [*known, *(leaf for leaf, _ in flat(_expanded(tree)))], "", shown=name)
     value = yaml.load(text, Loader)
     if not rest:
         tree[first] = value
@@ -355,7 +355,7 @@ def _override(tree: Tree, name: str, text: str, known: Sequence[str]) -> None:
     elif isinstance(place, dict):
         leaves = [leaf for leaf, _ in flat(_expanded(tree))]
         if first == "model" and not parents:
-            _check_known(last, list(ImplicitConfig.__annotations__), "model.", also=leaves)
+            check_known(last, list(ImplicitConfig.__annotations__), "model.", also=leaves)
         place[last] = value
     else:
         raise ValueError(f"unknown field {name}: {name.rpartition('.')[0]} is {place!r}, which has no fields")
@@ -379,9 +379,10 @@ def _expanded(tree: Tree) -> Tree:
     return {**tree, "model": model_options(tree["model"])} if tree.get("model") else tree
 
 
-def _check_known(
+def check_known(
     name: str, known: Sequence[str], prefix: str, also: Sequence[str] = (), shown: str = ""
 ) -> None:
+    """Raise ``ValueError`` unless ``name`` is one of the ``known``; it says which is nearest."""
     if name not in known:
         raise ValueError(_unknown(shown or prefix + name, [*(prefix + one for one in known), *also]))
 

@@ -46,7 +46,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     """
     args = arguments(settings, Path(output), progress)
     state = PartialState()  # of the processes, which the arguments have found
-    data = open_data(settings)
+    data = open_data(settings, progress and state.is_main_process)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
     with state.main_process_first():
         folder = RunFolder(output, kept, RESUMES)
@@ -56,6 +56,8 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
             logger.info("%s is trained already", folder.path)
         return final
     checkpoint = last_whole_checkpoint(folder.path)
+    if checkpoint is None and state.is_main_process:
+        data.verify()
     state.wait_for_everyone()
     trainer = make_trainer(settings, data, args, checkpoint)
     if checkpoint is not None and state.is_main_process:
@@ -115,9 +117,7 @@ def make_trainer(
     speed = Speed(
         Flops(model.config, settings.length), rows, settings.length, args.world_size, peak_flops(args.device)
     )
-    few = data.validation
-    if settings.eval_rows is not None and settings.eval_rows < len(few):
-        few = Subset(few, range(settings.eval_rows))
+    few = range(min(settings.eval_rows or len(data.validation), len(data.validation)))
     trainer = PretrainTrainer(
         model,
         args,
@@ -125,7 +125,7 @@ def make_trainer(
         speed,
         settings.spectral_every,
         train_dataset=data.train,
-        eval_dataset=few,
+        eval_dataset=Subset(data.validation, few),
         processing_class=data.tokenizer,
     )
     trainer.remove_callback(PrinterCallback)  # the log is in the folder, and where report_to says
@@ -168,7 +168,7 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         bf16=settings.bf16,
         seed=settings.seed,
         train_sampling_strategy="sequential",  # the dataset is in order
-        dataloader_num_workers=settings.workers,
+        dataloader_num_workers=settings.workers if isinstance(settings.data, str) else 0,
         dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
         prediction_loss_only=True,

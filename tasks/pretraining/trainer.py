@@ -1,4 +1,4 @@
-"""The Trainer that pretrains: order of the rows, checkpoints for any number of devices, what is watched."""
+"""The Trainer that pretrains: checkpoints for any number of devices, and what is watched."""
 
 from __future__ import annotations
 
@@ -16,51 +16,17 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deqseq.convergence import Residual
 from deqseq.curriculum import Curriculum
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Status
+from deqseq.tasks.corpus.rows import Row
 from deqseq.tasks.pretraining.watch import Advice, Speed, graph_evaluations, model_radius
 from deqseq.tasks.trainer import CurriculumTrainer, SolveWatch
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Tensor]
-
-
-class TrainingOrder(Dataset[Row]):
-    """The rows of a training run, in its order: pass after pass over the data, each in an order of its own.
-
-    Row i is a function of i and the seed, so a run is at a row, wherever it was stopped and on however many
-    processes it goes on.
-
-    Args:
-        rows: map-style, of any length.
-        count: rows of the run.
-        seed: of the orders.
-    """
-
-    def __init__(self, rows: Any, count: int, seed: int) -> None:
-        self.rows, self.count, self.seed = rows, count, seed
-        self._pass: tuple[int, Tensor] | None = None
-
-    def __len__(self) -> int:
-        return self.count
-
-    def place(self, index: int) -> int:
-        """Where in the data row number ``index`` of the run is."""
-        number, position = divmod(index, len(self.rows))
-        if self._pass is None or self._pass[0] != number:
-            generator = torch.Generator().manual_seed(self.seed + (number << 32))
-            self._pass = number, torch.randperm(len(self.rows), generator=generator, dtype=torch.int32)
-        return int(self._pass[1][position])
-
-    def __getitem__(self, index: int) -> Row:
-        row: Row = self.rows[self.place(index)]
-        return row
 
 
 def batch_of(rows: list[Row]) -> Row:

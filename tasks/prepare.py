@@ -24,8 +24,6 @@ a random share of them, chosen by a hash of their text, is held out for validati
 Run the same command again after an interruption: finished shards are kept, and the result is the same,
 whatever the number of workers. `--verify --output DIR` compares finished shards with their checksums."""
 
-_HELD_OUT_NONE = "nothing was held out: --validation-share is small for so few documents"
-
 
 def share(text: str) -> float:
     """A number in [0, 1)."""
@@ -73,7 +71,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare or verify a folder; returns the exit status."""
-    options = parser().parse_args(arguments)
+    known = parser()
+    options = known.parse_args(arguments)
+    if options.verify and (options.text or options.dataset):
+        known.error("--verify reads the shards of --output alone: leave out TEXT and --dataset")
     # The workers are the parallelism; the library's own would get in their way, and warn about forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -100,6 +101,7 @@ def _prepare(options: Any) -> str:
     from deqseq.tasks.corpus import HoldOut, TokenFolder, pipeline
     from deqseq.tasks.corpus.documents import sources
     from deqseq.tasks.corpus.encoder import Encoder
+    from deqseq.tasks.corpus.holdout import SPLITS
     from deqseq.tasks.corpus.shards import Preparation
     from deqseq.tasks.tokenizer import load_tokenizer
 
@@ -124,16 +126,12 @@ def _prepare(options: Any) -> str:
     seconds = time.perf_counter() - start
     made = TokenFolder(options.output)
     if hold_out.share and not made.tokens("validation"):
-        print(_HELD_OUT_NONE, file=sys.stderr)
-    work = (
-        f"{size / 1e6:.1f} MB in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s"
-        if size
-        else "finished before"
-    )
+        print("nothing was held out: a larger --validation-share holds out some", file=sys.stderr)
+    rate = f"{size / 1e6:.1f} MB in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s"
     counts = [
-        f"{s} {made.tokens(s):,} tokens in {made.documents(s):,} documents" for s in ("train", "validation")
+        f"{split} {made.tokens(split):,} tokens in {made.documents(split):,} documents" for split in SPLITS
     ]
-    return f"{options.output}: {', '.join(counts)}; {work}"
+    return f"{options.output}: {', '.join(counts)}; {rate if size else 'finished before'}"
 
 
 if __name__ == "__main__":

@@ -235,7 +235,9 @@ def test_mistakes_come_before_the_work(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("options", [{"validation_share": 1}, {"workers": 0}, {"shard_tokens": "many"}])
-def test_numbers_out_of_range(tmp_path: Path, run: Run, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"validation_share": 1}, {"workers": 0}, {"shard_tokens": "many"}, {"verify": True}]
+)
+def test_arguments_out_of_range(tmp_path: Path, run: Run, options: dict[str, Any]) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path / "out", "text.txt", **options)

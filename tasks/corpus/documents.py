@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -229,9 +229,9 @@ def text_of(row: Any, column: str) -> str:
     Raises:
         ValueError: no text there.
     """
-    text = row.get(column) if isinstance(row, dict) else None
+    text = row.get(column) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
-        has = f"its columns are {', '.join(row)}" if isinstance(row, dict) else "it is no object"
+        has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "it is no object"
         raise ValueError(f"no text in the column {column!r}: {has}")
     return text.encode(errors="replace").decode()
 
@@ -270,6 +270,8 @@ def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _stamp(path: Path) -> dict[str, Any]:
-    """What shows that a file has changed."""
+    """What shows that a file has changed; of one on the hub, its name alone."""
+    if not path.is_file():
+        return {"path": str(path)}
     known = path.stat()
     return {"path": str(path), "bytes": known.st_size, "modified_ns": known.st_mtime_ns}

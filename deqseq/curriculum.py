@@ -24,12 +24,14 @@ class Stage:
         gradient: gradient strategy, as a name or mapping.
         convergence: policy of the search, as a name or mapping; ``None`` where nothing is searched.
         window: tokens searched at a time; all by default.
+        eval_convergence: policy in evaluation; ``None`` leaves the layer's.
     """
 
     until: float
     gradient: str | Mapping[str, Any]
     convergence: str | Mapping[str, Any] | None = None
     window: int | None = None
+    eval_convergence: str | Mapping[str, Any] | None = None
 
 
 class Curriculum:
@@ -45,23 +47,31 @@ class Curriculum:
             raise ValueError(f"stages must end at growing shares of training up to 1, got {ends}")
         for stage in stages:
             gradients.create(stage.gradient)
-            if stage.convergence is not None:
-                policies.create(stage.convergence)
+            for policy in (stage.convergence, stage.eval_convergence):
+                if policy is not None:
+                    policies.create(policy)
             if stage.window is not None:
                 check_count("window", stage.window)
         self.stages = list(stages)
 
     def at(self, step: int, steps: int) -> Stage:
         """The stage of step number ``step``, from 0, out of ``steps``."""
-        return next((s for s in self.stages if step < round(s.until * steps)), self.stages[-1])
+        return next((s for s in self.stages if step < self.end(s, steps)), self.stages[-1])
+
+    @staticmethod
+    def end(stage: Stage, steps: int) -> int:
+        """The number of steps, out of ``steps``, after which ``stage`` has ended."""
+        return round(stage.until * steps)
 
     @staticmethod
     def apply(stage: Stage, layer: ImplicitSequenceLayer) -> None:
-        """Set the layer up for ``stage``. Its evaluation policy stays; the window is the layer's."""
+        """Set the layer up for ``stage``; the window is the layer's."""
         layer.gradient = gradients.create(stage.gradient)
         layer.window = stage.window
         if stage.convergence is not None:
             layer.train_convergence = policies.create(stage.convergence)
+        if stage.eval_convergence is not None:
+            layer.eval_convergence = policies.create(stage.eval_convergence)
 
     def to_list(self) -> list[dict[str, Any]]:
         """The stages as plain data, for checkpoints and configurations."""

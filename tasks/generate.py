@@ -190,10 +190,10 @@ def generate(arguments: argparse.Namespace) -> None:
         check_tokens,
         implicit_layer,
         load_model,
-        load_tokenizer,
         quiet_transformers,
         tolerance_and_budget,
     )
+    from deqseq.tasks.tokenizer import load_tokenizer
 
     quiet_transformers()
     # A shell's pipe ends in a line break that is not part of the prompt.

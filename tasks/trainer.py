@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -75,39 +76,59 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         for module in model.modules():
             if isinstance(module, ImplicitSequenceLayer):
                 self.curriculum.apply(stage, module)
+        # The configuration follows, so that what is saved loads as it was trained.
+        for name in ("gradient", "convergence", "eval_convergence", "window"):
+            value = getattr(stage, name)
+            if hasattr(model, "config") and (value is not None or name == "window"):
+                setattr(model.config, name, value)
 
 
 class SolveWatch:
-    """How the solves since the last look went: means of evaluations, iterations, residual, statuses."""
+    """How the solves since the last look went: means of evaluations, iterations, residual, statuses.
+
+    The device is waited for when it is read, not before.
+    """
+
+    _MEANS = ("iterations", "residual", "share_converged", "share_exhausted", "share_non_finite")
+    _STATUSES = (Status.CONVERGED, Status.BUDGET_EXHAUSTED, Status.NON_FINITE)
+    _SAMPLE = 4096
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
+        self._residuals = torch.empty(0)
         self._nfe = 0
         self._solves = 0
 
     def add(self, solution: Solution) -> None:
-        """Take in one solve, without waiting for the device."""
-        means = [
-            solution.iterations.float().mean(),
-            solution.residual.mean(),
-            (solution.status == Status.BUDGET_EXHAUSTED).float().mean(),
-            (solution.status == Status.NON_FINITE).float().mean(),
-        ]
+        """Take in one solve."""
+        residual = solution.residual.detach()
+        means = [solution.iterations.float().mean(), residual.mean()]
+        means += [(solution.status == status).float().mean() for status in self._STATUSES]
         sums = torch.stack(means)
         self._sums = sums if self._sums is None else self._sums + sums
+        every = -(-residual.numel() // self._SAMPLE)
+        self._residuals = residual.flatten()[::every].clone()  # the tail is that of the last solve
         self._nfe += solution.nfe
         self._solves += 1
 
-    def read(self) -> dict[str, float]:
-        """The means, by name; starts afresh."""
+    def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """The means, and the residual that 99 % of the tokens of the last solve are below, by name.
+
+        Starts afresh. Nothing if nothing was solved.
+
+        Args:
+            reduce: the mean over processes, which all have solved equally often.
+        """
         if self._sums is None:
             return {}
-        names = ("iterations", "residual", "share_exhausted", "share_non_finite")
-        means = (self._sums / self._solves).tolist()
-        read = {name: round(value, 5) for name, value in zip(names, means, strict=True)}
-        read["nfe"] = round(self._nfe / self._solves, 2)
+        tail = torch.quantile(self._residuals.float(), 0.99)
+        nfe = self._sums.new_tensor(self._nfe / self._solves)
+        values = torch.cat([self._sums / self._solves, torch.stack([tail, nfe])])
+        if reduce is not None:
+            values = reduce(values)
         self._sums, self._nfe, self._solves = None, 0, 0
-        return read
+        names = (*self._MEANS, "residual_p99", "nfe")
+        return {name: round(value, 5) for name, value in zip(names, values.tolist(), strict=True)}
 
 
 class _StreamPosition(TrainerCallback):
@@ -122,23 +143,88 @@ class _StreamPosition(TrainerCallback):
         self.stream.start = state.global_step * args.gradient_accumulation_steps
 
 
+_SEAL = "complete.json"
+
+
+def seal(checkpoint: Path) -> None:
+    """Mark a checkpoint as whole, once all its files are on the disk: lists them with their sizes."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != _SEAL)
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
+    part = checkpoint / f"{_SEAL}.part"
+    with part.open("w") as file:
+        json.dump(sizes, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(checkpoint / _SEAL)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint was sealed, and all its files are still as large as they were then."""
+    try:
+        sizes = json.loads((checkpoint / _SEAL).read_text())
+        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def last_whole_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint in ``folder`` that was written to its end; ``None`` if there is none.
 
-    A run that is killed while it writes one leaves a torn folder: its state, written last, is missing.
+    A run that is killed while it writes one leaves a torn folder, without its seal.
     """
     found = [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
     for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-        try:
-            json.loads((path / "trainer_state.json").read_text())
-        except (OSError, ValueError):
-            logger.warning("%s was not written to its end: going back to the one before", path)
-        else:
+        if is_whole(path):
             return str(path)
+        logger.warning("%s was not written to its end: going back to the one before", path)
     return None
 
 
-class AlignedTrainer(Trainer):
+class CurriculumTrainer(Trainer):
+    """Trainer that follows a curriculum, watches the solves, and leaves whole checkpoints.
+
+    Args:
+        curriculum: what to train with and when; ``None`` for an explicit model.
+        options: as transformers' ``Trainer`` takes them.
+    """
+
+    def __init__(self, curriculum: Curriculum | None = None, **options: Any) -> None:
+        if curriculum is not None:
+            options["callbacks"] = [*(options.get("callbacks") or []), CurriculumCallback(curriculum)]
+        super().__init__(**options)
+        self.model_accepts_loss_kwargs = False  # the loss is the mean of its own batch
+        self.watch = SolveWatch()
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Matrices decay; biases, norms, A, D, dt and the lengths g of weight-normalised rows do not."""
+        return [
+            name for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("original0")
+        ]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs = {**logs, **self.watch.read(self._mean_of_processes)}
+        super().log(logs, start_time)
+
+    def _mean_of_processes(self, values: Tensor) -> Tensor:
+        reduced: Tensor = self.accelerator.reduce(values, reduction="mean")
+        return reduced
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # transformers writes trainer_state.json last, but only of the first process's files, and forces none
+        # of them to the disk.
+        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        (folder / _SEAL).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            seal(folder)
+
+
+class AlignedTrainer(CurriculumTrainer):
     """Trainer for targets that stand at their inputs: label t belongs to logit t, nothing is shifted.
 
     Trains on a stream that yields whole batches and can start at any (``stream.start``), and logs how
@@ -161,22 +247,12 @@ class AlignedTrainer(Trainer):
             )
         args.ignore_data_skip = True  # the stream starts where it should by itself
         callbacks = [*(callbacks or []), _StreamPosition(stream)]
-        if curriculum is not None:
-            callbacks.append(CurriculumCallback(curriculum))
-        super().__init__(model=model, args=args, train_dataset=stream, callbacks=callbacks)
-        self.model_accepts_loss_kwargs = False  # the loss is the mean of its own batch
+        super().__init__(curriculum, model=model, args=args, train_dataset=stream, callbacks=callbacks)
         self.stream = stream
         self.label_smoothing = label_smoothing
-        self.watch = SolveWatch()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(cast(IterableDataset[Any], self.stream), batch_size=None)
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices decay; biases, norms, A, D, dt and the lengths g of weight-normalised rows do not."""
-        return [
-            name for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("original0")
-        ]
 
     def compute_loss(
         self,
@@ -192,8 +268,3 @@ class AlignedTrainer(Trainer):
         logits = outputs.logits.flatten(0, 1).float()
         loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=self.label_smoothing)
         return (loss, outputs) if return_outputs else loss
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
-            logs = {**logs, **self.watch.read()}
-        super().log(logs, start_time)

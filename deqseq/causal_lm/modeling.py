@@ -341,6 +341,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         window: int | Literal["layer"] | None = "layer",
         z0: Tensor | None = None,
+        skip_logits: bool = False,
         **loss_options: Any,
     ) -> ImplicitCausalLMOutput:
         """Logits (B, L, V) and, with ``labels`` (B, L), the loss of predicting the next token.
@@ -351,6 +352,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         Args:
             logits_to_keep: compute the logits of the last so many tokens only (0: of all), or of the
                 tokens at these indices.
+            skip_logits: with ``labels``: return the loss without the logits, which a mixed-precision wrapper
+                would otherwise copy to float32.
             loss_options: ``num_items_in_batch``, as transformers' trainer passes it. What tokenizers,
                 collators and ``generate`` add and these models have no use for is ignored:
                 ``token_type_ids``, ``cache_position``, the offsets of flattened batches (``position_ids``
@@ -392,7 +395,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_options)
         return ImplicitCausalLMOutput(
             loss=loss,
-            logits=logits,
+            logits=None if skip_logits and loss is not None else logits,
             past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,
             solution=out.solution,

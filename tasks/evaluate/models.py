@@ -1,4 +1,4 @@
-"""Models, tokenizers and texts for the reports, and how an implicit model is solved while one is made.
+"""Models and texts for the reports, and how an implicit model is solved while one is made.
 
 Shapes: N tokens of a text.
 """
@@ -14,19 +14,19 @@ from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import deqseq.causal_lm  # noqa: F401 - registers the implicit models with AutoModelForCausalLM
 from deqseq.convergence import ConvergencePolicy, Residual, check_count
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.tasks.tokenizer import first_line, is_local
 
 Window = int | None | Literal["model"]
 """Tokens solved at a time; ``None``: all; ``"model"``: the model's own."""
 
 # A cut may change the tokens beside it, so a text that is read up to a limit is read by so many more.
 _SPARE = 64
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
 def quiet_transformers() -> None:
@@ -45,7 +45,7 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
     Raises:
         ValueError: nothing there that transformers can load; a device that is not there.
     """
-    if _is_local(name) and not (Path(name) / "config.json").is_file():
+    if is_local(name) and not (Path(name) / "config.json").is_file():
         raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -53,42 +53,12 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         model.to(place)
     except Exception as error:
         # transformers, the hub, safetensors and torch each report with classes of their own.
-        raise ValueError(f"the model {name} cannot be loaded: {_first_line(error)}") from error
+        raise ValueError(f"the model {name} cannot be loaded: {first_line(error)}") from error
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # nothing is generated, so keys and values need not be kept
     model.eval()
     loaded: PreTrainedModel = model
     return loaded
-
-
-def load_tokenizer(model: str, source: str | None = None) -> Any:
-    """The tokenizer at ``source``, a tokenizer.json, a folder or a hub name; by default the model's.
-
-    Raises:
-        ValueError: none there.
-    """
-    place = Path(source or model)
-    hint = "name one with --tokenizer PATH"
-    if place.is_dir():
-        single = place / "tokenizer.json"
-        if not single.is_file() and not (place / "tokenizer_config.json").is_file():
-            raise ValueError(f"no tokenizer in {place}: {hint}")
-        if not (place / "tokenizer_config.json").is_file():
-            place = single
-    elif _is_local(str(place)) and not place.is_file():
-        raise ValueError(f"no tokenizer in {place}: {hint}")
-    try:
-        if not place.is_file():
-            return AutoTokenizer.from_pretrained(str(place))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(place))
-    except Exception as error:
-        raise ValueError(f"the tokenizer {place} cannot be loaded: {_first_line(error)}; {hint}") from error
-    # The file does not say which token ends a text; lm-eval needs one for empty contexts.
-    known = tokenizer.get_vocab()
-    end = next((token for token in _END_OF_TEXT if token in known), None)
-    if end is not None:
-        tokenizer.eos_token = end
-    return tokenizer
 
 
 def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) -> Tensor:
@@ -213,13 +183,3 @@ def solving(
         yield layer
     finally:
         layer.window, layer.train_convergence, layer.eval_convergence = before
-
-
-def _is_local(name: str) -> bool:
-    """Whether a name is meant as a path: it is there, or starts like one."""
-    return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -20,7 +20,6 @@ from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, uncon
 from deqseq.tasks.evaluate.models import (
     implicit_layer,
     load_model,
-    load_tokenizer,
     read_tokens,
     solving,
     tolerance_and_budget,
@@ -28,6 +27,7 @@ from deqseq.tasks.evaluate.models import (
 )
 from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
 from deqseq.tasks.evaluate.results import Column, ResultFolder, column, table
+from deqseq.tasks.tokenizer import load_tokenizer
 
 _SEARCH = [
     column("iterations", ".1f"), column("converged", ".4f"), column("passes_per_batch", ".1f"),

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 import deqseq
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ResultFolder:
@@ -37,7 +39,7 @@ class ResultFolder:
         self.path = Path(path)
         self.json = self.path / f"{report}.json"
         self.figure = self.path / f"{report}.png"
-        self._head = {"report": report, "model": model, "settings": settings}
+        self._head: dict[str, Any] = {"report": report, "model": model, "settings": settings}
         if not force:
             self._check()
 
@@ -67,9 +69,12 @@ class ResultFolder:
                 f"{self.path} holds other files than a former {self._head['report']} report "
                 f"({', '.join(others[:3])}): name another folder, or write beside them with --force"
             )
-        if former is not None and (changes := _changes(former, self._head)):
+        if former is None:
+            return
+        before, now = ({"model": h.get("model"), **h.get("settings", {})} for h in (former, self._head))
+        if found := changes(before, now):
             raise ValueError(
-                f"{self.json} is a result with other settings ({', '.join(changes)}): name another folder, "
+                f"{self.json} is a result with other settings ({', '.join(found)}): name another folder, "
                 "or overwrite it with --force"
             )
 
@@ -82,13 +87,12 @@ class ResultFolder:
         return found if ours else None
 
 
-def _changes(former: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What the settings of two results differ in, in words."""
-    before, after = ({"model": head.get("model"), **head.get("settings", {})} for head in (former, now))
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What two settings differ in, in words."""
     return [
-        f"{name} {before.get(name)}, now {after.get(name)}"
-        for name in {**before, **after}
-        if before.get(name) != after.get(name)
+        f"{name} {before.get(name)}, now {now.get(name)}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
     ]
 
 

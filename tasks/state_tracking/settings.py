@@ -1,9 +1,8 @@
-"""Settings of a state-tracking run, and the folder that holds it."""
+"""Settings of a state-tracking run."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.convergence import check_count
 from deqseq.curriculum import Curriculum, Stage
+from deqseq.tasks.runs import read_settings
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra
 
 
@@ -131,58 +131,13 @@ class TrainSettings:
         return {"name": "residual", "rtol": self.tolerance, "max_iter": self.max_iter}
 
 
-class RunFolder:
-    """The folder of one run: settings, checkpoints, and in the end the model.
-
-    Raises:
-        ValueError: the folder holds something else, or a run with other settings. Nothing in it is
-            touched then.
-    """
-
-    def __init__(self, path: str | Path, settings: TrainSettings) -> None:
-        self.path = Path(path)
-        file = self.path / "settings.json"
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file, not a folder")
-        if file.exists():
-            self._check_same(file, settings)
-        elif self.path.exists() and any(self.path.iterdir()):
-            raise ValueError(
-                f"{self.path} is not empty and holds no run (no settings.json): choose another folder"
-            )
-        else:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(asdict(settings), indent=2) + "\n")
-
-    @property
-    def finished(self) -> bool:
-        """Whether the trained model has been saved."""
-        return (self.path / "training.json").exists()
-
-    def _check_same(self, file: Path, settings: TrainSettings) -> None:
-        saved, wanted = asdict(load_settings(file.parent)), asdict(settings)
-        different = [
-            f"{f.name}: {saved[f.name]} there, {wanted[f.name]} asked for"
-            for f in fields(settings)
-            if saved[f.name] != wanted[f.name]
-        ]
-        if different:
-            raise ValueError(
-                f"{self.path} holds a run with other settings ({'; '.join(different)}): "
-                "choose another folder, or repeat its settings to resume it"
-            )
-
-
 def load_settings(path: str | Path) -> TrainSettings:
     """The settings of the run in folder ``path``.
 
     Raises:
         ValueError: no run there, or a settings file that cannot be read.
     """
-    file = Path(path) / "settings.json"
-    if not file.exists():
-        raise ValueError(f"{path} holds no run: {file} does not exist")
     try:
-        return TrainSettings(**json.loads(file.read_text()))
-    except (json.JSONDecodeError, TypeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+        return TrainSettings(**read_settings(path))
+    except TypeError as error:
+        raise ValueError(f"{Path(path) / 'settings.json'} cannot be read: {error}") from error

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, set_seed
 
 from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.tasks.runs import RunFolder
 from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
 from deqseq.tasks.state_tracking.evaluate import load
-from deqseq.tasks.state_tracking.settings import RunFolder, TrainSettings
+from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.trainer import AlignedTrainer, last_whole_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def train(
     Raises:
         ValueError: ``output`` holds another run.
     """
-    folder = RunFolder(output, settings)
+    folder = RunFolder(output, asdict(settings))
     if folder.finished:
         logger.info("%s is trained already", folder.path)
         return load(folder.path)[0]
@@ -71,8 +72,7 @@ def train(
         "parameters": sum(p.numel() for p in model.parameters()),
         "log": trainer.state.log_history,
     }
-    # Written last: this file is what says that the run is finished.
-    (folder.path / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    folder.finish(record)
     return model
 
 

@@ -32,9 +32,10 @@ from deqseq.tasks.evaluate.downstream import (
     read_docs,
 )
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
-from deqseq.tasks.evaluate.models import load_tokenizer, read_tokens, solving, tolerance_and_budget
+from deqseq.tasks.evaluate.models import read_tokens, solving, tolerance_and_budget
 from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
 from deqseq.tasks.figures import log_scale, pyplot
+from deqseq.tasks.tokenizer import load_tokenizer
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 TEXT = "".join(

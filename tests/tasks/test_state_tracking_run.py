@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.tasks.runs import RunFolder
 from deqseq.tasks.state_tracking.__main__ import main
 from deqseq.tasks.state_tracking.evaluate import evaluate, held_out, load
-from deqseq.tasks.state_tracking.settings import RunFolder, TrainSettings
+from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 from deqseq.tasks.trainer import AlignedTrainer, last_whole_checkpoint
 
@@ -90,17 +92,17 @@ def test_finished_run_is_loaded_not_repeated(tmp_path: Path, monkeypatch: pytest
 
 
 def test_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "run", small())
+    RunFolder(tmp_path / "run", asdict(small()))
     before = (tmp_path / "run" / "settings.json").read_text()
     with pytest.raises(ValueError, match=r"other settings \(group: S3 there, A5 asked for; seed: 1"):
-        RunFolder(tmp_path / "run", small(group="A5", seed=2))
+        RunFolder(tmp_path / "run", asdict(small(group="A5", seed=2)))
     assert (tmp_path / "run" / "settings.json").read_text() == before
 
 
 def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match="holds no run"):
-        RunFolder(tmp_path, small())
+        RunFolder(tmp_path, asdict(small()))
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 

@@ -1,0 +1,1 @@
+"""Pretraining of language models: see ``python -m deqseq.tasks.pretrain --help``."""

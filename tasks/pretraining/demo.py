@@ -1,0 +1,177 @@
+"""The demo: small Llama and Mamba2 models, implicit and explicit, from a text file to a sample.
+
+``python -m deqseq.tasks.pretrain demo --text FILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deqseq.tasks.evaluate.results import Column, column, table
+
+logger = logging.getLogger(__name__)
+
+MODELS = ("llama", "mamba2")
+_VOCABULARY = 1024
+_PROMPT_TOKENS = 8
+
+
+@dataclass
+class Line:
+    """Held-out perplexity of a model after some tokens of training.
+
+    Attributes:
+        model: its name.
+        stage: what has ended.
+        tokens: trained on.
+        perplexity: of the held-out text.
+        explicit: of the explicit twin after as many tokens.
+        iterations: of a token.
+        seconds: of training so far.
+    """
+
+    model: str
+    stage: str
+    tokens: int
+    perplexity: float
+    explicit: float
+    iterations: float
+
+
+_COLUMNS: tuple[Column, ...] = (
+    column("model"), column("stage"), column("tokens", ","), column("perplexity", ".2f"),
+    column("explicit", ".2f", "explicit twin"), column("iterations", ".2f"),
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deqseq.tasks.pretrain demo",
+        description="Train a tokenizer on a text, prepare it, pretrain a small implicit Llama and Mamba2 on "
+        "it through both stages, and their explicit twins; compare, draw, sample and evaluate them. Minutes "
+        "on two cores; repeated, it goes on where it stopped.",
+    )
+    parser.add_argument("--text", nargs="+", metavar="FILE", help="plain text, 0.5 MB or more (default: "
+                        "Python's own help pages)")  # fmt: skip
+    parser.add_argument("--output", type=Path, default=Path("runs/pretrain-demo"), metavar="DIR")
+    parser.add_argument("--steps", type=int, help="of every model (default: 500)")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from deqseq.tasks.evaluate.models import quiet_transformers
+
+    quiet_transformers()
+    try:
+        demo(options.text, options.output, options.steps)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> list[Line]:
+    """Prepare, train, compare, sample and evaluate in folder ``output``; prints as it goes."""
+    from deqseq.tasks import generate, prepare
+    from deqseq.tasks.corpus import TokenFolder
+    from deqseq.tasks.evaluate.__main__ import main as evaluate
+    from deqseq.tasks.pretraining.card import plot_curves
+    from deqseq.tasks.pretraining.settings import load_run
+    from deqseq.tasks.pretraining.train import pretrain
+
+    start = time.perf_counter()
+    output.mkdir(parents=True, exist_ok=True)
+    texts = list(texts or [str(help_pages(output / "help.txt"))])
+    tokenizer = train_tokenizer(texts, output / "tokenizer.json")
+    data = output / "data"
+    made = ["--output", str(data), "--tokenizer", str(tokenizer), "--validation-share", "0.05"]
+    if prepare.main([*texts, *made]):
+        raise ValueError("the text could not be prepared")
+    runs, lines = [], []
+    for name in MODELS:
+        logs = []
+        for run in (f"{name}-tiny", f"{name}-tiny-explicit"):
+            settings = load_run(run, [("data", str(data)), *([("steps", str(steps))] if steps else [])])
+            print(f"\n{run}, {settings.total_steps} steps of {settings.batch_tokens} tokens: {output / run}")
+            pretrain(settings, output / run)
+            log = json.loads((output / run / "training.json").read_text())["log"]
+            logs.append({e["step"]: e for e in log if "eval_loss" in e})
+            runs.append((run.removesuffix("-tiny").replace("-tiny", ""), log, settings))
+        settings = runs[-2][2]
+        curriculum = settings.curriculum()
+        assert curriculum is not None
+        for stage, title in zip(curriculum.stages, ("bounded", "free"), strict=True):
+            step = curriculum.end(stage, settings.total_steps)
+            mine, twin = (scores[step] for scores in logs)
+            lines.append(
+                Line(
+                    name, title, step * settings.batch_tokens, mine["eval_perplexity"],
+                    twin["eval_perplexity"], mine["eval_iterations"],
+                )
+            )  # fmt: skip
+    print(f"\nheld-out perplexity in rows of {settings.length} tokens\n{table(_COLUMNS, lines)}\n")
+    plot_curves(runs, output / "curves.png")
+    folder = TokenFolder(data)
+    held_out = folder.rows("validation", settings.length)
+    text = folder.tokenizer().decode([int(t) for i in range(len(held_out)) for t in held_out[i]["input_ids"]])
+    (output / "held-out.txt").write_text(text)
+    prompt = folder.tokenizer().decode(held_out[0]["input_ids"][:_PROMPT_TOKENS])
+    for name in MODELS:
+        model = str(output / f"{name}-tiny" / "model")
+        print(f"\n{name}, a sample:")
+        generate.main([model, prompt, "--temperature", "0.8", "--max-new-tokens", "100"])
+        print(f"\n{name}, deqseq.tasks.evaluate perplexity:")
+        report = ["--text", str(output / "held-out.txt"), "--length", str(settings.length)]
+        evaluate(
+            ["perplexity", model, *report, "--output", str(output / f"{name}-tiny" / "report"), "--force"]
+        )
+    print(
+        f"\nwrote {output / 'curves.png'} and the models' folders; {time.perf_counter() - start:.0f} s in all"
+    )
+    return lines
+
+
+def help_pages(path: Path) -> Path:
+    """Write Python's own help pages, 0.7 MB of English, to ``path``."""
+    from pydoc_data.topics import topics
+
+    path.write_text("\n".join(text for _, text in sorted(topics.items())))
+    return path
+
+
+def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
+    """Train a byte-level tokenizer of 1024 tokens on the texts and save it, unless that has been done.
+
+    Raises:
+        ValueError: a text that is not there or not UTF-8.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if path.exists():
+        return path
+    made: Any = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    try:
+        made.train([str(text) for text in texts], trainer)
+    except Exception as error:  # the library has no classes of its own for these
+        raise ValueError(f"no tokenizer can be trained on {', '.join(map(str, texts))}: {error}") from error
+    made.save(str(path))
+    return path

@@ -1,0 +1,408 @@
+"""Run files: what is trained, on what, and how.
+
+A run file is YAML with the fields of :class:`RunSettings`; ``base: NAME`` takes over those of another that it
+does not give itself. Any field, however deep, can be changed on the command line:
+``--learning_rate 1e-3 --stages.0.until 0.7``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, presets
+from deqseq.convergence import check_count
+from deqseq.curriculum import Curriculum, Stage
+from deqseq.tasks.runs import flat
+
+RUNS = Path(__file__).parent / "runs"
+
+Tree = dict[str, Any]
+
+
+def _setting(text: str, default: Any = MISSING, resumes: bool = False) -> Any:
+    """A field with its help; ``resumes``: a run may go on with another value."""
+    options: Any = {} if default is MISSING else {"default": default}
+    return field(metadata={"help": text, "resumes": resumes}, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Everything that determines a pretrained model; what is of no influence on it may change on resuming.
+
+    Raises:
+        ValueError: a value out of its range, or that does not go with the others, with the rule.
+    """
+
+    model: Any = _setting(
+        "options of ImplicitConfig, or a preset: mamba2-130m, llama-1.3b; {preset: NAME, ...} changes one"
+    )
+    explicit: bool = _setting("train the explicit twin: the same stack applied once, no stages", False)
+    data: Any = _setting(
+        "folder made by deqseq.tasks.prepare; or {dataset: NAME, subset, split, validation_split, files, "
+        "column, tokenizer}, a Hugging Face dataset to stream",
+        None,
+    )
+    documents: str = _setting(
+        "'joined': rows run on across documents; 'separate': documents see themselves only", "joined"
+    )
+    length: int = _setting("tokens of a row", 2048)
+    tokens: int | None = _setting("tokens to train on; or give steps", None)
+    steps: int | None = _setting("optimiser steps; or give tokens", None)
+    passes: float = _setting("how often the data may be gone through; more tokens are refused", 1.0)
+    batch_tokens: int = _setting("tokens of an optimiser step, over all processes", 2**20)
+    per_device_batch_size: int = _setting("rows in memory at a time", 8, resumes=True)
+    learning_rate: float = _setting("peak")
+    min_learning_rate: float = _setting("at the end", 1e-5)
+    warmup_share: float = _setting("share of the steps in which the rate rises linearly", 0.01)
+    decay_share: float = _setting("share of the steps, the last ones, in which it falls as 1 - sqrt", 0.2)
+    weight_decay: float = _setting("of matrices; not of norms, biases, A, D, dt and lengths of rows", 0.1)
+    beta1: float = _setting("AdamW's", 0.9)
+    beta2: float = _setting("AdamW's", 0.95)
+    max_grad_norm: float = _setting("gradient clipping", 1.0)
+    stages: Any = _setting(
+        "list of {until, gradient, convergence, eval_convergence, window}; until: a share of the training, "
+        "{tokens: N} or {steps: N}",
+        None,
+    )
+    start_from: str | None = _setting(
+        "model folder or checkpoint to take the weights from; the optimiser starts afresh", None
+    )
+    bf16: bool = _setting("autocast to bfloat16; weights stay float32", True)
+    compile: bool = _setting("compile the blocks (Llama)", False, resumes=True)
+    activation_budget: float = _setting(
+        "share of the activations that compiled blocks keep; what is cheap is recomputed", 1.0, resumes=True
+    )
+    recompute: bool = _setting(
+        "recompute every evaluation in the backward pass (activation checkpointing)", False, resumes=True
+    )
+    seed: int = _setting("of weights and order of the rows", 0)
+    workers: int = _setting("processes that read rows", 2, resumes=True)
+    log_steps: int = _setting("steps between lines of the log", 10, resumes=True)
+    eval_steps: int = _setting(
+        "steps between evaluations; also at the end of every stage", 1000, resumes=True
+    )
+    eval_rows: int | None = _setting("rows of the held-out split in these; all by default", 512, resumes=True)
+    save_steps: int = _setting("steps between checkpoints; also at the end of every stage", 500, resumes=True)
+    keep: int = _setting("checkpoints to keep, at least 2", 2, resumes=True)
+    spectral_every: int = _setting(
+        "lines of the log between estimates of the spectral radius; 0: none", 10, resumes=True
+    )
+    report_to: str = _setting(
+        "tensorboard, wandb, ...: a name the Trainer knows; or none", "tensorboard", resumes=True
+    )
+
+    def __post_init__(self) -> None:
+        counts = ("length", "batch_tokens", "per_device_batch_size", "log_steps", "eval_steps", "save_steps")
+        for name in counts:
+            check_count(name, getattr(self, name))
+        for name in ("tokens", "steps", "eval_rows"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if (self.tokens is None) == (self.steps is None):
+            raise ValueError(f"give either tokens or steps, got {self.tokens} and {self.steps}")
+        if self.length < 2:
+            raise ValueError(f"length must be at least 2, a token and its successor, got {self.length}")
+        if self.batch_tokens % self.length:
+            near = max(1, round(self.batch_tokens / self.length)) * self.length
+            raise ValueError(
+                f"batch_tokens must be whole rows of length = {self.length} tokens, got {self.batch_tokens}; "
+                f"{near} would be"
+            )
+        if self.total_steps < 1:
+            raise ValueError(
+                f"tokens must fill a batch of {self.batch_tokens} tokens at least once, got {self.tokens}"
+            )
+        if not 0 < self.min_learning_rate <= self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate must be in (0, learning_rate = {self.learning_rate:g}], "
+                f"got {self.min_learning_rate:g}"
+            )
+        for name in ("warmup_share", "decay_share", "weight_decay", "spectral_every", "workers"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.warmup_share + self.decay_share > 1:
+            raise ValueError(
+                "warmup_share and decay_share must not be more than 1 together, got "
+                f"{self.warmup_share} and {self.decay_share}"
+            )
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name in ("max_grad_norm", "passes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 < self.activation_budget <= 1:
+            raise ValueError(f"activation_budget must be in (0, 1], got {self.activation_budget}")
+        if self.activation_budget < 1 and not self.compile:
+            raise ValueError("activation_budget is kept by compiled blocks: set compile: true, or 1.0")
+        if self.keep < 2:
+            raise ValueError(
+                f"keep must be at least 2, the last checkpoint and one being written, got {self.keep}"
+            )
+        if self.documents not in ("joined", "separate"):
+            raise ValueError(f"documents must be 'joined' or 'separate', got {self.documents!r}")
+        self.curriculum()
+        config = self.config()
+        if self.compile and config.backbone["name"] != "llama":
+            raise ValueError(f"compile is for Llama: {config.backbone['name']} has kernels of its own")
+        with torch.device("meta"):  # checks the model's sizes
+            ImplicitForCausalLM(config)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_tokens // self.length
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps if self.steps is not None else int(self.tokens or 0) // self.batch_tokens
+
+    @property
+    def warmup_steps(self) -> int:
+        return round(self.warmup_share * self.total_steps)
+
+    @property
+    def decay_steps(self) -> int:
+        return round(self.decay_share * self.total_steps)
+
+    def accumulation(self, processes: int) -> int:
+        """Batches of a process in an optimiser step.
+
+        Raises:
+            ValueError: a step's rows do not divide; says what would.
+        """
+        rows, size = self.rows_per_step, self.per_device_batch_size
+        if rows % (processes * size) == 0:
+            return rows // (processes * size)
+        message = (
+            f"batch_tokens = {self.batch_tokens} is {rows} rows of {self.length} tokens, which do not divide "
+            f"into {processes} processes x per_device_batch_size = {size}"
+        )
+        if rows % processes == 0:
+            fits = [n for n in range(1, rows // processes + 1) if rows // processes % n == 0]
+            near = sorted(fits, key=lambda n: abs(n - size))[:3]
+            raise ValueError(f"{message}: {_or(sorted(near))} rows at a time would")
+        fits = [n for n in range(1, rows // size + 1) if rows % (n * size) == 0]
+        near = sorted(sorted(fits, key=lambda n: abs(n - processes))[:3])
+        whole = max(1, round(rows / (processes * size))) * processes * size * self.length
+        raise ValueError(
+            f"{message}: " + (f"{_or(near)} processes would, or " if near else "") + f"batch_tokens = {whole}"
+        )
+
+    def config(self) -> ImplicitConfig:
+        """The model's configuration, at the end of training."""
+        options = model_options(self.model)
+        if self.explicit:
+            return ImplicitConfig(**{**options, "implicit": False})
+        curriculum = self.curriculum()
+        if curriculum is not None:
+            last = curriculum.stages[-1]
+            for name in ("gradient", "convergence", "eval_convergence", "window"):
+                options[name] = getattr(last, name)
+        return ImplicitConfig(**options)
+
+    def curriculum(self) -> Curriculum | None:
+        """The stages, which end at shares of the steps; ``None``: as the model is throughout."""
+        if self.explicit or not self.stages:
+            return None
+        known = [f.name for f in fields(Stage)]
+        stages = []
+        for number, entry in enumerate(self.stages):
+            for name in entry:
+                check_known(name, known, f"stages.{number}.")
+            own = {"eval_convergence": entry.get("convergence"), **entry}
+            stages.append(Stage(**{**own, "until": self._share(entry.get("until"), number)}))
+        return Curriculum(stages)
+
+    def _share(self, until: Any, number: int) -> float:
+        if isinstance(until, Mapping) and len(until) == 1:
+            (unit, amount), steps = *until.items(), self.total_steps
+            if unit == "steps":
+                return int(amount) / steps
+            if unit == "tokens":
+                return round(float(amount) / self.batch_tokens) / steps
+        elif isinstance(until, (int, float)):
+            return float(until)
+        raise ValueError(
+            f"stages.{number}.until must be a share of the training, {{tokens: N}} or {{steps: N}}, "
+            f"got {until}"
+        )
+
+    def to_dict(self) -> Tree:
+        """Plain data; what ``RunSettings(**...)`` takes."""
+        return {**asdict(self), "model": model_options(self.model)}
+
+
+RESUMES = {f.name for f in fields(RunSettings) if f.metadata["resumes"]}
+"""Settings that a run may be resumed with when they differ."""
+
+
+def model_options(model: Any) -> Tree:
+    """The options of :class:`ImplicitConfig` that ``model`` in a run file means.
+
+    Raises:
+        ValueError: no preset of that name, or neither a name nor a mapping.
+    """
+    if isinstance(model, str):
+        model = {"preset": model}
+    if not isinstance(model, Mapping):
+        raise ValueError(f"model must be a preset's name or options of ImplicitConfig, got {model!r}")
+    options = dict(model)
+    preset = options.pop("preset", None)
+    if preset is None:
+        return options
+    name = f"{preset}-free" if f"{preset}-free" in presets.names() else preset
+    return merged(presets.options(name), options)
+
+
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """``under`` with what ``over`` says, mapping by mapping."""
+    result = deepcopy(dict(under))
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else deepcopy(value)
+    return result
+
+
+def load_run(source: str, overrides: Sequence[tuple[str, str]] = ()) -> RunSettings:
+    """The settings of a run file, or of one of ours by its name, with fields changed by dotted names.
+
+    ``NAME-explicit`` is the explicit twin of ``NAME``.
+
+    Raises:
+        ValueError: no such file or name, unknown fields, values out of range.
+    """
+    tree = _read(source)
+    known = [f.name for f in fields(RunSettings)]
+    for name in tree:
+        check_known(name, known, "")
+    for name, text in overrides:
+        _override(tree, name, text, known)
+    for f in fields(RunSettings):
+        value = tree.get(f.name)
+        if f.default is MISSING and value is None:
+            raise ValueError(f"{source} has no {f.name}: {f.metadata['help']}")
+        if isinstance(value, float) and value.is_integer() and str(f.type).startswith("int"):
+            tree[f.name] = int(value)  # 207e9 tokens
+    return RunSettings(**tree)
+
+
+def describe_fields() -> str:
+    """The fields of a run, their defaults and what they are, a line each."""
+    lines = []
+    for f in fields(RunSettings):
+        default = "" if f.default is MISSING else f" (default: {f.default})"
+        lines.append(f"  {f.name}: {f.metadata['help']}{default}")
+    return "\n".join(lines)
+
+
+def shipped() -> list[str]:
+    """Names of the run files that come along."""
+    return sorted(path.stem for path in RUNS.glob("*.yaml"))
+
+
+def _read(source: str) -> Tree:
+    name, explicit = source.removesuffix("-explicit"), source.endswith("-explicit")
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        if name not in shipped():
+            raise ValueError(f"no run {source!r}: name a YAML file, or one of {', '.join(shipped())}")
+        path = RUNS / f"{name}.yaml"
+    try:
+        tree = yaml.load(path.read_text(), Loader)
+    except OSError as error:
+        raise ValueError(f"the run file {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the run file {path} is no YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"the run file {path} must be a mapping of fields, got {tree!r}")
+    if base := tree.pop("base", None):
+        tree = {**_read(str(base)), **tree}
+    if explicit and name in shipped():
+        tree["explicit"] = True
+    return tree
+
+
+def _override(tree: Tree, name: str, text: str, known: Sequence[str]) -> None:
+    """Set the field of a dotted name, in place; the text is YAML."""
+    first, *rest = name.split(".")
+    check_known(first, [*known, *(leaf for leaf, _ in flat(_expanded(tree)))], "", shown=name)
+    value = yaml.load(text, Loader)
+    if not rest:
+        tree[first] = value
+        for one, other in (("tokens", "steps"), ("steps", "tokens")):
+            if first == one:
+                tree.pop(other, None)
+        return
+    if first == "model":
+        tree["model"] = model_options(tree["model"])
+    if first not in known:
+        raise ValueError(f"unknown field {name}")
+    place: Any = tree.get(first)
+    *parents, last = rest
+    for key in parents:
+        place = _item(place, key, name, tree)
+    if isinstance(place, list):
+        place[_index(place, last, name)] = value
+    elif isinstance(place, dict):
+        leaves = [leaf for leaf, _ in flat(_expanded(tree))]
+        if first == "model" and not parents:
+            check_known(last, list(ImplicitConfig.__annotations__), "model.", also=leaves)
+        place[last] = value
+    else:
+        raise ValueError(f"unknown field {name}: {name.rpartition('.')[0]} is {place!r}, which has no fields")
+
+
+def _item(place: Any, key: str, name: str, tree: Tree) -> Any:
+    if isinstance(place, list):
+        return place[_index(place, key, name)]
+    if isinstance(place, dict) and key in place:
+        return place[key]
+    raise ValueError(_unknown(name, [leaf for leaf, _ in flat(_expanded(tree))]))
+
+
+def _index(place: list[Any], key: str, name: str) -> int:
+    if not key.isdigit() or int(key) >= len(place):
+        raise ValueError(f"{name}: the list has entries 0 to {len(place) - 1}, got {key!r}")
+    return int(key)
+
+
+def _expanded(tree: Tree) -> Tree:
+    return {**tree, "model": model_options(tree["model"])} if tree.get("model") else tree
+
+
+def check_known(
+    name: str, known: Sequence[str], prefix: str, also: Sequence[str] = (), shown: str = ""
+) -> None:
+    """Raise ``ValueError`` unless ``name`` is one of the ``known``; it says which is nearest."""
+    if name not in known:
+        raise ValueError(_unknown(shown or prefix + name, [*(prefix + one for one in known), *also]))
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, cutoff=0)
+    return f"unknown field {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _or(numbers: Sequence[int]) -> str:
+    *head, last = map(str, numbers)
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+class Loader(yaml.SafeLoader):
+    """YAML in which 3e-3 is a number, as everywhere else."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)

@@ -1,0 +1,237 @@
+"""The Trainer that pretrains: checkpoints for any number of devices, and what is watched."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from deqseq.convergence import Residual
+from deqseq.curriculum import Curriculum
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.solution import Status
+from deqseq.tasks.corpus.rows import Row
+from deqseq.tasks.pretraining.watch import Advice, Speed, graph_evaluations, model_radius
+from deqseq.tasks.trainer import CurriculumTrainer, SolveWatch
+
+logger = logging.getLogger(__name__)
+
+
+def batch_of(rows: list[Row]) -> Row:
+    """Rows put together; the labels are the inputs, which the model shifts."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {**batch, "labels": batch["input_ids"]}
+
+
+class Diverged(FloatingPointError):
+    """Training has come to numbers that are not finite."""
+
+
+class PretrainTrainer(CurriculumTrainer):
+    """Next-token training of implicit and explicit models.
+
+    - The loss comes from the model without its logits, which nothing then copies to float32.
+    - A checkpoint has the weights (``model.safetensors``) and the optimiser's state by the parameters' names
+      (``optimizer.pt``), whatever trained: one process, DDP or FSDP. Whoever makes the model loads weights.
+    - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights move.
+
+    Args:
+        model: on the weights to go on from.
+        args: its arguments; the whole training is one epoch of ``train_dataset``.
+        curriculum: ``None`` for explicit models.
+        speed: where speed is measured.
+        spectral_every: lines of the log between estimates of the spectral radius; 0: none.
+        options: as transformers' ``Trainer`` takes them.
+    """
+
+    model: Any  # once it trains there is one, and an optimiser and a schedule
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        curriculum: Curriculum | None,
+        speed: Speed,
+        spectral_every: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(curriculum, model=model, args=args, data_collator=batch_of, **options)
+        self.layer = next((m for m in model.modules() if isinstance(m, ImplicitSequenceLayer)), None)
+        self.speed = speed
+        self.advice = Advice()
+        self.spectral_every = spectral_every
+        self.eval_watch = SolveWatch()
+        self.add_callback(_Clock(speed))
+        if curriculum is not None:
+            self.add_callback(_Stages(self, curriculum))
+        self._lines = 0
+        self._faults = torch.zeros(2, device=args.device)  # sum of losses, tokens that are not finite
+        self._last: tuple[Tensor, Tensor] | None = None  # ids and z of a row
+        if self.is_fsdp_enabled:
+            self._prepare_fsdp()
+
+    def _prepare_fsdp(self) -> None:
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin.fsdp_version != 2:
+            raise ValueError("FSDP needs version 2: set fsdp_version: 2 in accelerate's configuration")
+        if plugin.auto_wrap_policy is not None:
+            raise ValueError(
+                "FSDP must wrap the model as one (fsdp_auto_wrap_policy: NO_WRAP): a forward pass reads all "
+                "weights once, and iterates with what it made of them"
+            )
+        # Gathered in float32, once a forward pass; autocast does the rest as without FSDP.
+        plugin.mixed_precision_policy = None
+        if self.layer is not None:
+            self.layer.group = dist.group.WORLD
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        outputs = model(**inputs, skip_logits=True, use_cache=False)
+        solution, loss = outputs.solution, outputs.loss
+        if solution is not None:
+            (self.watch if model.training else self.eval_watch).add(solution)
+        if model.training:
+            broken = loss.new_zeros(()) if solution is None else (solution.status == Status.NON_FINITE).sum()
+            self._faults += torch.stack([loss.detach().float(), broken.float()])
+            if solution is not None:
+                self._last = inputs["input_ids"][:1], solution.z[:1].detach()
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        mine = torch.cat([self._faults, torch.as_tensor(norm, device=self._faults.device).float().view(1)])
+        self._faults = torch.zeros_like(self._faults)
+        self._check_finite(self.accelerator.gather(mine[None]).tolist())
+        return norm
+
+    def _check_finite(self, found: Iterable[list[float]]) -> None:
+        faults = []
+        for rank, (loss, broken, norm) in enumerate(found):
+            if not math.isfinite(loss):
+                faults.append(f"the loss is {loss} on process {rank}")
+            if broken:
+                faults.append(f"{broken:.0f} tokens have no finite equilibrium on process {rank}")
+            if not faults and not math.isfinite(norm):
+                faults.append(f"the gradient's norm is {norm}")
+        if faults:
+            raise Diverged(
+                f"step {self.state.global_step + 1}: {'; '.join(faults)}. The weights have not moved, and "
+                "nothing of this step was saved: start again from the last checkpoint with a lower learning "
+                "rate, a smaller max_grad_norm or a damped solver, in a new folder (--start_from CHECKPOINT)"
+            )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs = {**logs, **self.watch.read(self._mean_of_processes)}
+            gradient = None if self.layer is None else self.layer.gradient
+            logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
+            self._lines += 1
+            if self.spectral_every and self._lines % self.spectral_every == 0:
+                logs |= self._radius()
+            if self.layer is not None:
+                policy = self.layer.train_convergence
+                tolerance = policy.rtol if isinstance(policy, Residual) else None
+                for text in self.advice.read(logs, tolerance):
+                    if self.is_world_process_zero():
+                        logger.warning("step %d: %s", self.state.global_step, text)
+        if "eval_loss" in logs:
+            found = self.eval_watch.read(self._mean_of_processes)
+            logs = {**logs, "eval_perplexity": round(math.exp(min(logs["eval_loss"], 700)), 4)}
+            logs |= {f"eval_{name}": value for name, value in found.items()}
+        super().log(logs, start_time)
+
+    def _radius(self) -> dict[str, float]:
+        if self._last is None or self.is_fsdp_enabled:  # whose weights are together in a forward pass only
+            return {}
+        self.speed.pause()
+        with self.accelerator.autocast():
+            radius = model_radius(self.model, *self._last)
+        self.speed.start()
+        return {} if radius is None else {"spectral_radius": round(radius, 4)}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        pass  # the model was made from it
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        if self.args.should_save:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state, Path(output_dir) / "optimizer.pt")
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
+        self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+
+
+class _Clock(TrainerCallback):
+    """Measures the time from step to step, without evaluations and checkpoints."""
+
+    def __init__(self, speed: Speed) -> None:
+        self.speed = speed
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.speed.start()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.speed.step()
+        self.speed.pause()
+        self.speed.start()
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.speed.start()
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self.speed.start()
+
+
+class _Stages(TrainerCallback):
+    """Evaluates and saves at the end of every stage; the model too, in ``stage-N``, if it is not the last."""
+
+    def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum) -> None:
+        self.trainer, self.curriculum = trainer, curriculum
+
+    def _ended(self, state: TrainerState) -> int | None:
+        """The number of the stage, from 1, that ends with this step."""
+        ends = [self.curriculum.end(stage, state.max_steps) for stage in self.curriculum.stages]
+        return ends.index(state.global_step) + 1 if state.global_step in ends else None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._ended(state) is not None:
+            control.should_log = control.should_evaluate = control.should_save = True
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        number = self._ended(state)
+        if number is not None and number < len(self.curriculum.stages):
+            self.trainer.save_model(str(Path(str(args.output_dir)) / f"stage-{number}"))
+            self.trainer.advice.new_stage()

@@ -1,0 +1,183 @@
+"""What is looked at while a model trains: speed, the solves and whether they go wrong.
+
+Shapes: B sequences, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.gradients import GradientStrategy
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.regularisation import spectral_radius
+
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Floating-point operations a second in dense bfloat16, by what a device's name contains."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """What a device can do in dense bfloat16, operations a second; ``None`` where that is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for known, peak in PEAK.items() if known in name), None)
+
+
+class Flops:
+    """Floating-point operations of a model on one row of ``length`` tokens.
+
+    Counted by PyTorch as the plain implementation runs without data; matrix products, convolutions and
+    attention count, element-wise work does not. Attention counts in full, not the causal half.
+
+    Attributes:
+        evaluation: of one evaluation of f, forward.
+        rest: of all that is done once a forward pass: injection and output layer.
+    """
+
+    def __init__(self, config: ImplicitConfig, length: int) -> None:
+        # Attention by its definition: the counter does not know every fused kernel.
+        with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
+            model = ImplicitForCausalLM(config)
+            x = torch.empty(1, length, config.hidden_size)
+            backbone = model.model.layer.backbone
+            with torch.no_grad(), FlopCounterMode(display=False) as once:
+                context = backbone.prepare(x)
+            with torch.no_grad(), FlopCounterMode(display=False) as each:
+                backbone.evaluate(x, context)
+        self.evaluation = each.get_total_flops()
+        self.rest = once.get_total_flops() + 2 * length * config.hidden_size * config.vocab_size
+
+    def step(self, evaluations: float, with_graph: float) -> float:
+        """Of a training step on one row: a backward pass is twice the forward one.
+
+        Args:
+            evaluations: of f, in all.
+            with_graph: those that the backward pass goes through. What is recomputed does not count.
+        """
+        return self.evaluation * (evaluations + 2 * with_graph) + 3 * self.rest
+
+
+def graph_evaluations(gradient: GradientStrategy | None) -> int:
+    """Evaluations of f that the backward pass goes through; of an explicit model, one."""
+    return int(getattr(gradient, "steps", getattr(gradient, "iterations", 1)))
+
+
+class Speed:
+    """Tokens a second and model FLOPs utilisation, over the time spent training.
+
+    Args:
+        flops: of a row.
+        rows: a process trains on in a step.
+        length: tokens of a row.
+        processes: that train together.
+        peak: operations a second of a device; ``None`` if that is not known.
+    """
+
+    def __init__(self, flops: Flops, rows: int, length: int, processes: int, peak: float | None) -> None:
+        self.flops, self.rows, self.length, self.processes, self.peak = flops, rows, length, processes, peak
+        self._seconds = 0.0
+        self._steps = 0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Stop the clock: something else than training follows."""
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+        self._since = None
+
+    def step(self) -> None:
+        self._steps += 1
+
+    def read(self, evaluations: float, with_graph: float) -> dict[str, float]:
+        """Since the last reading, given the mean evaluations of f a forward pass did; starts afresh."""
+        self.pause()
+        self.start()
+        seconds, steps = self._seconds, self._steps
+        self._seconds, self._steps = 0.0, 0
+        if not steps:
+            return {}
+        found = {"tokens_per_second": round(steps * self.rows * self.length * self.processes / seconds, 1)}
+        if self.peak:
+            done = steps * self.rows * self.flops.step(evaluations, with_graph)
+            found["mfu"] = round(done / seconds / self.peak, 4)
+        return found
+
+
+_WINDOW = 10
+
+
+class Advice:
+    """Says once a stage if solves get worse, and what to try.
+
+    Compares the lines of the log in the first and the second half of the last ten.
+    """
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+        self._given: set[str] = set()
+
+    def new_stage(self) -> None:
+        self._lines.clear()
+        self._given.clear()
+
+    def read(self, logs: Mapping[str, float], tolerance: float | None) -> list[str]:
+        """What to warn of after another line of the log.
+
+        Args:
+            logs: with ``residual`` and ``share_exhausted``.
+            tolerance: of the search; ``None`` where the number of iterations is fixed.
+        """
+        if "residual" not in logs:
+            return []
+        self._lines.append((logs["residual"], logs["share_exhausted"]))
+        if len(self._lines) < _WINDOW:
+            return []
+        half = _WINDOW // 2
+        lines = list(self._lines)
+        before, now = (
+            [sum(values) / half for values in zip(*part, strict=True)]
+            for part in (lines[:half], lines[half:])
+        )
+        found = {}
+        if now[0] > max(0.1, 2 * (tolerance or 0)) and now[0] > 0.98 * before[0]:
+            found["residual"] = (
+                f"the residual does not fall: {before[0]:.3f}, then {now[0]:.3f}. f hardly contracts: damp "
+                "the solver (--model.solver '{name: picard, damping: 0.7}'), lower the learning rate, or "
+                "search longer before the gradient (stages.N.convergence)"
+            )
+        if now[1] > 0.1 and now[1] > before[1] + 0.02:
+            found["unsettled"] = (
+                f"more and more tokens do not settle: {before[1]:.0%}, then {now[1]:.0%}. Raise max_iter, "
+                "loosen rtol, damp the solver, or lower the learning rate: go back to the last checkpoint at "
+                "which they did"
+            )
+        new = [text for name, text in found.items() if name not in self._given]
+        self._given |= set(found)
+        return new
+
+
+def model_radius(model: nn.Module, input_ids: Tensor, z: Tensor, iterations: int = 8) -> float | None:
+    """Estimate of the spectral radius of df/dz at ``z`` (1, L, D) for ``input_ids`` (1, L).
+
+    ``None`` for explicit models.
+    """
+    layer = next((m for m in model.modules() if isinstance(m, ImplicitSequenceLayer)), None)
+    if layer is None:
+        return None
+    with torch.no_grad():
+        embed: Any = model.get_input_embeddings()  # type: ignore[operator]
+        context = layer.backbone.prepare(embed(input_ids))
+    generator = torch.Generator(z.device).manual_seed(0)  # the run's own random numbers stay as they are
+    radius = spectral_radius(lambda u: layer.backbone(u, context), z.float(), iterations, generator)
+    return radius.mean().item()

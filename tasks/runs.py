@@ -1,0 +1,96 @@
+"""The folder of one training run: its settings, checkpoints, and in the end the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class RunFolder:
+    """The folder of one run, made if it is not there; the settings are in ``settings.json``.
+
+    Args:
+        path: the folder.
+        settings: plain data, nested as it likes.
+        may_change: names of settings that a run may go on with when they differ; the folder keeps the new
+            ones.
+
+    Raises:
+        ValueError: the folder holds something else, or a run with other settings. Nothing in it is
+            touched then.
+    """
+
+    def __init__(
+        self, path: str | Path, settings: Mapping[str, Any], may_change: Collection[str] = ()
+    ) -> None:
+        self.path = Path(path)
+        wanted = json.loads(json.dumps(settings))
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file, not a folder")
+        if self.file.exists():
+            self._check_same(wanted, may_change)
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise ValueError(
+                f"{self.path} is not empty and holds no run (no settings.json): choose another folder"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(wanted, indent=2) + "\n"
+        if not self.file.exists() or self.file.read_text() != text:
+            part = self.file.with_suffix(".part")
+            part.write_text(text)
+            part.replace(self.file)
+
+    @property
+    def file(self) -> Path:
+        return self.path / "settings.json"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trained model has been saved."""
+        return (self.path / "training.json").exists()
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """Write down how training went; says that the run is finished, so it comes last."""
+        part = self.path / "training.part"
+        part.write_text(json.dumps(record, indent=2) + "\n")
+        part.replace(self.path / "training.json")
+
+    def _check_same(self, wanted: Mapping[str, Any], may_change: Collection[str]) -> None:
+        there, here = dict(flat(read_settings(self.path))), dict(flat(wanted))
+        different = [
+            f"{name}: {there.get(name)} there, {here.get(name)} asked for"
+            for name in {**there, **here}
+            if there.get(name) != here.get(name) and name.partition(".")[0] not in may_change
+        ]
+        if different:
+            raise ValueError(
+                f"{self.path} holds a run with other settings ({'; '.join(different)}): "
+                "choose another folder, or repeat its settings to resume it"
+            )
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """The settings of the run in folder ``path``.
+
+    Raises:
+        ValueError: no run there, or a settings file that cannot be read.
+    """
+    file = Path(path) / "settings.json"
+    if not file.exists():
+        raise ValueError(f"{path} holds no run: {file} does not exist")
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    return found
+
+
+def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and lists, by dotted names: ``stages.0.until``."""
+    if not isinstance(tree, (Mapping, list)) or not tree:
+        yield name, tree
+        return
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from flat(value, f"{name}.{key}" if name else str(key))

@@ -1,0 +1,378 @@
+"""The data of language modelling: documents, hold-out, shards, rows, streams."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerFast
+
+from deqseq.tasks.corpus import HoldOut, TokenFolder, pipeline, token_rows
+from deqseq.tasks.corpus.documents import JsonLines, Source, TextFile, sources
+from deqseq.tasks.corpus.encoder import Encoder
+from deqseq.tasks.corpus.shards import Preparation
+
+WORDS = ("the", "cat", "saw", "a", "dog", "near", "river", "and", "old king", "naïve", "猫", "über", "🙂")
+END = "<|endoftext|>"
+FIFTH = HoldOut(0.2)
+
+
+def make_text(sentences: int, seed: int = 0) -> str:
+    """Lines of random words, with blank lines here and there."""
+    draw = random.Random(seed)
+    lines = (" ".join(draw.choices(WORDS, k=draw.randint(1, 30))) for _ in range(sentences))
+    return "".join(line + draw.choice((".\n", ".\n", "!\n\n", " ...\n\n\n")) for line in lines)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_BATCH", 4096)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    found = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    found.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    found.train_from_iterator([make_text(200)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token=END)
+
+
+def prepare(
+    folder: Path, read: list[Source], tokenizer: Any, hold_out: HoldOut = FIFTH,
+    shard_tokens: int = 10**9, workers: int = 1, force: bool = False,
+) -> TokenFolder:  # fmt: skip
+    encoder = Encoder(tokenizer)
+    head = pipeline.describe(encoder, "test", read, hold_out, shard_tokens)
+    preparation = Preparation(folder, head, force)
+    preparation.start(tokenizer)
+    pipeline.write(preparation, read, encoder, hold_out, shard_tokens, workers)
+    return TokenFolder(folder)
+
+
+def stored(folder: TokenFolder, split: Any) -> np.ndarray:
+    """All tokens of a split."""
+    files = sorted(folder.path.glob(f"{split}-*.bin"))
+    return np.concatenate([np.fromfile(file, "<u2") for file in files])
+
+
+def texts(tokens: np.ndarray, tokenizer: Any) -> list[str]:
+    """The documents in a run of tokens."""
+    assert tokens[-1] == tokenizer.eos_token_id
+    return tokenizer.decode(tokens.tolist()).split(END)[:-1]
+
+
+def write_jsonl(path: Path, documents: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text, "n": 1}) + "\n" for text in documents))
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """A plain text file of 100 kB."""
+    path = tmp_path / "book.txt"
+    path.write_text(make_text(1200))
+    return path
+
+
+# Documents
+
+
+@pytest.mark.parametrize("kind", ["file", "blank", "line"])
+def test_reading_goes_on_at_every_document(book: Path, kind: str) -> None:
+    whole = list(TextFile(str(book), kind).documents())
+    assert len(whole) > 10
+    for i in range(0, len(whole), 7):
+        assert list(TextFile(str(book), kind).documents(whole[i].next)) == whole[i + 1 :]
+
+
+def test_what_a_document_is(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"\xef\xbb\xbf\n one\r\ntwo\n\n \n\nthree\n\nfour")
+    found = {
+        kind: [d.text for d in TextFile(str(path), kind).documents()] for kind in ("blank", "line", "file")
+    }
+    assert found["blank"] == [" one\r\ntwo\n\n ", "three", "four"]
+    assert found["line"] == [" one", "two", "three", "four"]
+    assert found["file"] == ["\n one\r\ntwo\n\n \n\nthree\n\nfour"]
+
+
+@pytest.mark.parametrize(
+    "text", [make_text(1500), "word " * 20_000, "é" * 30_000, "a" + "🙂" * 9_000, "x" * 8192, "x" * 8193]
+)
+def test_pieces_are_the_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "text"
+    path.write_text(text)
+    pieces = list(TextFile(str(path)).documents())
+    assert "".join(piece.text for piece in pieces) == text
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(4000 < piece.size <= 8192 for piece in pieces[:-1])
+    assert sum(piece.size for piece in pieces) == pieces[-1].next == path.stat().st_size
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one\\ntwo"}\n\n{"text": ""}\n{"n": 1, "text": "half \\ud83d"}\n')
+    assert [d.text for d in JsonLines(str(path)).documents()] == ["one\ntwo", "half ?"]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.txt", b"fine\n" + b"x" * 10_000 + b"\xff", r"a.txt is not UTF-8: .*0xff at offset 10005"),
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b", "id": 1}\n', r"a.jsonl:2: .*'text'.*body, id"),
+        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', r"a.jsonl:3: .*no object"),
+        ("a.jsonl", b'{"text": 1}\n', r"a.jsonl:1: no text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl:2: Expecting value"),
+        ("a.txt", b"", r"a.txt is empty"),
+        ("a.jsonl", b"\n\n", r"no documents in .*a.jsonl"),
+        ("a.txt.gz", b"x", r"a.txt.gz is compressed"),
+        ("a.parquet", b"x", r"the dataset parquet cannot be loaded"),
+    ],
+)
+def test_what_is_not_a_document_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        pipeline.check(sources([str(tmp_path / name)]))
+
+
+def test_sources_that_cannot_be_opened(tmp_path: Path, book: Path) -> None:
+    with pytest.raises(ValueError, match=r"no file .*none.txt"):
+        sources([str(tmp_path / "none.txt")])
+    with pytest.raises(ValueError, match="is a folder"):
+        sources([str(tmp_path)])
+    with pytest.raises(ValueError, match="named twice"):
+        sources([str(book), str(book)])
+    with pytest.raises(ValueError, match="nothing to read"):
+        sources([])
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        sources([str(tmp_path / "none.json")], dataset="json")
+
+
+def test_datasets_and_parquet_give_what_jsonl_gives(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    documents = [make_text(2, seed) for seed in range(30)]
+    write_jsonl(tmp_path / "a.jsonl", documents)
+    datasets.Dataset.from_dict({"text": documents}).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_text("\n".join(text.replace("\n", " ") for text in documents))
+    jsonl, parquet = str(tmp_path / "a.jsonl"), str(tmp_path / "a.parquet")
+    for read in (sources([jsonl]), sources([parquet]), sources([jsonl], dataset="json")):
+        found = list(read[0].documents())
+        assert [document.text for document in found] == documents
+        assert list(read[0].documents(found[9].next)) == found[10:]
+    lines = list(sources([str(tmp_path / "a.txt")], dataset="text")[0].documents())
+    assert len(lines) == len(documents)
+    with pytest.raises(ValueError, match=r"row 0 of json .*'body': its columns are text, n"):
+        pipeline.check(sources([jsonl], dataset="json", column="body"))
+
+
+# Hold-out
+
+
+def test_the_share_held_out_is_what_was_asked_for_and_grows() -> None:
+    documents = [f"document {i}" for i in range(20_000)]
+    held = {
+        share: {d for d in documents if HoldOut(share).split(d) == "validation"} for share in (0, 0.01, 0.1)
+    }
+    assert not held[0]
+    assert len(held[0.1]) / len(documents) == pytest.approx(0.1, abs=0.01)
+    assert held[0.01] < held[0.1]
+    assert {d for d in documents if HoldOut(0.1, "other").split(d) == "validation"} != held[0.1]
+
+
+@pytest.mark.parametrize("share", [1, 1.5, -0.1, float("nan")])
+def test_shares_that_are_none(share: float) -> None:
+    with pytest.raises(ValueError, match="must be in"):
+        HoldOut(share)
+
+
+# Tokens
+
+
+def test_parts_of_long_texts_have_the_tokens_of_the_whole(tokenizer: Any) -> None:
+    text = make_text(1000)
+    assert Encoder(tokenizer)([text, "", "a"])[0].tolist() == tokenizer(text)["input_ids"]
+    endless = "猫" * 20_000
+    assert tokenizer.decode(Encoder(tokenizer)([endless])[0].tolist()) == endless
+
+
+def test_tokenizers_that_do_not_fit() -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    with pytest.raises(ValueError, match="no end-of-text token"):
+        Encoder(plain)
+
+
+@pytest.mark.parametrize("largest, dtype", [(65_535, "<u2"), (65_536, "<u4")])
+def test_the_smallest_type_that_holds_all_ids(tmp_path: Path, largest: int, dtype: str) -> None:
+    words = Tokenizer(models.WordLevel({END: 0, "last": largest}, unk_token=END))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END)
+    (tmp_path / "a.txt").write_text("last")
+    folder = prepare(tmp_path / "out", sources([str(tmp_path / "a.txt")]), tokenizer, HoldOut(0))
+    assert np.fromfile(tmp_path / "out" / "train-00000.bin", dtype).tolist() == [largest, 0]
+    assert folder.vocab_size == largest + 1
+    assert folder.rows("train", 2)[0]["input_ids"].tolist() == [largest, 0]
+
+
+# Shards
+
+
+def test_every_document_is_on_its_side_whole_and_in_order(tmp_path: Path, tokenizer: Any) -> None:
+    documents = [make_text(1 + seed % 5, seed) for seed in range(300)]
+    write_jsonl(tmp_path / "a.jsonl", documents)
+    folder = prepare(tmp_path / "out", sources([str(tmp_path / "a.jsonl")]), tokenizer, shard_tokens=2000)
+    for split in ("train", "validation"):
+        expected = [text for text in documents if FIFTH.split(text) == split]
+        assert texts(stored(folder, split), tokenizer) == expected
+        assert folder.documents(split) == len(expected)  # type: ignore[arg-type]
+        assert folder.tokens(split) == len(stored(folder, split))  # type: ignore[arg-type]
+    folder.verify()
+    assert folder.end_of_text == tokenizer.eos_token_id
+    assert folder.vocab_size == len(tokenizer)
+    assert folder.tokenizer()(documents[0])["input_ids"] == tokenizer(documents[0])["input_ids"]
+
+
+def test_a_file_breaks_off_only_where_a_piece_is_held_out(tmp_path: Path, book: Path, tokenizer: Any) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("The end.")
+    read = sources([str(book), str(other)])
+    folder = prepare(tmp_path / "out", read, tokenizer, FIFTH)
+    runs: dict[str, list[str]] = {"train": [], "validation": []}
+    before = None
+    for piece in chain(*(source.documents() for source in read)):
+        split = FIFTH.split(piece.text)
+        if split == before:
+            runs[split][-1] += piece.text
+        else:
+            runs[split].append(piece.text)
+        before = None if piece.ends else split
+    assert len(runs["train"]) > 2 and runs["validation"]
+    for split, expected in runs.items():
+        assert texts(stored(folder, split), tokenizer) == expected
+
+
+def test_fingerprint_is_of_the_content(tmp_path: Path, book: Path, tokenizer: Any) -> None:
+    copy = tmp_path / "copy.txt"
+    copy.write_bytes(book.read_bytes())
+    folders = [prepare(tmp_path / p.stem, sources([str(p)]), tokenizer) for p in (book, copy)]
+    other = prepare(tmp_path / "other", sources([str(book)]), tokenizer, HoldOut(0.3))
+    assert folders[0].fingerprint == folders[1].fingerprint != other.fingerprint
+
+
+def test_damage_is_named(tmp_path: Path, book: Path, tokenizer: Any) -> None:
+    folder = prepare(tmp_path / "out", sources([str(book)]), tokenizer, shard_tokens=5000)
+    shard = folder.path / "train-00001.bin"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:100] + b"\xff\x00" + data[102:])
+    with pytest.raises(ValueError, match=r"train-00001.bin is corrupted"):
+        TokenFolder(folder.path).verify()
+    shard.write_bytes(data[:-2])
+    with pytest.raises(
+        ValueError, match=rf"train-00001.bin has {len(data) - 2} bytes instead of {len(data)}"
+    ):
+        TokenFolder(folder.path)
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"train-00001.bin is missing"):
+        TokenFolder(folder.path)
+    with pytest.raises(ValueError, match="no token shards"):
+        TokenFolder(tmp_path)
+    (folder.path / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a manifest"):
+        TokenFolder(folder.path)
+
+
+# Rows
+
+
+@pytest.fixture
+def folder(tmp_path: Path, book: Path, tokenizer: Any) -> TokenFolder:
+    """Several shards of short documents."""
+    found = prepare(tmp_path / "out", sources([str(book)], "blank"), tokenizer, shard_tokens=3000)
+    assert len(list(found.path.glob("train-*.bin"))) > 2
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 5000])
+def test_rows_are_the_tokens_across_shards(folder: TokenFolder, length: int) -> None:
+    tokens = stored(folder, "train")
+    rows = folder.rows("train", length)
+    assert len(rows) == len(tokens) // length
+    step = max(1, len(rows) // 50)
+    for i in (*range(0, len(rows), step), len(rows) - 1):
+        assert rows[i].keys() == {"input_ids"}
+        assert rows[i]["input_ids"].dtype == torch.int64
+        assert rows[i]["input_ids"].tolist() == tokens[i * length : (i + 1) * length].tolist()
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+
+
+def test_separate_documents_have_positions_of_their_own(folder: TokenFolder) -> None:
+    rows = folder.rows("train", 50, documents="separate")
+    for i in range(len(rows)):
+        row, expected, place = rows[i], [], 0
+        for token in row["input_ids"].tolist():
+            expected.append(place)
+            place = 0 if token == folder.end_of_text else place + 1
+        assert row["position_ids"].tolist() == expected
+
+
+def test_rows_in_other_processes(folder: TokenFolder) -> None:
+    rows = folder.rows("train", 32)
+    first = rows[0]["input_ids"]
+    assert len(pickle.dumps(rows)) < 10_000  # not the maps
+    assert torch.equal(pickle.loads(pickle.dumps(rows))[0]["input_ids"], first)
+    loaded = torch.cat([b["input_ids"] for b in DataLoader(rows, batch_size=4, num_workers=2)])
+    assert torch.equal(loaded, torch.stack([rows[i]["input_ids"] for i in range(len(rows))]))
+
+
+def test_rows_that_are_not_there(folder: TokenFolder) -> None:
+    with pytest.raises(ValueError, match=r"validation split of .* not one row of 1000000; prepare with"):
+        folder.rows("validation", 10**6)
+    with pytest.raises(ValueError, match="split must be"):
+        folder.rows("test", 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="documents must be"):
+        folder.rows("train", 8, documents="apart")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="length"):
+        folder.rows("train", 0)
+
+
+@pytest.mark.parametrize("mode", ["joined", "separate"])
+def test_streamed_rows_are_those_of_shards(tmp_path: Path, tokenizer: Any, mode: Any) -> None:
+    documents = [{"text": make_text(1 + seed % 5, seed)} for seed in range(60)]
+    write_jsonl(tmp_path / "a.jsonl", [row["text"] for row in documents])
+    hold_out = HoldOut(0.3)
+    folder = prepare(tmp_path / "out", sources([str(tmp_path / "a.jsonl")]), tokenizer, hold_out)
+    for split in ("train", "validation"):
+        rows = folder.rows(split, 40, mode)  # type: ignore[arg-type]
+        streamed = token_rows(documents, tokenizer, 40, mode, split=split, hold_out=hold_out)  # type: ignore[arg-type]
+        for _ in range(2):  # a stream starts again
+            found = list(streamed)
+            assert len(found) == len(rows)
+            for i, row in enumerate(found):
+                assert row.keys() == rows[i].keys()
+                assert all(torch.equal(row[name], rows[i][name]) for name in row)
+
+
+def test_streams_of_texts_and_of_workers(tokenizer: Any) -> None:
+    documents = [make_text(3, seed) for seed in range(10)]
+    streamed = token_rows(documents, tokenizer, 16)
+    tokens = torch.cat([row["input_ids"] for row in streamed]).tolist()
+    expected = [t for d in documents for t in [*tokenizer(d)["input_ids"], tokenizer.eos_token_id]]
+    assert tokens == expected[: len(tokens)] and len(expected) - len(tokens) < 16
+    in_worker = [row["input_ids"] for row in DataLoader(streamed, batch_size=None, num_workers=1)]
+    assert torch.cat(in_worker).tolist() == tokens
+    with pytest.raises(ValueError, match="one worker"):
+        list(DataLoader(streamed, batch_size=None, num_workers=2))
+    with pytest.raises(ValueError, match="'body'"):
+        list(token_rows([{"text": "a"}], tokenizer, 16, column="body"))

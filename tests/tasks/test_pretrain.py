@@ -1,0 +1,388 @@
+"""Run files, the plan, data, what is watched and what is left behind, on models of a second."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.tasks.corpus import TokenFolder
+from deqseq.tasks.pretrain import main
+from deqseq.tasks.pretraining.card import write_card
+from deqseq.tasks.pretraining.data import TrainingOrder, open_data
+from deqseq.tasks.pretraining.plan import describe, learning_rates, plan_stages, saved_bytes
+from deqseq.tasks.pretraining.settings import RunSettings, load_run, shipped
+from deqseq.tasks.pretraining.train import arguments, make_trainer, pretrain
+from deqseq.tasks.pretraining.trainer import Diverged, PretrainTrainer, batch_of
+from deqseq.tasks.pretraining.watch import Advice, Flops
+from deqseq.tasks.runs import RunFolder
+
+SMALL = [
+    ("model", "{vocab_size: 300, backbone: {name: llama, d_model: 16, n_layer: 1, n_head: 2}}"),
+    ("length", "16"), ("batch_tokens", "64"), ("per_device_batch_size", "2"), ("steps", "10"),
+    ("passes", "100"), ("eval_rows", "4"), ("eval_steps", "5"), ("save_steps", "5"), ("log_steps", "2"),
+    ("spectral_every", "2"),
+]  # fmt: skip
+
+
+def small(*overrides: tuple[str, str]) -> RunSettings:
+    return load_run("llama-tiny", [*SMALL, *overrides])
+
+
+def flags(*pairs: tuple[str, str]) -> list[str]:
+    return [word for name, value in (*SMALL, *pairs) for word in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained") / "run"
+    pretrain(small(("data", str(token_folder))), folder, progress=False)
+    return folder
+
+
+# Run files
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_runs_are_valid(name: str) -> None:
+    settings, twin = load_run(name), load_run(f"{name}-explicit")
+    assert settings.config().implicit and not twin.config().implicit
+    curriculum = settings.curriculum()
+    assert curriculum is not None and [stage.until for stage in curriculum.stages] == [0.8, 1.0]
+    assert twin.curriculum() is None
+    assert replace(twin, explicit=False) == settings
+    if "tiny" not in name:
+        assert settings.total_steps * settings.batch_tokens == pytest.approx(207e9, rel=1e-4)
+
+
+def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
+    settings = load_run(
+        "mamba2-130m",
+        [("learning_rate", "3e-4"), ("stages.0.until", "{steps: 50}"), ("model.backbone.n_layer", "2"),
+         ("steps", "100"), ("model.solver", "{name: picard, damping: 0.7}")],
+    )  # fmt: skip
+    assert settings.learning_rate == 3e-4 and settings.tokens is None and settings.total_steps == 100
+    assert settings.config().backbone["n_layer"] == 2 and settings.config().backbone["d_model"] == 768
+    assert settings.config().solver == {"name": "picard", "damping": 0.7}
+    curriculum = settings.curriculum()
+    assert curriculum is not None and curriculum.end(curriculum.stages[0], 100) == 50
+    tokens = load_run("mamba2-130m", [("stages.0.until", "{tokens: 100e9}")]).curriculum()
+    assert tokens is not None and tokens.stages[0].until == pytest.approx(100 / 207, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([("learning_rat", "1")], "did you mean learning_rate"),
+        ([("model.n_layer", "1")], "did you mean model.backbone.n_layer"),
+        ([("stages.0.untl", "1")], "did you mean stages.0.until"),
+        ([("stages.7.until", "1")], "entries 0 to 1, got '7'"),
+        ([("model.backbone.n_layr", "1")], "n_layr"),
+        ([("model", "mamba3-130m")], "unknown preset 'mamba3-130m'"),
+        ([("model.backbone.n_head", "5")], "n_head must divide"),
+        ([("stages.0.until", "1.5")], "growing shares"),
+        ([("stages.0.until", "{epochs: 1}")], "a share of the training"),
+        ([("stages.1.convergence.rtol", "-1")], "tolerance|rtol"),
+        ([("batch_tokens", "100")], "whole rows of length = 16 tokens, got 100; 96 would be"),
+        ([("tokens", "10")], "fill a batch"),
+        ([("steps", "null")], "either tokens or steps"),
+        ([("warmup_share", "0.9")], "more than 1 together"),
+        ([("min_learning_rate", "1")], "min_learning_rate must be in"),
+        ([("activation_budget", "0.5")], "compile: true"),
+        ([("keep", "1")], "at least 2"),
+        ([("documents", "mixed")], "'joined' or 'separate', got 'mixed'"),
+        ([("per_device_batch_size", "0")], "per_device_batch_size must be a whole number"),
+        ([("length", "1")], "at least 2"),
+    ],
+)
+def test_wrong_fields_are_named(overrides: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "no YAML"), ("- 1", "mapping of fields"), ("lr: 1", "unknown field lr"),
+     ("model: llama-130m", "no learning_rate")],
+)  # fmt: skip
+def test_broken_run_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_run(str(file))
+
+
+def test_rows_divide_among_processes_or_it_says_what_would() -> None:
+    settings = load_run("llama-1.3b")
+    assert [settings.accumulation(n) for n in (1, 2, 8)] == [128, 64, 16]
+    with pytest.raises(ValueError, match=r"512 rows of 2048 tokens.*2 or 4 processes would"):
+        settings.accumulation(3)
+    with pytest.raises(ValueError, match="2, 4 or 8 rows at a time would"):
+        replace(settings, per_device_batch_size=5).accumulation(8)
+
+
+# Plan
+
+
+def test_plan_covers_the_steps_and_follows_the_library_s_schedule() -> None:
+    settings = load_run("mamba2-130m", [("model.backbone.n_layer", "1"), ("model.backbone.d_model", "128")])
+    bounded, free = plan_stages(settings)
+    assert (bounded.first, bounded.last, free.last) == (1, 157928, 197410) and free.first == 157929
+    assert (bounded.evaluations, free.evaluations, free.with_graph) == (5, 28, 4)
+    steps, rates = learning_rates(settings)
+    at = dict(zip(steps, rates, strict=True))
+    assert at[0] == pytest.approx(1e-5) and max(rates) == settings.learning_rate
+    assert rates[len(rates) // 2] == settings.learning_rate
+    middle = rates[round(0.9 * (len(rates) - 1))]  # half-way down: 1 - sqrt(1/2)
+    assert middle == pytest.approx(1e-5 + (3e-3 - 1e-5) * (1 - 0.5**0.5), rel=0.02)
+
+
+def test_flops_are_those_of_the_matrices() -> None:
+    config = small().config()
+    d, hidden, length = 16, 42, 32
+    matrices = 4 * d * d + 3 * d * hidden
+    attention = 2 * length * d
+    assert Flops(config, length).evaluation == 2 * length * (matrices + attention)
+    assert Flops(config, length).rest == 2 * length * (3 * d * d + d * 300)
+    assert saved_bytes(config, 64) == pytest.approx(2 * saved_bytes(config, 32), rel=0.5)
+
+
+def test_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "schedule.png"
+    assert main(["llama-tiny", "--dry-run", "--plot", str(plot), *flags()]) == 0
+    shown = capsys.readouterr().out
+    for word in ("parameters", "640 in rows of 16", "10 of 64 tokens", "FLOPs", "GiB", "4 + 1 evaluations"):
+        assert word in shown, shown
+    assert plot.stat().st_size > 0 and [path.name for path in tmp_path.iterdir()] == ["schedule.png"]
+    assert "sharded over 2" in describe(small(), 2)
+
+
+# Data
+
+
+def test_every_pass_has_every_row_once_in_an_order_of_its_own() -> None:
+    order = TrainingOrder(list(range(7)), 20, seed=3)
+    rows: list[Any] = [order[i] for i in range(20)]
+    assert sorted(rows[:7]) == sorted(rows[7:14]) == list(range(7)) and rows[:7] != rows[7:14]
+    assert [TrainingOrder(list(range(7)), 20, seed=3)[i] for i in (15, 2)] == [rows[15], rows[2]]
+    assert [TrainingOrder(list(range(7)), 20, seed=4)[i] for i in range(20)] != rows
+
+
+def test_data_that_does_not_fit_is_refused(token_folder: Path, tmp_path: Path) -> None:
+    data = ("data", str(token_folder))
+    with pytest.raises(ValueError, match=r"are asked for, but .* allow --passes"):
+        open_data(small(data, ("passes", "0.1")))
+    with pytest.raises(ValueError, match="257 tokens, the model 200"):
+        pretrain(small(data, ("model.vocab_size", "200")), tmp_path / "run", progress=False)
+    with pytest.raises(ValueError, match="no data"):
+        pretrain(small(("data", "null")), tmp_path / "run", progress=False)
+    with pytest.raises(ValueError, match="none"):
+        pretrain(small(("data", str(tmp_path / "none"))), tmp_path / "run", progress=False)
+
+
+def test_corrupted_shard_is_named(token_folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(token_folder, tmp_path / "data"))
+    shard = next(folder.glob("train*.bin"))
+    shard.write_bytes(b"\xff" + shard.read_bytes()[1:])
+    with pytest.raises(ValueError, match=shard.name):
+        pretrain(small(("data", str(folder))), tmp_path / "run", progress=False)
+
+
+def test_streamed_datasets_train(tmp_path: Path, token_folder: Path) -> None:
+    lines = [json.dumps({"text": f"{i} is a number " * 8}) for i in range(200)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    data = {"dataset": "json", "files": [str(tmp_path / "rows.jsonl")], "validation_split": "train",
+            "tokenizer": str(token_folder / "tokenizer")}  # fmt: skip
+    pretrain(small(("data", json.dumps(data)), ("steps", "4")), tmp_path / "run", progress=False)
+    assert (tmp_path / "run" / "model" / "README.md").exists()
+    with pytest.raises(ValueError, match="did you mean data.column"):
+        open_data(small(("data", json.dumps({**data, "colum": "text"}))))
+
+
+# Training
+
+
+def test_run_leaves_a_model_a_card_and_a_log(run: Path) -> None:
+    record = json.loads((run / "training.json").read_text())
+    lines = [line for line in record["log"] if "loss" in line]
+    assert {
+        "grad_norm",
+        "iterations",
+        "residual",
+        "residual_p99",
+        "share_converged",
+        "tokens_per_second",
+    } <= set(lines[-1])
+    assert any("spectral_radius" in line for line in lines)
+    evaluated = {line["step"]: line for line in record["log"] if "eval_loss" in line}
+    assert set(evaluated) == {5, 8, 10}  # every 5 steps and at the ends of the stages
+    assert evaluated[5]["eval_iterations"] == 5  # the bounded stage's own evaluation
+    card = (run / "model" / "README.md").read_text()
+    assert "perplexity" in card and "batch_tokens: 64" in card and "curves.png" in card
+    bounded, final = (ImplicitForCausalLM.from_pretrained(run / name) for name in ("stage-1", "model"))
+    assert bounded.config.convergence == {"name": "fixed", "iterations": 4}
+    assert final.config.convergence["name"] == "residual"
+    assert (
+        final.config.eos_token_id
+        == TokenFolder(json.loads((run / "settings.json").read_text())["data"]).end_of_text
+    )
+
+
+def test_model_generates_and_is_evaluated(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deqseq.tasks import generate
+    from deqseq.tasks.evaluate.__main__ import main as evaluate
+
+    assert generate.main([str(run / "model"), "aaa", "--max-new-tokens", "3"]) == 0
+    (tmp_path / "text.txt").write_text("abc " * 40)
+    report = ["perplexity", str(run / "model"), "--text", str(tmp_path / "text.txt"), "--length", "16"]
+    assert evaluate(report) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_finished_run_is_left_alone_and_other_settings_are_refused(
+    run: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = ("data", str(token_folder))
+    monkeypatch.setattr(PretrainTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
+    assert pretrain(small(data), run, progress=False) == run / "model"
+    assert pretrain(small(data, ("per_device_batch_size", "4")), run, progress=False)  # may change
+    with pytest.raises(ValueError, match=r"learning_rate: 0\.003 there, 0\.1 asked for; stages\.0\.until: 0\.8"):
+        pretrain(small(data, ("learning_rate", "0.1"), ("stages.0.until", "0.5")), run, progress=False)
+    with pytest.raises(ValueError, match="fingerprint"):
+        RunFolder(run, {**small(data).to_dict(), "fingerprint": "other"})
+
+
+def test_free_stage_starts_from_a_bounded_model(run: Path, token_folder: Path, tmp_path: Path) -> None:
+    free = [
+        ("stages", json.dumps([{**small().stages[1], "until": 1.0}])),
+        ("start_from", str(run / "stage-1")),
+    ]
+    settings = small(("data", str(token_folder)), *free)
+    trainer = make_trainer(settings, open_data(settings), arguments(settings, tmp_path, progress=False))
+    bounded = ImplicitForCausalLM.from_pretrained(run / "stage-1")
+    for name, weight in bounded.state_dict().items():
+        assert torch.equal(weight, trainer.model.state_dict()[name]), name
+    assert trainer.model.config.convergence["name"] == "residual"
+    with pytest.raises(ValueError, match="no model to start from in nowhere"):
+        make_trainer(
+            replace(settings, start_from="nowhere"), open_data(settings), arguments(settings, tmp_path, False)
+        )
+
+
+def test_numbers_that_are_not_finite_stop_training(
+    run: Path, token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    original, calls = PretrainTrainer.compute_loss, []
+
+    def spoilt(self: PretrainTrainer, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        if model.training:
+            calls.append(1)
+            if len(calls) == 14:  # in the seventh step
+                next(iter(model.parameters())).data.fill_(torch.nan)
+        return original(self, model, inputs, *args, **options)
+
+    monkeypatch.setattr(PretrainTrainer, "compute_loss", spoilt)
+    output = tmp_path / "run"
+    command = ["llama-tiny", "--output", str(output), *flags(("data", str(token_folder)))]
+    assert main(command) == 1
+    message = capsys.readouterr().err
+    assert "step 7: the loss is nan on process 0" in message and "no finite equilibrium" in message
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-5"]
+    saved = ImplicitForCausalLM.from_pretrained(output / "checkpoint-5")
+    assert all(weight.isfinite().all() for weight in saved.parameters())
+    monkeypatch.undo()
+    assert main(command) == 0  # it goes on from there
+    finished = [(folder / "model" / "model.safetensors").read_bytes() for folder in (output, run)]
+    assert finished[0] == finished[1]
+
+
+def test_training_keeps_no_logits(run: Path) -> None:
+    model = ImplicitForCausalLM.from_pretrained(run / "model")
+    rows = [{"input_ids": torch.arange(8)}, {"input_ids": torch.arange(8) + 1}]
+    batch = batch_of(rows)
+    out = model(**batch, skip_logits=True)
+    assert out.logits is None and torch.equal(out.loss, model(**batch).loss)
+
+
+def test_diverged_names_the_process() -> None:
+    trainer = object.__new__(PretrainTrainer)
+    trainer.state = type("State", (), {"global_step": 4})()  # type: ignore[assignment]
+    trainer._check_finite([[1.0, 0.0, 0.5], [2.0, 0.0, 0.5]])
+    with pytest.raises(Diverged, match="step 5: 3 tokens have no finite equilibrium on process 1"):
+        trainer._check_finite([[1.0, 0.0, 0.5], [2.0, 3.0, 0.5]])
+    with pytest.raises(Diverged, match="the gradient's norm is nan"):
+        trainer._check_finite([[1.0, 0.0, float("nan")]])
+
+
+def advised(lines: list[tuple[float, float]], tolerance: float | None = 0.05) -> list[str]:
+    advice = Advice()
+    return [
+        text
+        for residual, exhausted in lines
+        for text in advice.read({"residual": residual, "share_exhausted": exhausted}, tolerance)
+    ]
+
+
+def test_advice_is_given_once_and_only_where_it_is_due() -> None:
+    assert not advised([(0.04, 0.0)] * 30)
+    assert not advised([(1.0 / n, 0.0) for n in range(1, 30)])
+    (stuck,) = advised([(0.5, 0.0)] * 30)
+    assert "does not fall: 0.500, then 0.500" in stuck and "damp" in stuck
+    (unsettled,) = advised([(0.04, 0.03 * n) for n in range(30)])
+    assert "do not settle" in unsettled and "max_iter" in unsettled
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["nothing"], "no run 'nothing'"),
+        (["llama-tiny", "--learning_rat", "1"], "did you mean learning_rate"),
+        (["llama-tiny", "--learning_rate"], "needs a value"),
+        (["llama-tiny", "stray"], "expected --field value, got 'stray'"),
+        (["llama-tiny", "--data", "/nowhere"], "/nowhere"),
+        (["llama-tiny", "--model.vocab_size", "x"], "vocab_size"),
+    ],
+)
+def test_user_errors_are_one_line(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*command, "--output", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_as_a_file_it_does_not_hide_other_packages() -> None:
+    file = Path(__file__).parents[2] / "tasks" / "pretrain.py"
+    script = f"import runpy, sys; sys.path[0] = {str(file.parent)!r}; sys.argv = ['x', '--help']\n"
+    script += (
+        f"try:\n    runpy.run_path({str(file)!r}, run_name='__main__')\nexcept SystemExit:\n    pass\n"
+        "import importlib.util as u; found = u.find_spec('evaluate')\n"
+        "assert found is None or 'tasks' not in str(found.origin), found"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+
+
+def test_card_of_an_explicit_model_has_no_search(tmp_path: Path, token_folder: Path) -> None:
+    settings = load_run("llama-tiny-explicit", [*SMALL, ("data", str(token_folder))])
+    log = [{"step": 2, "loss": 2.0}, {"step": 2, "eval_loss": 2.0, "eval_perplexity": 7.389}]
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    record = {"log": log, "parameters": 5, "validation": {"eval_loss": 2.0}}
+    write_card(tmp_path / "run" / "model", settings, record)
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "Explicit language model" in card and "| 2 | 128 | 7.39 | - | - |" in card

@@ -257,7 +257,9 @@ def test_finished_run_is_left_alone_and_other_settings_are_refused(
     monkeypatch.setattr(PretrainTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     assert pretrain(small(data), run, progress=False) == run / "model"
     assert pretrain(small(data, ("per_device_batch_size", "4")), run, progress=False)  # may change
-    with pytest.raises(ValueError, match=r"learning_rate: 0\.003 there, 0\.1 asked for; stages\.0\.until: 0\.8"):
+    with pytest.raises(
+        ValueError, match=r"learning_rate: 0\.003 there, 0\.1 asked for; stages\.0\.until: 0\.8"
+    ):
         pretrain(small(data, ("learning_rate", "0.1"), ("stages.0.until", "0.5")), run, progress=False)
     with pytest.raises(ValueError, match="fingerprint"):
         RunFolder(run, {**small(data).to_dict(), "fingerprint": "other"})
@@ -380,7 +382,10 @@ def test_as_a_file_it_does_not_hide_other_packages() -> None:
 
 def test_card_of_an_explicit_model_has_no_search(tmp_path: Path, token_folder: Path) -> None:
     settings = load_run("llama-tiny-explicit", [*SMALL, ("data", str(token_folder))])
-    log = [{"step": 2, "loss": 2.0}, {"step": 2, "eval_loss": 2.0, "eval_perplexity": 7.389}]
+    log = [
+        {"step": 2, "train_seconds": 1.0, "loss": 2.0},
+        {"step": 2, "train_seconds": 1.0, "eval_loss": 2.0, "eval_perplexity": 7.389},
+    ]
     (tmp_path / "run" / "model").mkdir(parents=True)
     record = {"log": log, "parameters": 5, "validation": {"eval_loss": 2.0}}
     write_card(tmp_path / "run" / "model", settings, record)

@@ -105,7 +105,8 @@ class PretrainTrainer(CurriculumTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        outputs = model(**inputs, skip_logits=True, use_cache=False)
+        with self.accelerator.autocast():  # which a model that accelerate shards does not bring along
+            outputs = model(**inputs, skip_logits=True, use_cache=False)
         solution, loss = outputs.solution, outputs.loss
         if solution is not None:
             (self.watch if model.training else self.eval_watch).add(solution)

@@ -7,6 +7,7 @@ below 1 where we are faster. A case that fails is a row that says why.
 
     python benchmarks/speed.py
     python benchmarks/speed.py --sections state-tracking evaluation --repeats 20
+    python benchmarks/speed.py --kernels triton
     python benchmarks/speed.py --quick --device cpu
 
 state-tracking, llama, mamba2: a training step, AdamW included (learning rate 0: all steps are equal).
@@ -88,6 +89,7 @@ class Bench:
     quick: bool
     repeats: int
     compile: bool
+    kernels: list[str]
 
     def size(self, name: str) -> tuple[int, int]:
         return (2, 24) if self.quick else SIZES[name]
@@ -115,7 +117,7 @@ class Bench:
 
     def implementations(self, body: str) -> list[str]:
         """What can compute a body here. Of Llama only the norms have kernels, which are ours."""
-        names = [n for n in kernels.NAMES if kernels.available(n)] if self.device != "cpu" else ["torch"]
+        names = [n for n in self.kernels if kernels.available(n)] if self.device != "cpu" else ["torch"]
         if body == "llama":
             names = [n for n in names if n in ("triton", "torch")] + ["compiled"] * self.compile
         return names
@@ -427,7 +429,7 @@ def sequential(bench: Bench) -> Tables:
 def one_by_one(bench: Bench) -> Row:
     rule = {"name": "residual", "rtol": 0.05, "max_iter": 32}
     model = bench.model(bench.config(TRACKING, eval_convergence=rule)).eval()
-    batch, length = bench.size(TRACKING)[0], 8 if bench.quick else 64
+    batch, length = bench.size(TRACKING)
     tokens = torch.randint(model.config.vocab_size, (batch, length), device=bench.device)
     solution: Any = None
 
@@ -462,6 +464,9 @@ def main() -> None:
     add("--repeats", type=int, default=5)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="tiny sizes: does everything run?")
+    add("--kernels", nargs="+", choices=kernels.NAMES, default=list(kernels.NAMES),
+        help="implementations of f to compare (default: all that import; mamba_ssm and fla take minutes to "
+        "tune themselves on a fresh machine)")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, help="compile Llama's blocks (default: on a GPU)")
     add("--output", default="runs/benchmarks/speed.json", help="JSON file, written after every section")
     options = parser.parse_args()
@@ -469,7 +474,7 @@ def main() -> None:
         options.compile = options.device != "cpu"
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
-    bench = Bench(options.device, options.quick, options.repeats, options.compile)
+    bench = Bench(options.device, options.quick, options.repeats, options.compile, options.kernels)
     machine = {**describe_machine(options.device), "implementations": bench.implementations("mamba2")}
     result: Row = {"settings": vars(options), "machine": machine, "sections": {}}
     for name, section in [("correctness", correctness), *((n, SECTIONS[n]) for n in options.sections)]:

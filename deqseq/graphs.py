@@ -7,10 +7,13 @@ whatever goes from one replay to the next lives in buffers: :func:`overwrite` br
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -67,9 +70,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: map_tensors(function, item) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value) if field.init]
+        names = _names(type(value))
         return replace(value, **{name: map_tensors(function, getattr(value, name)) for name in names})
     return value
+
+
+@functools.cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.init)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -100,20 +108,45 @@ def overwrite(buffers: Any, value: Any) -> None:
 
 def copied(value: Any) -> Any:
     """``value`` with its tensors copied, in few launches and allocations."""
-    new = iter(_like(tensors(value)))
-    copy = map_tensors(lambda _: next(new), value)
-    overwrite(copy, value)
-    return copy
+    return Copier(value).copied()
 
 
-def _like(originals: list[Tensor]) -> list[Tensor]:
-    """Empty tensors of the same shapes, those of one type side by side in memory."""
-    new: dict[int, Tensor] = {}
-    for dtype in {t.dtype for t in originals}:
-        some = [i for i, t in enumerate(originals) if t.dtype == dtype]
-        # At offsets of 64 elements, as kernels want their tensors aligned.
-        sizes = [-(-originals[i].numel() // 64) * 64 for i in some]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=originals[some[0]].device)
-        for i, part in zip(some, flat.split(sizes), strict=True):
-            new[i] = part[: originals[i].numel()].view(originals[i].shape)
-    return [new[i] for i in range(len(originals))]
+class Copier:
+    """Copies from and to the tensors of ``value``, which is looked through once."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.tensors = tensors(value)
+        self._groups = [
+            [i for i, t in enumerate(self.tensors) if t.dtype == dtype]
+            for dtype in {t.dtype for t in self.tensors}
+        ]
+
+    def overwrite(self, sources: list[Tensor]) -> None:
+        """Copy ``sources``, none of which shares memory with them, into the tensors, in few launches."""
+        self._copy(self.tensors, sources)
+
+    def copied(self) -> Any:
+        """The value with its tensors copied; those of one type side by side in memory."""
+        new = list(self.tensors)
+        for group in self._groups:
+            # At offsets of 64 elements, as kernels want their tensors aligned.
+            starts = [0, *accumulate(-(-new[i].numel() // 64) * 64 for i in group)]
+            flat = new[group[0]].new_empty(starts[-1])
+            for i, start in zip(group, starts, strict=False):
+                shape = new[i].shape
+                new[i] = flat.as_strided(shape, _strides(shape), start)
+        self._copy(new, self.tensors)
+        copies = iter(new)
+        return map_tensors(lambda _: next(copies), self.value)
+
+    def _copy(self, into: list[Tensor], sources: list[Tensor]) -> None:
+        for group in self._groups:
+            torch._foreach_copy_([into[i] for i in group], [sources[i] for i in group])
+
+
+@functools.cache
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    sizes = [max(1, size) for size in reversed(shape[1:])]
+    return tuple(accumulate(sizes, mul, initial=1))[::-1] if shape else ()

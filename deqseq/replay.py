@@ -12,16 +12,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deqseq import kernels
 from deqseq.gradients import search
-from deqseq.graphs import capture, copied, overwrite, tensors
+from deqseq.graphs import Copier, capture, copied, overwrite, tensors
 from deqseq.loop import Problem, Together, recordable
 from deqseq.solution import Solution
 
@@ -45,6 +46,7 @@ class Recordings:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # recordings have one memory, whatever the number of threads
         self.known: OrderedDict[Hashable, Recording | None] = OrderedDict()
+        self._fingerprint = Fingerprint()
 
     def __deepcopy__(self, memo: Any) -> Recordings:
         return Recordings()
@@ -63,18 +65,19 @@ class Recordings:
             make: the problem; it must not look at values of ``inputs``, no more than ``finish``.
             window: of the problem.
         """
-        key = window, _key(layer, inputs)
+        flat = tensors(inputs)
         with self._lock:
+            key = window, _key(layer, flat), self._fingerprint.of(layer)
             if (recording := self.known.get(key)) is not None:
                 self.known.move_to_end(key)
-                return recording.run(inputs)
+                return recording.run(flat)
         problem = make(inputs)
         if _pays(problem):
             with self._lock:
                 if key in self.known:
                     recording = self.known[key] = Recording(inputs, make, finish)
                     logger.debug("recorded solves of %s sequences", problem.z0.shape[0])
-                    return recording.run(inputs)
+                    return recording.run(flat)
                 self.known[key] = None  # once is no habit
                 if len(self.known) > KEPT:
                     self.known.popitem(last=False)
@@ -86,42 +89,63 @@ def _pays(problem: Problem) -> bool:
     return recordable(problem) and problem.room and length == 1 and batch <= MOST_SEQUENCES
 
 
-def _key(layer: nn.Module, inputs: Any) -> Hashable:
+def _key(layer: nn.Module, inputs: list[Tensor]) -> Hashable:
     """All that a recording depends on but the values of its inputs: shapes, settings, where weights lie."""
-    shapes = tuple((t.shape, t.dtype, t.device) for t in tensors(inputs))
+    shapes = tuple((t.shape, t.dtype, t.device) for t in inputs)
     mode = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), kernels.chosen()
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     kind = torch.is_inference_mode_enabled(), capturing
-    return shapes, mode, kind, id(getattr(layer, "group", None)), layer.extra_repr(), _fingerprint(layer)
+    return shapes, mode, kind, id(getattr(layer, "group", None)), layer.extra_repr()
 
 
-def _fingerprint(layer: nn.Module) -> Hashable:
-    """What changes if a part of the layer, or the memory of a weight, is replaced."""
-    parts: list[Hashable] = []
-    stack = [layer]
-    while stack:
-        module = stack.pop()
-        parts += [id(module), id(type(module)), module.training]
-        parts += [0 if p is None else p.data_ptr() for p in module._parameters.values()]
-        parts += [0 if b is None else b.data_ptr() for b in module._buffers.values()]
-        if module._forward_hooks or module._forward_pre_hooks:
-            parts.append(object())  # they want to be called: never the same again
-        stack += [child for child in module._modules.values() if child is not None]
-    return tuple(parts)
+class Fingerprint:
+    """What changes if a part of a layer, or the memory of a weight, is replaced.
+
+    It is asked for before every token, so the tree of modules is walked only where it is another one, and
+    dictionaries are gone through by loops in C.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._subtrees: list[dict[str, Any]] = []
+        self._tensors: list[dict[str, Any]] = []
+        self._hooks: list[dict[Any, Any]] = []
+        self._children: list[int] = []
+        self._walked: object = None
+
+    def of(self, layer: nn.Module) -> Hashable:
+        """Equal as long as nothing of ``layer`` is replaced."""
+        if self._modules[:1] != [layer] or self._ids() != self._children:
+            self._walked = object()
+            self._modules = list(layer.modules())
+            self._subtrees = [m._modules for m in self._modules]
+            self._tensors = [d for m in self._modules for d in (m._parameters, m._buffers)]
+            self._hooks = [d for m in self._modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+            self._children = self._ids()
+        memory = [0 if t is None else t.data_ptr() for t in _values(self._tensors)]
+        hooked = object() if any(self._hooks) else None  # they want to be called: never the same again
+        return self._walked, tuple([m.training for m in self._modules]), tuple(memory), hooked
+
+    def _ids(self) -> list[int]:
+        return list(map(id, _values(self._subtrees)))
+
+
+def _values(dictionaries: list[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dictionaries))
 
 
 class Recording:
     """Solves of one shape."""
 
     def __init__(self, inputs: Any, make: Make, finish: Finish) -> None:
-        self._inputs = copied(inputs)
+        self._inputs = Copier(copied(inputs))
         self._make, self._finish = make, finish
-        device = tensors(inputs)[0].device
+        device = self._inputs.tensors[0].device
         self._begin, self._block, self._end = capture(device, self._begins, self._blocks, self._ends)
         self._read = torch.cuda.Event() if device.type == "cuda" else None  # the last call's results
 
     def _begins(self) -> None:
-        self._loop = Together(self._make(self._inputs))
+        self._loop = Together(self._make(self._inputs.value))
         self._loop.variables = self._buffers = copied(self._loop.variables)
 
     def _blocks(self) -> None:
@@ -135,13 +159,13 @@ class Recording:
         self._settled = self._loop.settled.all()
 
     def _ends(self) -> None:
-        self._solution = self._finish(self._loop.solution(0), self._inputs)
+        self._solution = Copier(self._finish(self._loop.solution(0), self._inputs.value))
 
-    def run(self, inputs: Any) -> Solution:
-        """Solve for other inputs of the shape."""
+    def run(self, inputs: list[Tensor]) -> Solution:
+        """Solve for other inputs of the shape, in order."""
         if self._read is not None:  # by another stream perhaps
             torch.cuda.current_stream().wait_event(self._read)
-        overwrite(self._inputs, inputs)
+        self._inputs.overwrite(inputs)
         self._begin()
         passes, settled = 0, False
         while not settled:
@@ -149,7 +173,7 @@ class Recording:
             passes += BLOCK
             settled = bool(self._settled)
         self._end()
-        solution: Solution = copied(self._solution)
+        solution: Solution = self._solution.copied()
         if self._read is not None:
             self._read.record()
         return replace(solution, nfe=passes)

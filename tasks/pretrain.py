@@ -29,6 +29,7 @@ behind it, its explicit twin. Any field of the run can be given here, deep ones 
 
 The same command goes on where an interrupted run stopped, on any number of processes.
 
+  python -m deqseq.tasks.pretrain compare runs/a runs/b    perplexity against tokens and time, drawn
   python -m deqseq.tasks.pretrain demo --text FILE    minutes on two cores: both models, both stages"""
 
 
@@ -75,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from deqseq.tasks.pretraining.demo import main as demo
 
         return demo(given[1:])
+    if given[:1] == ["compare"]:
+        from deqseq.tasks.pretraining.compare import main as compare
+
+        return compare(given[1:])
     options, rest = parser().parse_known_args(given)
     try:
         return _run(options, overrides(rest))

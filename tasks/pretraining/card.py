@@ -89,31 +89,37 @@ def _table(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> str:
 
 
 def plot_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], RunSettings]], path: Path) -> bool:
-    """Draw losses and iterations of runs against tokens; the held-out loss as points. Whether it was drawn.
+    """Draw losses and iterations of runs against tokens and against time; the held-out loss as points.
 
     Args:
         runs: name, log and settings of each.
         path: the PNG to write.
+
+    Returns:
+        Whether it was drawn.
     """
     plt = pyplot()
     if plt is None:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
-    for name, log, settings in runs:
-
-        def line(axis: Any, key: str, style: str, **options: Any) -> Any:
-            found = [(e["step"] * settings.batch_tokens, e[key]) for e in log if key in e]  # noqa: B023
-            return axis.plot(*zip(*found, strict=True), style, **options)[0] if found else None
-
-        drawn = line(axes[0], "loss", "-", label=name, alpha=0.7)
-        color = None if drawn is None else drawn.get_color()
-        line(axes[0], "eval_loss", "o", color=color, markersize=4)
-        line(axes[1], "iterations", "-", color=color, label=name)
-    axes[0].set(ylabel="loss, nats (points: held out)")
-    axes[1].set(ylabel="iterations of a token", xlabel="tokens", ylim=(0, None))
-    axes[0].legend(fontsize="small")
-    for axis in axes:
+    figure, axes = plt.subplots(2, 2, figsize=(11, 6), sharex="col", sharey="row", layout="constrained")
+    for color, (name, log, settings) in enumerate(runs):
+        places = (
+            lambda entry: entry["step"] * settings.batch_tokens,  # noqa: B023
+            lambda entry: entry["train_seconds"] / 60,
+        )
+        for column, place in enumerate(places):
+            for row, key, style in ((0, "loss", "-"), (0, "eval_loss", "o"), (1, "iterations", "-")):
+                found = [(place(entry), entry[key]) for entry in log if key in entry]
+                if found:
+                    label = None if key == "eval_loss" else name
+                    options = {"color": f"C{color}", "label": label, "alpha": 0.8, "markersize": 4}
+                    axes[row, column].plot(*zip(*found, strict=True), style, **options)
+    axes[0, 0].set(ylabel="loss, nats (points: held out)")
+    axes[1, 0].set(ylabel="iterations of a token", xlabel="tokens", ylim=(0, None))
+    axes[1, 1].set(xlabel="minutes of training")
+    axes[0, 0].legend(fontsize="small")
+    for axis in axes.flat:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -145,6 +145,8 @@ class PretrainTrainer(CurriculumTrainer):
             logs = {**logs, **self.watch.read(self._mean_of_processes)}
             gradient = None if self.layer is None else self.layer.gradient
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
+            if self.args.device.type == "cuda":
+                logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             self._lines += 1
             if self.spectral_every and self._lines % self.spectral_every == 0:
                 logs |= self._radius()
@@ -158,7 +160,7 @@ class PretrainTrainer(CurriculumTrainer):
             found = self.eval_watch.read(self._mean_of_processes)
             logs = {**logs, "eval_perplexity": round(math.exp(min(logs["eval_loss"], 700)), 4)}
             logs |= {f"eval_{name}": value for name, value in found.items()}
-        super().log(logs, start_time)
+        super().log({**logs, "train_seconds": round(self.speed.elapsed, 2)}, start_time)
 
     def _radius(self) -> dict[str, float]:
         if self._last is None or self.is_fsdp_enabled:  # whose weights are together in a forward pass only
@@ -196,7 +198,12 @@ class _Clock(TrainerCallback):
     def __init__(self, speed: Speed) -> None:
         self.speed = speed
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.speed.elapsed = max(
+            (entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0
+        )
         self.speed.start()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:

@@ -79,10 +79,14 @@ class Speed:
         length: tokens of a row.
         processes: that train together.
         peak: operations a second of a device; ``None`` if that is not known.
+
+    Attributes:
+        elapsed: seconds of training so far, those of a run that was resumed included once they are set.
     """
 
     def __init__(self, flops: Flops, rows: int, length: int, processes: int, peak: float | None) -> None:
         self.flops, self.rows, self.length, self.processes, self.peak = flops, rows, length, processes, peak
+        self.elapsed = 0.0
         self._seconds = 0.0
         self._steps = 0
         self._since: float | None = None
@@ -93,7 +97,9 @@ class Speed:
     def pause(self) -> None:
         """Stop the clock: something else than training follows."""
         if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
+            passed = time.perf_counter() - self._since
+            self._seconds += passed
+            self.elapsed += passed
         self._since = None
 
     def step(self) -> None:

@@ -126,17 +126,18 @@ def test_coarse_types_are_summed_in_float32(kind: str, batch: int) -> None:
     coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bfloat16
     body = backbone(kind, "deep")
     state = random_state(body, batch, 20 if kind == "llama" else 0)
-    z, x = (torch.randn(batch, 1, D_MODEL, device=DEVICE) for _ in range(2))
+    inputs = torch.randn(16, 2, batch, 1, D_MODEL, device=DEVICE)
 
     def run(name: str, dtype: torch.dtype) -> Tensor:
         body.to(dtype)
         start = state.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
         with kernels.use(name):
-            return body(z.to(dtype), body.prepare(x.to(dtype)), start).double()
+            outs = [body(z, body.prepare(x), start) for z, x in inputs.to(dtype)]
+        return torch.stack(outs).double()
 
     truth = run("torch", torch.float64)
     fused, plain = run("triton", coarse), run("torch", coarse)
-    assert fused.sub(truth).norm() < 2.5 * plain.sub(truth).norm()
+    assert fused.sub(truth).norm() < 1.5 * plain.sub(truth).norm()
     assert fused.sub(truth).norm() < 0.03 * truth.norm()
 
 

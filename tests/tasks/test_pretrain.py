@@ -385,7 +385,10 @@ def test_as_a_file_it_does_not_hide_other_packages() -> None:
 
 def test_card_of_an_explicit_model_has_no_search(tmp_path: Path, token_folder: Path) -> None:
     settings = load_run("llama-tiny-explicit", [*SMALL, ("data", str(token_folder))])
-    log = [{"step": 2, "loss": 2.0}, {"step": 2, "eval_loss": 2.0, "eval_perplexity": 7.389}]
+    log = [
+        {"step": 2, "train_seconds": 1.0, "loss": 2.0},
+        {"step": 2, "train_seconds": 1.0, "eval_loss": 2.0, "eval_perplexity": 7.389},
+    ]
     (tmp_path / "run" / "model").mkdir(parents=True)
     record = {"log": log, "parameters": 5, "validation": {"eval_loss": 2.0}}
     write_card(tmp_path / "run" / "model", settings, record)

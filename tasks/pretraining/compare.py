@@ -1,0 +1,114 @@
+"""Runs side by side: ``python -m deqseq.tasks.pretrain compare RUN_FOLDER ...``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deqseq.tasks.evaluate.results import Column, column, table
+
+
+@dataclass
+class Line:
+    """A run after some tokens of training, at the end of a stage.
+
+    Attributes:
+        run: its folder's name.
+        tokens: trained on.
+        minutes: of training, without evaluations and checkpoints.
+        perplexity: of the held-out text.
+        iterations: of a token of it.
+        tokens_per_second: in training, since the end of the stage before, in the median.
+        mfu: likewise; ``None`` where the device's peak is not known.
+        memory_gib: most that was allocated on a GPU so far.
+    """
+
+    run: str
+    tokens: int
+    minutes: float
+    perplexity: float
+    iterations: float | None
+    tokens_per_second: float
+    mfu: float | None
+    memory_gib: float | None
+
+
+_COLUMNS: tuple[Column, ...] = (
+    column("run"), column("tokens", ","), column("minutes", ".2f"), column("perplexity", ".2f"),
+    column("iterations", ".2f"), column("tokens_per_second", ",.0f", "tokens/s"), column("mfu", ".3f", "MFU"),
+    column("memory_gib", ".1f", "GiB"),
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deqseq.tasks.pretrain compare",
+        description="Held-out perplexity of runs at the end of their stages, and what it took; their curves "
+        "against tokens and against time.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--output", type=Path, default=Path("runs/compare.png"), metavar="PNG")
+    options = parser.parse_args(arguments)
+    try:
+        print(compare(options.runs, options.output))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def compare(folders: Sequence[Path], figure: Path) -> str:
+    """The table of finished runs; draws their curves.
+
+    Raises:
+        ValueError: a folder without a finished run.
+    """
+    from deqseq.tasks.pretraining.card import plot_curves
+    from deqseq.tasks.pretraining.settings import RunSettings
+    from deqseq.tasks.runs import read_settings
+
+    lines, runs = [], []
+    for folder in folders:
+        given = read_settings(folder)
+        given.pop("fingerprint", None)
+        settings = RunSettings(**given)
+        if not (folder / "training.json").is_file():
+            raise ValueError(f"{folder} holds no finished run: repeat its command to finish it")
+        log = json.loads((folder / "training.json").read_text())["log"]
+        runs.append((folder.name, log, settings))
+        curriculum = settings.curriculum()
+        stages = [] if curriculum is None else curriculum.stages
+        ends = [curriculum.end(stage, settings.total_steps) for stage in stages] if curriculum else []
+        lines += _lines(folder.name, log, ends or [settings.total_steps], settings.batch_tokens)
+    drawn = plot_curves(runs, figure)
+    return table(_COLUMNS, lines) + (f"\n\ndrew {figure}" if drawn else "")
+
+
+def _lines(name: str, log: list[dict[str, float]], ends: Sequence[int], batch_tokens: int) -> list[Line]:
+    found, first = [], 0
+    for end in ends:
+        trained = [entry for entry in log if "loss" in entry and first < entry["step"] <= end]
+        scores = [entry for entry in log if "eval_loss" in entry and entry["step"] == end]
+        first = end
+        if not trained or not scores:
+            continue
+        score = scores[-1]
+
+        def median(key: str, entries: list[dict[str, float]] = trained) -> float | None:
+            values = sorted(entry[key] for entry in entries if key in entry)
+            return values[len(values) // 2] if values else None
+
+        memory = [entry["memory_gib"] for entry in trained if "memory_gib" in entry]
+        found.append(
+            Line(
+                name, end * batch_tokens, trained[-1]["train_seconds"] / 60, score["eval_perplexity"],
+                score.get("eval_iterations"), median("tokens_per_second") or 0.0, median("mfu"),
+                max(memory, default=None),
+            )
+        )  # fmt: skip
+    return found

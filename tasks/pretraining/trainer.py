@@ -263,8 +263,7 @@ class Progress(ProgressCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
         logs: dict[str, float] | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        if self.training_bar is not None:
-            self.shown |= {
-                name: f"{value:.4g}" for name, value in (logs or {}).items() if name in self._SHOWN
-            }
-            self.training_bar.set_postfix(self.shown, refresh=False)
+        bar = cast(Any, self.training_bar)
+        if bar is not None:
+            self.shown |= {name: f"{logs[name]:.4g}" for name in self._SHOWN if logs and name in logs}
+            bar.set_postfix(self.shown, refresh=False)

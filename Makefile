@@ -14,17 +14,21 @@ USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format-check lint types format venv clean
+.PHONY: help demo pretrain-demo test check format-check lint types format venv clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo '  ARGS="..." is passed on by demo and test; PYTHON=... and VENV=... choose the environment.'
+	@echo '  ARGS="..." is passed on by demo, pretrain-demo and test; PYTHON=... and VENV=... choose the environment.'
 
 demo: $(STAMP) ## train and show a small state-tracking model 
 	@$(BIN)/python -m deqseq.tasks.state_tracking demo $(ARGS)
 
 # Two workers with one thread each: they would otherwise fight over the same cores.
+# Threads that wait actively would stop each other where anything else runs.
+pretrain-demo: $(STAMP) ## pretrain small language models on a text (ARGS="--text FILE")
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m deqseq.tasks.pretrain demo $(ARGS)
+
 test: $(STAMP) ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,21 +84,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options, overrides(rest))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
     except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        _say("interrupted; the same command goes on from the last checkpoint")
         return 130
+
+
+def _say(text: str) -> None:
+    """One of the processes says what all have found."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr)
 
 
 def _run(options: argparse.Namespace, fields: list[tuple[str, str]]) -> int:
     # Models take seconds to import: not before the arguments are right.
     from deqseq.tasks.evaluate.models import quiet_transformers
     from deqseq.tasks.pretraining.plan import describe, plot_schedule
-    from deqseq.tasks.pretraining.settings import describe_fields, load_run
+    from deqseq.tasks.pretraining.run_files import describe_fields, load_run
     from deqseq.tasks.pretraining.train import pretrain
 
     quiet_transformers()

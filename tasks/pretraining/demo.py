@@ -36,7 +36,6 @@ class Line:
         perplexity: of the held-out text.
         explicit: of the explicit twin after as many tokens.
         iterations: of a token.
-        seconds: of training so far.
     """
 
     model: str
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", nargs="+", metavar="FILE", help="plain text, 0.5 MB or more (default: "
                         "Python's own help pages)")  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("runs/pretrain-demo"), metavar="DIR")
-    parser.add_argument("--steps", type=int, help="of every model (default: 500)")
+    parser.add_argument("--steps", type=int, help="of every model (default: 300)")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from deqseq.tasks.evaluate.models import quiet_transformers
@@ -87,10 +86,13 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
     from deqseq.tasks.corpus import TokenFolder
     from deqseq.tasks.evaluate.__main__ import main as evaluate
     from deqseq.tasks.pretraining.card import plot_curves
-    from deqseq.tasks.pretraining.settings import load_run
+    from deqseq.tasks.pretraining.run_files import load_run
     from deqseq.tasks.pretraining.train import pretrain
 
     start = time.perf_counter()
+    if steps is not None and (steps < 5 or steps % 5):
+        raise ValueError(f"steps must be a multiple of 5, as the first stage has four fifths, got {steps}")
+    changes = [] if steps is None else [("steps", str(steps)), ("eval_steps", str(steps // 5))]
     output.mkdir(parents=True, exist_ok=True)
     texts = list(texts or [str(help_pages(output / "help.txt"))])
     tokenizer = train_tokenizer(texts, output / "tokenizer.json")
@@ -102,7 +104,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
     for name in MODELS:
         logs = []
         for run in (f"{name}-tiny", f"{name}-tiny-explicit"):
-            settings = load_run(run, [("data", str(data)), *([("steps", str(steps))] if steps else [])])
+            settings = load_run(run, [("data", str(data)), *changes])
             print(f"\n{run}, {settings.total_steps} steps of {settings.batch_tokens} tokens: {output / run}")
             pretrain(settings, output / run)
             log = json.loads((output / run / "training.json").read_text())["log"]

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch.utils.data import Subset
-from transformers import PrinterCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
-from deqseq.tasks.pretraining.trainer import PretrainTrainer
+from deqseq.tasks.pretraining.trainer import PretrainTrainer, Progress
 from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
 from deqseq.tasks.runs import RunFolder
 from deqseq.tasks.trainer import last_whole_checkpoint
@@ -128,7 +128,10 @@ def make_trainer(
         eval_dataset=Subset(data.validation, few),
         processing_class=data.tokenizer,
     )
-    trainer.remove_callback(PrinterCallback)  # the log is in the folder, and where report_to says
+    # The log is in the folder, and where report_to says.
+    trainer.remove_callback(PrinterCallback)
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(Progress)
     return trainer
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deqseq.convergence import Residual
 from deqseq.curriculum import Curriculum
@@ -243,3 +243,28 @@ class _Stages(TrainerCallback):
         if number is not None and number < len(self.curriculum.stages):
             self.trainer.save_model(str(Path(str(args.output_dir)) / f"stage-{number}"))
             self.trainer.advice.new_stage()
+
+
+class Progress(ProgressCallback):
+    """A progress bar with the last line of the log beside it, in a few numbers."""
+
+    _SHOWN = ("loss", "eval_perplexity", "iterations", "residual", "tokens_per_second", "mfu")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self.current_step = state.global_step
+        self.shown: dict[str, str] = {}
+        bar = cast(Any, self.training_bar)
+        if bar is not None:
+            bar.n = state.global_step
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
+        logs: dict[str, float] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        bar = cast(Any, self.training_bar)
+        if bar is not None:
+            self.shown |= {name: f"{logs[name]:.4g}" for name in self._SHOWN if logs and name in logs}
+            bar.set_postfix(self.shown, refresh=False)

@@ -18,7 +18,8 @@ from deqseq.tasks.pretrain import main
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import TrainingOrder, open_data
 from deqseq.tasks.pretraining.plan import describe, learning_rates, plan_stages, saved_bytes
-from deqseq.tasks.pretraining.settings import RunSettings, load_run, shipped
+from deqseq.tasks.pretraining.run_files import load_run, shipped
+from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.train import arguments, make_trainer, pretrain
 from deqseq.tasks.pretraining.trainer import Diverged, PretrainTrainer, batch_of
 from deqseq.tasks.pretraining.watch import Advice, Flops
@@ -100,6 +101,8 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("documents", "mixed")], "'joined' or 'separate', got 'mixed'"),
         ([("per_device_batch_size", "0")], "per_device_batch_size must be a whole number"),
         ([("length", "1")], "at least 2"),
+        ([("learning_rate", "fast")], "learning_rate must be a float, got 'fast'"),
+        ([("bf16", "1")], "bf16 must be a bool, got 1"),
     ],
 )
 def test_wrong_fields_are_named(overrides: list[tuple[str, str]], message: str) -> None:
@@ -179,7 +182,7 @@ def test_data_that_does_not_fit_is_refused(token_folder: Path, tmp_path: Path) -
     data = ("data", str(token_folder))
     with pytest.raises(ValueError, match=r"are asked for, but .* allow --passes"):
         open_data(small(data, ("passes", "0.1")))
-    with pytest.raises(ValueError, match="257 tokens, the model 200"):
+    with pytest.raises(ValueError, match=r"257 tokens, the model 200"):
         pretrain(small(data, ("model.vocab_size", "200")), tmp_path / "run", progress=False)
     with pytest.raises(ValueError, match="no data"):
         pretrain(small(("data", "null")), tmp_path / "run", progress=False)
@@ -204,7 +207,7 @@ def test_streamed_datasets_train(tmp_path: Path, token_folder: Path) -> None:
             "tokenizer": str(token_folder / "tokenizer")}  # fmt: skip
     pretrain(small(("data", json.dumps(data)), ("steps", "4")), tmp_path / "run", progress=False)
     assert (tmp_path / "run" / "model" / "README.md").exists()
-    with pytest.raises(ValueError, match="did you mean data.column"):
+    with pytest.raises(ValueError, match=r"did you mean data\.column"):
         open_data(small(("data", json.dumps({**data, "colum": "text"}))))
 
 

@@ -1,6 +1,6 @@
 """Pretraining that is killed, spread over processes, moved between them: the same numbers.
 
-A test starts one interpreter, which forks the processes that train: imports cost more than all training here.
+One interpreter forks all processes that train: imports cost more than all training here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from deqseq.tasks import pretraining
 
 SETTINGS: dict[str, Any] = {
     "model": {
@@ -43,8 +46,7 @@ quiet_transformers()
 torch.set_num_threads(1)
 tmp, data = Path(sys.argv[1]), sys.argv[2]
 SETTINGS = json.loads(sys.argv[3])
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
-        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+FSDP = json.loads(sys.argv[4])
 
 def shard_on_cpus():
     '''accelerate shards on GPUs only; all that it does for that works on CPUs too.'''
@@ -66,8 +68,6 @@ def forked(output, environment, changes):
     faulthandler.dump_traceback_later(60, exit=True)
     os.environ.update(environment, ACCELERATE_USE_CPU="true")
     try:
-        if os.environ.get("RANK", "0") != "0":
-            sys.stderr.flush()
         if "FSDP_VERSION" in environment:
             shard_on_cpus()
         calls = []
@@ -112,75 +112,77 @@ def cut(whole, output, step):
 """
 
 
-def run(tmp: Path, data: Path, script: str, limit: float = 150, **changes: Any) -> Any:
-    """What the script prints last, as JSON."""
-    settings = json.dumps({**SETTINGS, **changes})
+# Killed at random moments in both stages, six steps each, a checkpoint every step; two
+# processes over 50 steps; checkpoints of one process in two, and back.
+SCRIPT = """
+together("whole", save_steps=1)
+chance = random.Random(1)
+killed = []
+for target in (2, 6, 9):
+    child = forked("cut", {}, {"save_steps": 1})
+    while not (tmp / "cut" / f"checkpoint-{target}").exists() and os.waitpid(child, os.WNOHANG)[0] == 0:
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.05))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    killed.append(sorted(path.name for path in (tmp / "cut").iterdir()))
+together("cut", save_steps=1)
+weights = [(tmp / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "cut")]
+
+stages = [{**SETTINGS["stages"][0], "until": 0.2}, SETTINGS["stages"][1]]
+long = {"steps": 50, "batch_tokens": 32, "stages": stages, "save_steps": 100}
+losses = {"one": together("one", **long)}
+for name, fsdp in (("ddp", False), ("fsdp", True)):
+    losses[name] = together(name, 2, fsdp, per_device_batch_size=1, **long)
+calls = {name: [json.loads((tmp / f"{name}-nfe-{rank}.json").read_text()) for rank in range(2)]
+         for name in ("ddp", "fsdp")}
+
+SETTINGS["per_device_batch_size"] = 1
+moved = {"one": together("a", keep=9), "fsdp": together("b", 2, True, keep=9)}
+for name, source, processes, fsdp in (
+    ("fsdp to one", "b", 1, False), ("one to fsdp", "a", 2, True), ("one to ddp", "a", 2, False)
+):
+    cut(source, name, 6)
+    moved[name] = together(name, processes, fsdp)
+print(json.dumps({"same": weights[0] == weights[1], "killed": killed, "losses": losses, "calls": calls,
+                  "moved": moved}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Any:
+    """What the script found; a process that takes a minute dumps its stack and ends."""
+    config = Path(pretraining.__file__).parent / "accelerate" / "fsdp2.yaml"
+    sharding = yaml.safe_load(config.read_text())["fsdp_config"]
+    fsdp = {"ACCELERATE_USE_FSDP": "true", **{name.upper(): str(value) for name, value in sharding.items()}}
+    given = [str(tmp_path_factory.mktemp("scale")), str(token_folder), json.dumps(SETTINGS), json.dumps(fsdp)]
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + script, str(tmp), str(data), settings],
-        capture_output=True, text=True, timeout=limit, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", PRELUDE + SCRIPT, *given],
+        capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_killed_three_times_ends_with_the_same_weights(tmp_path: Path, token_folder: Path) -> None:
-    """Kill -9 at random moments, in both stages: bit-equal weights, and a torn checkpoint is passed over."""
-    script = """
-together("whole")
-chance = random.Random(1)
-killed = []
-for target in (1, 5, 8):  # of 12 steps, 6 a stage: killed at some moment after this one
-    child = forked("cut", {}, {})
-    while not (tmp / "cut" / f"checkpoint-{target + 1}").exists() and os.waitpid(child, os.WNOHANG)[0] == 0:
-        time.sleep(0.001)
-    time.sleep(chance.uniform(0, 0.05))
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert not (tmp / "cut" / "training.json").exists()
-    killed.append(sorted(p.name for p in (tmp / "cut").glob("checkpoint-*")))
-together("cut")
-same = [(tmp / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "cut")]
-print(json.dumps({"same": same[0] == same[1], "killed": killed}))
-"""
-    found = run(tmp_path, token_folder, script, save_steps=1)
+def test_killed_three_times_ends_with_the_same_weights(found: Any) -> None:
+    """Bit-equal; no kill came after the end."""
     assert found["same"], found["killed"]
+    assert not any("training.json" in names for names in found["killed"])
 
 
-def test_ranks_give_the_losses_of_one_process(tmp_path: Path, token_folder: Path) -> None:
-    """DDP and FSDP2 on two processes over 50 steps, on rows that need different numbers of iterations."""
-    script = """
-losses = {"one": together("one")}
-for name, fsdp in (("ddp", False), ("fsdp", True)):
-    losses[name] = together(name, 2, fsdp, per_device_batch_size=1)
-calls = {name: [json.loads((tmp / f"{name}-nfe-{rank}.json").read_text()) for rank in range(2)]
-         for name in ("ddp", "fsdp")}
-print(json.dumps([losses, calls]))
-"""
-    stages = [{**SETTINGS["stages"][0], "until": 0.2}, SETTINGS["stages"][1]]
-    losses, calls = run(
-        tmp_path, token_folder, script, steps=50, batch_tokens=32, stages=stages, save_steps=100
-    )
+def test_ranks_give_the_losses_of_one_process(found: Any) -> None:
+    """On rows that need different numbers of iterations; with FSDP2 the stop is collective."""
+    losses, calls = found["losses"], found["calls"]
     for name in ("ddp", "fsdp"):
         assert len(losses[name]) == 50
         assert losses[name] == pytest.approx(losses["one"], abs=1e-4)
     assert losses["one"][-1] < losses["one"][0] - 0.2
-    assert calls["ddp"][0] != calls["ddp"][1]  # each rank stops by itself
-    assert calls["fsdp"][0] == calls["fsdp"][1]  # all together
+    assert calls["ddp"][0] != calls["ddp"][1]
+    assert calls["fsdp"][0] == calls["fsdp"][1]
 
 
-def test_checkpoint_goes_on_elsewhere(tmp_path: Path, token_folder: Path) -> None:
-    """Of two processes' FSDP in one, and back: the same losses as without a move."""
-    script = """
-losses = {"one": together("one", keep=9), "fsdp": together("fsdp", 2, True, keep=9)}
-cut("fsdp", "fsdp to one", 6)
-losses["fsdp to one"] = together("fsdp to one")
-cut("one", "one to fsdp", 6)
-losses["one to fsdp"] = together("one to fsdp", 2, True)
-cut("one", "one to ddp", 6)
-losses["one to ddp"] = together("one to ddp", 2)
-print(json.dumps(losses))
-"""
-    losses = run(tmp_path, token_folder, script, per_device_batch_size=1)
-    for name, found in losses.items():
-        assert len(found) == 12, name
-        assert found == pytest.approx(losses["one"], abs=1e-4), name
+def test_checkpoint_goes_on_elsewhere(found: Any) -> None:
+    """The same losses as without a move."""
+    for name, losses in found["moved"].items():
+        assert len(losses) == 12, name
+        assert losses == pytest.approx(found["moved"]["one"], abs=1e-4), name

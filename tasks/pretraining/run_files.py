@@ -1,0 +1,140 @@
+"""Run files, and the fields of a run that the command line changes.
+
+A run file is YAML with the fields of :class:`RunSettings`; ``base: NAME`` takes over those of another that it
+does not give itself. Any field, however deep, can be changed by its dotted name:
+``--learning_rate 1e-3 --stages.0.until 0.7``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deqseq.causal_lm import ImplicitConfig
+from deqseq.tasks.pretraining.settings import RunSettings, Tree, check_known, model_options, unknown
+from deqseq.tasks.runs import flat
+
+RUNS = Path(__file__).parent / "runs"
+
+
+def load_run(source: str, overrides: Sequence[tuple[str, str]] = ()) -> RunSettings:
+    """The settings of a run file, or of one of ours by its name, with fields changed by dotted names.
+
+    ``NAME-explicit`` is the explicit twin of ``NAME``.
+
+    Raises:
+        ValueError: no such file or name, unknown fields, values out of range.
+    """
+    tree = _read(source)
+    known = [f.name for f in fields(RunSettings)]
+    for name in tree:
+        check_known(name, known, "")
+    for name, text in overrides:
+        _override(tree, name, text, known)
+    for f in fields(RunSettings):
+        value = tree.get(f.name)
+        if f.default is MISSING and value is None:
+            raise ValueError(f"{source} has no {f.name}: {f.metadata['help']}")
+        if isinstance(value, float) and value.is_integer() and str(f.type).startswith("int"):
+            tree[f.name] = int(value)  # 207e9 tokens
+    return RunSettings(**tree)
+
+
+def describe_fields() -> str:
+    """The fields of a run, their defaults and what they are, a line each."""
+    lines = []
+    for f in fields(RunSettings):
+        default = "" if f.default is MISSING else f" (default: {f.default})"
+        lines.append(f"  {f.name}: {f.metadata['help']}{default}")
+    return "\n".join(lines)
+
+
+def shipped() -> list[str]:
+    """Names of the run files that come along."""
+    return sorted(path.stem for path in RUNS.glob("*.yaml"))
+
+
+def _read(source: str) -> Tree:
+    name, explicit = source.removesuffix("-explicit"), source.endswith("-explicit")
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        if name not in shipped():
+            raise ValueError(f"no run {source!r}: name a YAML file, or one of {', '.join(shipped())}")
+        path = RUNS / f"{name}.yaml"
+    try:
+        tree = yaml.load(path.read_text(), Loader)
+    except OSError as error:
+        raise ValueError(f"the run file {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the run file {path} is no YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"the run file {path} must be a mapping of fields, got {tree!r}")
+    if base := tree.pop("base", None):
+        tree = {**_read(str(base)), **tree}
+    if explicit and name in shipped():
+        tree["explicit"] = True
+    return tree
+
+
+def _override(tree: Tree, name: str, text: str, known: Sequence[str]) -> None:
+    """Set the field of a dotted name, in place; the text is YAML."""
+    first, *rest = name.split(".")
+    check_known(first, [*known, *(leaf for leaf, _ in flat(_expanded(tree)))], "", shown=name)
+    value = yaml.load(text, Loader)
+    if not rest:
+        tree[first] = value
+        for one, other in (("tokens", "steps"), ("steps", "tokens")):
+            if first == one:
+                tree.pop(other, None)
+        return
+    if first == "model":
+        tree["model"] = model_options(tree["model"])
+    if first not in known:
+        raise ValueError(f"unknown field {name}")
+    place: Any = tree.get(first)
+    *parents, last = rest
+    for key in parents:
+        place = _item(place, key, name, tree)
+    if isinstance(place, list):
+        place[_index(place, last, name)] = value
+    elif isinstance(place, dict):
+        leaves = [leaf for leaf, _ in flat(_expanded(tree))]
+        if first == "model" and not parents:
+            check_known(last, list(ImplicitConfig.__annotations__), "model.", also=leaves)
+        place[last] = value
+    else:
+        raise ValueError(f"unknown field {name}: {name.rpartition('.')[0]} is {place!r}, which has no fields")
+
+
+def _item(place: Any, key: str, name: str, tree: Tree) -> Any:
+    if isinstance(place, list):
+        return place[_index(place, key, name)]
+    if isinstance(place, dict) and key in place:
+        return place[key]
+    raise ValueError(unknown(name, [leaf for leaf, _ in flat(_expanded(tree))]))
+
+
+def _index(place: list[Any], key: str, name: str) -> int:
+    if not key.isdigit() or int(key) >= len(place):
+        raise ValueError(f"{name}: the list has entries 0 to {len(place) - 1}, got {key!r}")
+    return int(key)
+
+
+def _expanded(tree: Tree) -> Tree:
+    return {**tree, "model": model_options(tree["model"])} if tree.get("model") else tree
+
+
+class Loader(yaml.SafeLoader):
+    """YAML in which 3e-3 is a number, as everywhere else."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)

@@ -137,8 +137,12 @@ def make_trainer(
 
 def compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
     """Compile every block of the body; below a ``budget`` of 1 what is cheap is recomputed."""
+    import torch._dynamo.config
     import torch._functorch.config
 
+    # Compiled anew for the first block, with and without a graph, for every stage and the last batch of an
+    # evaluation; beyond the limit blocks would silently run as they are.
+    torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.activation_memory_budget = budget
     body: Any = model.model.layer.backbone
     for block in body.layers:

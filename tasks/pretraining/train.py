@@ -173,6 +173,7 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         adam_beta2=settings.beta2,
         max_grad_norm=settings.max_grad_norm,
         bf16=settings.bf16,
+        use_cpu=not torch.accelerator.is_available(),  # or bf16 is refused there
         seed=settings.seed,
         train_sampling_strategy="sequential",  # the dataset is in order
         dataloader_num_workers=settings.workers if isinstance(settings.data, str) else 0,

@@ -137,6 +137,10 @@ for name, fsdp in (("ddp", False), ("fsdp", True)):
 calls = {name: [json.loads((tmp / f"{name}-nfe-{rank}.json").read_text()) for rank in range(2)]
          for name in ("ddp", "fsdp")}
 
+few = {"steps": 1, "bf16": True, "stages": None}
+coarse = {"one": together("coarse", **few), "exact": together("exact", **{**few, "bf16": False}),
+          "fsdp": together("coarse fsdp", 2, True, per_device_batch_size=1, **few)}
+
 SETTINGS["per_device_batch_size"] = 1
 moved = {"one": together("a", keep=9), "fsdp": together("b", 2, True, keep=9)}
 for name, source, processes, fsdp in (
@@ -145,7 +149,7 @@ for name, source, processes, fsdp in (
     cut(source, name, 6)
     moved[name] = together(name, processes, fsdp)
 print(json.dumps({"same": weights[0] == weights[1], "killed": killed, "losses": losses, "calls": calls,
-                  "moved": moved}))
+                  "coarse": coarse, "moved": moved}))
 """
 
 
@@ -168,6 +172,12 @@ def test_killed_three_times_ends_with_the_same_weights(found: Any) -> None:
     """Bit-equal; no kill came after the end."""
     assert found["same"], found["killed"]
     assert not any("training.json" in names for names in found["killed"])
+
+
+def test_sharded_models_compute_in_bfloat16_too(found: Any) -> None:
+    """What accelerate shards it does not put under autocast by itself."""
+    first = {name: losses[0] for name, losses in found["coarse"].items()}
+    assert abs(first["fsdp"] - first["one"]) < 0.1 * abs(first["exact"] - first["one"]), first
 
 
 def test_ranks_give_the_losses_of_one_process(found: Any) -> None:

@@ -208,6 +208,17 @@ def test_what_is_overwritten_is_read_first() -> None:
     assert [t[0].item() for t in buffers] == [9, 0, 1, 2]
 
 
+def test_copies_are_contiguous_aligned_and_elsewhere() -> None:
+    value = (torch.randn(3, 5).t(), [torch.tensor(2.0), torch.arange(7)], {"empty": torch.empty(2, 0)})
+    copier = graphs.Copier(value)
+    copy = copier.copied()
+    for new, old in zip(graphs.tensors(copy), graphs.tensors(value), strict=True):
+        assert torch.equal(new, old) and new.dtype == old.dtype
+        assert new.is_contiguous() and new.storage_offset() % 64 == 0
+    copier.overwrite([t + 1 for t in copier.tensors])
+    assert torch.equal(value[1][1], torch.arange(1, 8)) and torch.equal(copy[1][1], torch.arange(7))
+
+
 def test_few_shapes_are_kept(make_layer: MakeLayer, recorded: list[Any]) -> None:
     layer = make_layer("mamba2", convergence=tight()).eval()
     for _ in range(2):

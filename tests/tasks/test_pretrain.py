@@ -48,6 +48,17 @@ def run(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Path:
     return folder
 
 
+def test_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = tmp_path / "figures" / "compare.png"
+    assert main(["compare", str(run), "--output", str(figure)]) == 0
+    scores = [e for e in json.loads((run / "training.json").read_text())["log"] if "eval_loss" in e]
+    table = capsys.readouterr().out
+    assert figure.stat().st_size > 0
+    assert f"{scores[-1]['eval_perplexity']:.2f}" in table.splitlines()[2]  # of two stages
+    assert main(["compare", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
 # Run files
 
 

@@ -22,7 +22,7 @@ Pretrain a language model, implicit or explicit, stage by stage, with checkpoint
 RUN is a run file (YAML), or one of the paper's models by name: mamba2-130m, llama-1.3b, ...; with -explicit
 behind it, its explicit twin. Any field of the run can be given here, deep ones by dotted names:
 
-  python -m deqseq.tasks.prepare books/ --output data/books
+  python -m deqseq.tasks.prepare books/*.txt --output data/books
   python -m deqseq.tasks.pretrain llama-130m --data data/books --tokens 1e9 --dry-run
   accelerate launch --config_file tasks/pretraining/accelerate/ddp.yaml --num_processes 8 \\
       tasks/pretrain.py llama-130m --data data/books --tokens 1e9 --stages.0.until 0.7
@@ -39,10 +39,14 @@ def parser() -> argparse.ArgumentParser:
         prog="pretrain", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    found.add_argument("run", metavar="RUN", help="run file, name of one that comes along, or 'demo'")
+    found.add_argument(
+        "run", metavar="RUN", nargs="?", help="run file, name of one that comes along, or 'demo'"
+    )
     found.add_argument("--output", metavar="DIR", help="folder of the run (default: runs/RUN)")
     found.add_argument("--dry-run", action="store_true", help="say what the run would take, and stop")
-    found.add_argument("--plot", metavar="PNG", help="draw the schedule (dry run; default: in the folder)")
+    found.add_argument(
+        "--plot", metavar="PNG", help="draw the schedule (dry run; default: beside the folder)"
+    )
     found.add_argument("--fields", action="store_true", help="list the fields of a run, and stop")
     found.add_argument("--processes", type=int, metavar="N", help="for a dry run: processes to plan for")
     return found
@@ -111,11 +115,14 @@ def _run(options: argparse.Namespace, fields: list[tuple[str, str]]) -> int:
     if options.fields:
         print(describe_fields())
         return 0
+    if options.run is None:
+        raise ValueError("name a run: a run file, or one that comes along, such as llama-130m")
     settings = load_run(options.run, fields)
-    output = Path(options.output or Path("runs") / Path(options.run).stem)
+    name = Path(options.run).name.removesuffix(".yaml").removesuffix(".yml")
+    output = Path(options.output or Path("runs") / name)
     if options.dry_run:
         print(describe(settings, options.processes))
-        plot = Path(options.plot or output / "schedule.png")
+        plot = Path(options.plot or output.with_name(f"{output.name}-schedule.png"))
         if plot_schedule(settings, plot):
             print(f"drew the schedule in {plot}")
         return 0

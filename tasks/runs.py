@@ -9,7 +9,7 @@ from typing import Any
 
 
 class RunFolder:
-    """The folder of one run, made if it is not there; the settings are in ``settings.json``.
+    """The folder of one run; the settings are in ``settings.json``. Nothing is written before :meth:`start`.
 
     Args:
         path: the folder.
@@ -18,25 +18,27 @@ class RunFolder:
             ones.
 
     Raises:
-        ValueError: the folder holds something else, or a run with other settings. Nothing in it is
-            touched then.
+        ValueError: the folder holds something else, or a run with other settings.
     """
 
     def __init__(
         self, path: str | Path, settings: Mapping[str, Any], may_change: Collection[str] = ()
     ) -> None:
         self.path = Path(path)
-        wanted = json.loads(json.dumps(settings))
+        self._settings = json.loads(json.dumps(settings))
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file, not a folder")
         if self.file.exists():
-            self._check_same(wanted, may_change)
+            self._check_same(self._settings, may_change)
         elif self.path.exists() and any(self.path.iterdir()):
             raise ValueError(
                 f"{self.path} is not empty and holds no run (no settings.json): choose another folder"
             )
+
+    def start(self) -> None:
+        """Make the folder and write the settings down."""
         self.path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(wanted, indent=2) + "\n"
+        text = json.dumps(self._settings, indent=2) + "\n"
         if not self.file.exists() or self.file.read_text() != text:
             part = self.file.with_suffix(".part")
             part.write_text(text)

@@ -74,7 +74,7 @@ class TextFile:
         self.path = Path(path)
         self.kind = documents
         if self.path.is_dir():
-            raise ValueError(f"{path} is a folder: name the files in it, such as {path}/*.txt")
+            raise ValueError(f"{path} is a folder: name the files in it, such as {self.path}/*.txt")
         if not self.path.is_file():
             raise ValueError(f"no file {path}")
         if self.path.suffix in _COMPRESSED:
@@ -167,7 +167,7 @@ class DatasetRows:
 
     def describe(self) -> dict[str, Any]:
         kind = {"subset": self.subset, "split": self.split, "column": self.column}
-        return {"path": self.name, **kind, "files": [_stamp(Path(path)) for path in self.files]}
+        return {"path": self.name, **kind, "files": stamps(self.name, self.files)}
 
     def documents(self, start: int = 0) -> Iterator[Document]:
         number = start
@@ -192,14 +192,17 @@ def sources(
     """
     if not paths and dataset is None:
         raise ValueError("nothing to read: name text files, or a --dataset")
-    if twice := [path for i, path in enumerate(paths) if path in paths[:i]]:
+    real = [Path(path).resolve() for path in paths]
+    if twice := [path for i, path in enumerate(paths) if real[i] in real[:i]]:
         raise ValueError(f"{twice[0]} is named twice")
+    if dataset is None and (subset is not None or split != "train"):
+        raise ValueError("subset and split are of a --dataset, and none is named")
     if dataset is not None:
         return [DatasetRows(dataset, subset, split, paths, column)]
     found: list[Source] = []
     for path in paths:
         plain = TextFile(path, documents)  # whatever it holds, it has to be there
-        ending = plain.path.suffix
+        ending = plain.path.suffix.lower()
         if ending == ".parquet":
             found.append(DatasetRows("parquet", files=[path], column=column))
         else:
@@ -267,6 +270,13 @@ def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
         lines.append(line)
     if lines:
         yield b"".join(lines)
+
+
+def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """What shows that a dataset's files have changed: its data files, or all of a local folder."""
+    folder = Path(name)
+    inside = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+    return [_stamp(path) for path in map(Path, files)] or [_stamp(path) for path in inside]
 
 
 def _stamp(path: Path) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Encoder:
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._backend.encode_special_tokens = True  # a document that spells one out does not end there
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of every text."""

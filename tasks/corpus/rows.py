@@ -65,7 +65,13 @@ class TokenFolder:
         return sum(s.documents for s in self._manifest.shards if s.split == _checked(split))
 
     def tokenizer(self) -> Any:
-        """The tokenizer that made the shards."""
+        """The tokenizer that made the shards.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if not (self.path / TOKENIZER).is_dir():
+            raise ValueError(f"{self.path} has no {TOKENIZER}/: copy it again, or prepare anew with --force")
         return AutoTokenizer.from_pretrained(self.path / TOKENIZER)
 
     def verify(self, progress: bool = False) -> None:

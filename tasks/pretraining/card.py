@@ -28,8 +28,8 @@ _CARD = """\
 import deqseq.causal_lm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{place}")
+tokenizer = AutoTokenizer.from_pretrained("{place}")
 ```
 
 ## Scores
@@ -62,6 +62,7 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
     card = _CARD.format(
         data=data.to_yaml(),
         name=folder.parent.name,
+        place=folder,
         kind="Implicit" if config.implicit else "Explicit",
         backbone=config.backbone["name"],
         parameters=record["parameters"],
@@ -79,7 +80,8 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
 def _table(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> str:
     """Evaluations during training, as Markdown: the last twenty."""
     lines = ["| step | tokens | perplexity | iterations | residual |", "|---|---|---|---|---|"]
-    for entry in [entry for entry in log if "eval_loss" in entry][-20:]:
+    scores = {entry["step"]: entry for entry in log if "eval_loss" in entry}
+    for entry in list(scores.values())[-20:]:
         tokens = entry["step"] * settings.batch_tokens
         solved = [f"{entry[k]:.3g}" if k in entry else "-" for k in ("eval_iterations", "eval_residual")]
         lines.append(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from deqseq.causal_lm import ImplicitConfig
-from deqseq.tasks.corpus import TokenFolder, token_rows
-from deqseq.tasks.corpus.documents import stream
+from deqseq.tasks.corpus import HoldOut, TokenFolder, token_rows
+from deqseq.tasks.corpus.documents import stamps, stream
 from deqseq.tasks.corpus.encoder import Encoder
 from deqseq.tasks.corpus.rows import Row
 from deqseq.tasks.pretraining.settings import RunSettings, check_known
@@ -119,13 +121,27 @@ def open_data(settings: RunSettings, progress: bool = False) -> Data:
     )
 
 
-_STREAM = ("dataset", "subset", "split", "validation_split", "files", "column", "tokenizer")
+class Passes(IterableDataset[Row]):
+    """A stream, gone through so often."""
+
+    def __init__(self, rows: IterableDataset[Row], count: int) -> None:
+        self.rows, self.count = rows, count
+
+    def __iter__(self) -> Iterator[Row]:
+        for _ in range(self.count):
+            yield from self.rows
+
+
+_STREAM = (
+    "dataset", "subset", "split", "validation_split", "validation_share", "files", "column", "tokenizer",
+)  # fmt: skip
 
 
 def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
     """The rows of a Hugging Face dataset, tokenised as they come, without what ``prepare`` would hold out.
 
-    The first ``eval_rows`` rows of its ``validation_split`` are for evaluation.
+    The first ``eval_rows`` rows of its ``validation_split`` are for evaluation, or, without one, of the
+    documents held out.
     """
     for name in given:
         check_known(name, _STREAM, "data.")
@@ -134,21 +150,40 @@ def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
     if settings.eval_rows is None:
         raise ValueError("eval_rows must be a number where the data is a stream, got None")
     tokenizer = load_tokenizer(given.get("tokenizer", "EleutherAI/gpt-neox-20b"))
-    column, documents = given.get("column", "text"), settings.documents
+    column = given.get("column", "text")
+    documents: Any = settings.documents
+
+    hold_out = HoldOut(given.get("validation_share", HoldOut().share))
+    name, files = given["dataset"], given.get("files", ())
+    split = given.get("split", "train")
+    other = given.get("validation_split") or split
 
     def rows(split: str, side: Any) -> Any:
-        texts = stream(given["dataset"], given.get("subset"), split, given.get("files", ()))
-        return token_rows(texts, tokenizer, settings.length, documents, column=column, split=side)  # type: ignore[arg-type]
+        texts = stream(name, given.get("subset"), split, files)
+        return token_rows(
+            texts,
+            tokenizer,
+            settings.length,
+            documents,
+            column=column,
+            split=side,
+            hold_out=hold_out,
+        )
 
-    validation = list(islice(rows(given.get("validation_split", "validation"), None), settings.eval_rows))
+    side = "validation" if other == split else None  # the same split: what is not trained on
+    validation = list(islice(rows(other, side), settings.eval_rows))
     if not validation:
-        raise ValueError(f"the validation split of {given['dataset']} has not one row of {settings.length}")
+        raise ValueError(
+            f"what is held out of {name} is not one row of {settings.length} tokens: name a "
+            "data.validation_split, or a larger data.validation_share"
+        )
     encoder = Encoder(tokenizer)
+    content = [encoder.sha256(), hold_out.share, *stamps(name, files)]
     return Data(
-        rows(given.get("split", "train"), "train"),
+        Passes(rows(split, "train"), max(1, int(settings.passes))),
         validation,
         tokenizer,
-        len(tokenizer),
+        encoder.vocab_size,
         encoder.end_of_text,
-        encoder.sha256(),
+        hashlib.sha256(json.dumps(content).encode()).hexdigest(),
     )

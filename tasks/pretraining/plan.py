@@ -19,6 +19,7 @@ from deqseq.convergence import policies
 from deqseq.curriculum import Stage
 from deqseq.gradients import gradients
 from deqseq.tasks.figures import pyplot
+from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.watch import PEAK, Flops, graph_evaluations
 
@@ -146,6 +147,7 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
         ("model", f"{'implicit' if config.implicit else 'explicit'} {config.backbone['name']}, "
                   f"{parameters:,} parameters, {parameters - body:,} of them embeddings"),
         ("tokens", f"{tokens:,} in rows of {settings.length}"),
+        ("data", _data(settings)),
         ("steps", f"{settings.total_steps:,} of {settings.batch_tokens:,} tokens = {accumulation} x {size} "
                   f"rows x {processes} processes"),
         ("learning rate", f"{settings.learning_rate:g}: up over {settings.warmup_steps:,} steps, down over "
@@ -173,6 +175,18 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
         "15 %), times evaluations with a graph and rows at a time; and the logits twice."
     )
     return "\n".join([*(f"{name:>{width}}  {text}" for name, text in lines), note])
+
+
+def _data(settings: RunSettings) -> str:
+    """What of it there is, or what is wrong with it."""
+    if not isinstance(settings.data, str):
+        return "none yet" if settings.data is None else f"streamed from {settings.data.get('dataset')}"
+    try:
+        data = open_data(settings)
+        data.fitted(settings.config())
+    except ValueError as error:
+        return f"NOT READY: {error}"
+    return f"{settings.data}, {len(data.validation):,} rows held out"
 
 
 def learning_rates(settings: RunSettings, points: int = 1000) -> tuple[list[int], list[float]]:

@@ -16,7 +16,14 @@ from typing import Any
 import yaml
 
 from deqseq.causal_lm import ImplicitConfig
-from deqseq.tasks.pretraining.settings import RunSettings, Tree, check_known, model_options, unknown
+from deqseq.tasks.pretraining.settings import (
+    RunSettings,
+    Tree,
+    check_known,
+    merged,
+    model_options,
+    unknown,
+)
 from deqseq.tasks.runs import flat
 
 RUNS = Path(__file__).parent / "runs"
@@ -54,6 +61,10 @@ def describe_fields() -> str:
     return "\n".join(lines)
 
 
+_EITHER = (("tokens", "steps"), ("steps", "tokens"))
+"""Of two ways to say the same the last one counts."""
+
+
 def shipped() -> list[str]:
     """Names of the run files that come along."""
     return sorted(path.stem for path in RUNS.glob("*.yaml"))
@@ -75,7 +86,13 @@ def _read(source: str) -> Tree:
     if not isinstance(tree, dict):
         raise ValueError(f"the run file {path} must be a mapping of fields, got {tree!r}")
     if base := tree.pop("base", None):
-        tree = {**_read(str(base)), **tree}
+        under = _read(str(base))
+        for one, other in _EITHER:
+            if tree.get(one) is not None:
+                under.pop(other, None)
+        if isinstance(tree.get("model"), dict) and "preset" not in tree["model"]:
+            tree["model"] = merged(model_options(under["model"]), tree["model"])
+        tree = {**under, **tree}
     if explicit and name in shipped():
         tree["explicit"] = True
     return tree
@@ -85,11 +102,14 @@ def _override(tree: Tree, name: str, text: str, known: Sequence[str]) -> None:
     """Set the field of a dotted name, in place; the text is YAML."""
     first, *rest = name.split(".")
     check_known(first, [*known, *(leaf for leaf, _ in flat(_expanded(tree)))], "", shown=name)
-    value = yaml.load(text, Loader)
+    try:
+        value = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the value of {name} is no YAML: {text!r}") from error
     if not rest:
         tree[first] = value
-        for one, other in (("tokens", "steps"), ("steps", "tokens")):
-            if first == one:
+        for one, other in _EITHER:
+            if first == one and value is not None:
                 tree.pop(other, None)
         return
     if first == "model":

@@ -17,6 +17,13 @@ from deqseq.curriculum import Curriculum, Stage
 
 Tree = dict[str, Any]
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a name"),
+}
+
 
 def _setting(text: str, default: Any = MISSING, resumes: bool = False) -> Any:
     """A field with its help; ``resumes``: a run may go on with another value."""
@@ -92,10 +99,12 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            kind: Any = {"float": (int, float), "bool": bool, "str": str}.get(str(f.type))
+            kind, what = _KINDS.get(str(f.type), (object, ""))
             value = getattr(self, f.name)
-            if kind and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-                raise ValueError(f"{f.name} must be a {f.type}, got {value!r}")
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
+                raise ValueError(f"{f.name} must be {what}, got {value!r}")
+        if not isinstance(self.data, (str, Mapping, type(None))):
+            raise ValueError(f"data must be a folder, or a mapping with a dataset, got {self.data!r}")
         counts = ("length", "batch_tokens", "per_device_batch_size", "log_steps", "eval_steps", "save_steps")
         for name in counts:
             check_count(name, getattr(self, name))
@@ -200,30 +209,40 @@ class RunSettings:
         curriculum = self.curriculum()
         if curriculum is not None:
             last = curriculum.stages[-1]
-            for name in ("gradient", "convergence", "eval_convergence", "window"):
-                options[name] = getattr(last, name)
+            options |= {"gradient": last.gradient, "window": last.window}
+            for name in ("convergence", "eval_convergence"):
+                if getattr(last, name) is not None:
+                    options[name] = getattr(last, name)
         return _config(options)
 
     def curriculum(self) -> Curriculum | None:
         """The stages, which end at shares of the steps; ``None``: as the model is throughout."""
+        if not isinstance(self.stages or [], (list, tuple)):
+            raise ValueError(f"stages must be a list of mappings, got {self.stages!r}")
         if self.explicit or not self.stages or not model_options(self.model).get("implicit", True):
             return None
         known = [f.name for f in fields(Stage)]
         stages = []
+        policies = {name: model_options(self.model).get(name) for name in ("convergence", "eval_convergence")}
         for number, entry in enumerate(self.stages):
+            if not isinstance(entry, Mapping) or "gradient" not in entry:
+                raise ValueError(f"stages.{number} must be a mapping with until and gradient, got {entry!r}")
             for name in entry:
                 check_known(name, known, f"stages.{number}.")
-            own = {"eval_convergence": entry.get("convergence"), **entry}
+            # A policy holds until another stage names its own.
+            evaluated = {"eval_convergence": entry["convergence"]} if "convergence" in entry else {}
+            own = {**policies, **evaluated, **entry}
+            policies = {name: own[name] for name in policies}
             stages.append(Stage(**{**own, "until": self._share(entry.get("until"), number)}))
         return Curriculum(stages)
 
     def _share(self, until: Any, number: int) -> float:
         if isinstance(until, Mapping) and len(until) == 1:
             (unit, amount), steps = *until.items(), self.total_steps
-            if unit == "steps":
-                return int(amount) / steps
-            if unit == "tokens":
-                return round(float(amount) / self.batch_tokens) / steps
+            if unit == "steps" and isinstance(amount, int):
+                return amount / steps
+            if unit == "tokens" and isinstance(amount, (int, float)):
+                return round(amount / self.batch_tokens) / steps
         elif isinstance(until, (int, float)):
             return float(until)
         raise ValueError(
@@ -270,6 +289,8 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     result = deepcopy(dict(under))
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        # Options of a part that goes by another name are another part's.
+        both = both and value.get("name") in (None, result[key].get("name"))
         result[key] = merged(result[key], value) if both else deepcopy(value)
     return result
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 from torch.utils.data import Subset
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
@@ -48,20 +50,22 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     state = PartialState()  # of the processes, which the arguments have found
     data = open_data(settings, progress and state.is_main_process)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
-    with state.main_process_first():
-        folder = RunFolder(output, kept, RESUMES)
+    folder = RunFolder(output, kept, RESUMES)
     final = folder.path / "model"
     if folder.finished:
         if state.is_main_process:
             logger.info("%s is trained already", folder.path)
         return final
     checkpoint = last_whole_checkpoint(folder.path)
-    if checkpoint is None and state.is_main_process:
-        data.verify()
-    state.wait_for_everyone()
     trainer = make_trainer(settings, data, args, checkpoint)
-    if checkpoint is not None and state.is_main_process:
-        logger.info("resuming from %s", checkpoint)
+    if state.is_main_process:
+        data.verify()
+        folder.start()
+        logger.info(
+            "%d steps of %d tokens on %d x %s%s", settings.total_steps, settings.batch_tokens,
+            state.num_processes, args.device.type, f", resuming from {checkpoint}" if checkpoint else "",
+        )  # fmt: skip
+    state.wait_for_everyone()
     start = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - start
@@ -77,6 +81,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
             "validation": {name: value for name, value in scores.items() if isinstance(value, float)},
             "log": trainer.state.log_history,
         }
+        logger.info("held-out perplexity %.2f", math.exp(scores["eval_loss"]))
         write_card(final, settings, record)
         folder.finish(record)
     state.wait_for_everyone()
@@ -100,8 +105,9 @@ def make_model(settings: RunSettings, data: Data, checkpoint: str | None = None)
         model: ImplicitForCausalLM = ImplicitForCausalLM.from_pretrained(
             source, config=config, dtype=torch.float32
         )
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"the model in {source} cannot be loaded: {error}") from error
+    logger.info("weights from %s", source)
     return model
 
 
@@ -111,7 +117,7 @@ def make_trainer(
     """The trainer of a run, ready to train."""
     model = make_model(settings, data, checkpoint)
     model.model.gradient_checkpointing = settings.recompute
-    if settings.compile:
+    if settings.compile and args.device.type != "cpu":
         compile_blocks(model, settings.activation_budget)
     rows = args.gradient_accumulation_steps * settings.per_device_batch_size
     speed = Speed(

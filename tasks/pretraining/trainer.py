@@ -141,6 +141,21 @@ class PretrainTrainer(CurriculumTrainer):
                 "rate, a smaller max_grad_norm or a damped solver, in a new folder (--start_from CHECKPOINT)"
             )
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As the Trainer's, exact for any number of rows: processes whose last batches are filled up would
+        count rows twice, unless a batch is a row."""
+        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = len(data)
+        size, processes = self.args.per_device_eval_batch_size, self.args.world_size
+        fits = [n for n in range(1, size + 1) if rows % (n * processes) == 0]
+        self.args.per_device_eval_batch_size = size if processes == 1 else max(fits, default=1)
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self.args.per_device_eval_batch_size = size
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs = {**logs, **self.watch.read(self._mean_of_processes)}
@@ -202,6 +217,7 @@ class _Clock(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        state.compute_steps(args, state.max_steps)  # of this run, not of the one that left the checkpoint
         self.speed.elapsed = max(
             (entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0
         )
@@ -211,6 +227,15 @@ class _Clock(TrainerCallback):
         self.speed.step()
         self.speed.pause()
         self.speed.start()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step < state.max_steps:  # the data is one epoch: of a stream nobody knew its length
+            raise ValueError(
+                f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
+                "tokens or steps, or allow more --passes; the checkpoints are whole"
+            )
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.speed.start()
@@ -224,6 +249,14 @@ class _Stages(TrainerCallback):
 
     def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum) -> None:
         self.trainer, self.curriculum = trainer, curriculum
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        starts = [0, *(self.curriculum.end(stage, state.max_steps) for stage in self.curriculum.stages[:-1])]
+        if state.global_step in starts and state.is_world_process_zero:
+            number = starts.index(state.global_step)
+            logger.info("stage %d: %s", number + 1, self.curriculum.stages[number])
 
     def _ended(self, state: TrainerState) -> int | None:
         """The number of the stage, from 1, that ends with this step."""

@@ -48,6 +48,7 @@ def train(
     if folder.finished:
         logger.info("%s is trained already", folder.path)
         return load(folder.path)[0]
+    folder.start()
     set_seed(settings.seed)
     model = ImplicitForCausalLM(settings.config())
     trainer = AlignedTrainer(

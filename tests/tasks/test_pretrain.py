@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -112,8 +113,8 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("documents", "mixed")], "'joined' or 'separate', got 'mixed'"),
         ([("per_device_batch_size", "0")], "per_device_batch_size must be a whole number"),
         ([("length", "1")], "at least 2"),
-        ([("learning_rate", "fast")], "learning_rate must be a float, got 'fast'"),
-        ([("bf16", "1")], "bf16 must be a bool, got 1"),
+        ([("learning_rate", "fast")], "learning_rate must be a number, got 'fast'"),
+        ([("bf16", "1")], "bf16 must be true or false, got 1"),
     ],
 )
 def test_wrong_fields_are_named(overrides: list[tuple[str, str]], message: str) -> None:
@@ -168,6 +169,33 @@ def test_flops_are_those_of_the_matrices() -> None:
     assert saved_bytes(config, 64) == pytest.approx(2 * saved_bytes(config, 32), rel=0.5)
 
 
+def test_run_files_build_on_others(tmp_path: Path) -> None:
+    """As the command line does: option by option, the last way to say how long counts."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: llama-130m\nsteps: 40\nmodel: {backbone: {n_layer: 2}}")
+    settings = load_run(str(file), [("tokens", "1e9"), ("steps", "null")])
+    assert (settings.tokens, settings.steps) == (10**9, None)
+    assert load_run(str(file)).total_steps == 40
+    backbone = load_run(str(file)).config().backbone
+    assert (backbone["n_layer"], backbone["d_model"]) == (2, 768)
+    file.write_text("base: mamba2-tiny\nmodel: {backbone: {name: llama, d_model: 32, n_layer: 1, n_head: 2}}")
+    config = load_run(str(file)).config()
+    assert config.vocab_size == 1024 and "d_state" not in config.backbone
+
+
+def test_policies_hold_until_a_stage_names_its_own() -> None:
+    gradient = {"name": "phantom", "steps": 1}
+    stages: list[Any] = [
+        {"until": 0.5, "gradient": gradient, "convergence": {"name": "fixed", "iterations": 3}}
+    ]
+    settings = small(("stages", json.dumps([*stages, {"until": 1.0, "gradient": gradient}])))
+    curriculum = settings.curriculum()
+    assert curriculum is not None
+    assert (
+        curriculum.stages[1].convergence == curriculum.stages[0].convergence == settings.config().convergence
+    )
+
+
 def test_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "schedule.png"
     assert main(["llama-tiny", "--dry-run", "--plot", str(plot), *flags()]) == 0
@@ -176,6 +204,7 @@ def test_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert word in shown, shown
     assert plot.stat().st_size > 0 and [path.name for path in tmp_path.iterdir()] == ["schedule.png"]
     assert "sharded over 2" in describe(small(), 2)
+    assert "NOT READY: no token shards" in describe(small(("data", str(tmp_path))))
 
 
 # Data
@@ -202,24 +231,71 @@ def test_data_that_does_not_fit_is_refused(token_folder: Path, tmp_path: Path) -
 
 
 def test_corrupted_shard_is_named(token_folder: Path, tmp_path: Path) -> None:
-    import shutil
-
     folder = Path(shutil.copytree(token_folder, tmp_path / "data"))
     shard = next(folder.glob("train*.bin"))
     shard.write_bytes(b"\xff" + shard.read_bytes()[1:])
     with pytest.raises(ValueError, match=shard.name):
         pretrain(small(("data", str(folder))), tmp_path / "run", progress=False)
+    assert not (tmp_path / "run" / "settings.json").exists()  # so that the run can begin once it is mended
+
+
+def test_shard_that_broke_meanwhile_is_not_trained_on(run: Path, token_folder: Path, tmp_path: Path) -> None:
+    data = Path(shutil.copytree(token_folder, tmp_path / "data"))
+    half = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("training.json")))
+    settings = json.loads((half / "settings.json").read_text()) | {"data": str(data)}
+    (half / "settings.json").write_text(json.dumps(settings))
+    shard = next(data.glob("train*.bin"))
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    with pytest.raises(ValueError, match="corrupted"):
+        pretrain(small(("data", str(data))), half, progress=False)
+
+
+def streamed(tmp_path: Path, token_folder: Path, documents: int = 200, **more: Any) -> tuple[str, str]:
+    lines = [json.dumps({"text": f"{i} is a number " * 8}) for i in range(documents)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    data = {"dataset": "json", "files": [str(tmp_path / "rows.jsonl")], "validation_share": 0.2,
+            "tokenizer": str(token_folder / "tokenizer"), **more}  # fmt: skip
+    return "data", json.dumps(data)
+
+
+@pytest.mark.parametrize("split", [None, "train"])
+def test_streams_hold_out_what_they_do_not_train_on(
+    split: str | None, tmp_path: Path, token_folder: Path
+) -> None:
+    settings = small(streamed(tmp_path, token_folder, validation_split=split))
+    data = open_data(settings)
+    train, held_out = (
+        {tuple(row["input_ids"].tolist()) for row in rows} for rows in (data.train, data.validation)
+    )
+    assert train and held_out and not train & held_out
+    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text() + "\n")
+    assert open_data(settings).fingerprint != data.fingerprint
 
 
 def test_streamed_datasets_train(tmp_path: Path, token_folder: Path) -> None:
-    lines = [json.dumps({"text": f"{i} is a number " * 8}) for i in range(200)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    data = {"dataset": "json", "files": [str(tmp_path / "rows.jsonl")], "validation_split": "train",
-            "tokenizer": str(token_folder / "tokenizer")}  # fmt: skip
-    pretrain(small(("data", json.dumps(data)), ("steps", "4")), tmp_path / "run", progress=False)
+    data = streamed(tmp_path, token_folder)
+    pretrain(small(data, ("steps", "4")), tmp_path / "run", progress=False)
     assert (tmp_path / "run" / "model" / "README.md").exists()
     with pytest.raises(ValueError, match=r"did you mean data\.column"):
-        open_data(small(("data", json.dumps({**data, "colum": "text"}))))
+        open_data(small(streamed(tmp_path, token_folder, colum="text")))
+
+
+def test_stream_that_ends_says_so(tmp_path: Path, token_folder: Path) -> None:
+    """And resumes to the bit in a second pass."""
+    data = streamed(tmp_path, token_folder, documents=20)
+    rows = sum(1 for _ in open_data(small(data, ("passes", "1"))).train)
+    steps = ("steps", str(rows // 4 + 3))
+    with pytest.raises(ValueError, match=rf"ended after {rows // 4} of {rows // 4 + 3} steps"):
+        pretrain(small(data, steps, ("passes", "1"), ("save_steps", "1000")), tmp_path / "a", progress=False)
+    whole = small(data, steps, ("passes", "2"), ("save_steps", str(rows // 4 + 1)))
+    pretrain(whole, tmp_path / "whole", progress=False)
+    (tmp_path / "whole" / "training.json").unlink()
+    before = Path(shutil.move(tmp_path / "whole" / "model", tmp_path / "model"))
+    for late in sorted((tmp_path / "whole").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))[1:]:
+        shutil.rmtree(late)
+    pretrain(whole, tmp_path / "whole", progress=False)
+    after = tmp_path / "whole" / "model" / "model.safetensors"
+    assert (before / "model.safetensors").read_bytes() == after.read_bytes()
 
 
 # Training

@@ -137,6 +137,9 @@ for name, fsdp in (("ddp", False), ("fsdp", True)):
 calls = {name: [json.loads((tmp / f"{name}-nfe-{rank}.json").read_text()) for rank in range(2)]
          for name in ("ddp", "fsdp")}
 
+scores = {name: json.loads((tmp / name / "training.json").read_text())["validation"]["eval_loss"]
+          for name in losses}
+
 few = {"steps": 1, "bf16": True, "stages": None}
 coarse = {"one": together("coarse", **few), "exact": together("exact", **{**few, "bf16": False}),
           "fsdp": together("coarse fsdp", 2, True, per_device_batch_size=1, **few)}
@@ -149,7 +152,7 @@ for name, source, processes, fsdp in (
     cut(source, name, 6)
     moved[name] = together(name, processes, fsdp)
 print(json.dumps({"same": weights[0] == weights[1], "killed": killed, "losses": losses, "calls": calls,
-                  "coarse": coarse, "moved": moved}))
+                  "coarse": coarse, "scores": scores, "moved": moved}))
 """
 
 
@@ -178,6 +181,12 @@ def test_sharded_models_compute_in_bfloat16_too(found: Any) -> None:
     """What accelerate shards it does not put under autocast by itself."""
     first = {name: losses[0] for name, losses in found["coarse"].items()}
     assert abs(first["fsdp"] - first["one"]) < 0.1 * abs(first["exact"] - first["one"]), first
+
+
+def test_held_out_rows_count_once_each(found: Any) -> None:
+    """Seven of them, which do not divide among two processes."""
+    scores = found["scores"]
+    assert [scores["ddp"], scores["fsdp"]] == pytest.approx([scores["one"]] * 2, abs=1e-4)
 
 
 def test_ranks_give_the_losses_of_one_process(found: Any) -> None:

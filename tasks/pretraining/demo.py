@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", nargs="+", metavar="FILE", help="plain text, 0.5 MB or more (default: "
                         "Python's own help pages)")  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("runs/pretrain-demo"), metavar="DIR")
-    parser.add_argument("--steps", type=int, help="of every model (default: 300)")
+    parser.add_argument("--steps", type=int, help="of every model (default: 400)")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from deqseq.tasks.evaluate.models import quiet_transformers

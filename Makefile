@@ -24,9 +24,9 @@ help: ## list the targets
 demo: $(STAMP) ## train and show a small state-tracking model 
 	@$(BIN)/python -m deqseq.tasks.state_tracking demo $(ARGS)
 
-# Threads that wait actively would stop each other where anything else runs.
+# Models this small lose more by threads that wait for each other than they gain.
 pretrain-demo: $(STAMP) ## pretrain small language models on a text (ARGS="--text FILE")
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m deqseq.tasks.pretrain demo $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m deqseq.tasks.pretrain demo $(ARGS)
 
 # Two workers with one thread each: they would otherwise fight over the same cores.
 test: $(STAMP) ## run the tests

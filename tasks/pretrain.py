@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm.contrib.logging import logging_redirect_tqdm
+
 if not __package__ and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     # Run as a file: Python puts its folder first, whose evaluate/ would hide the package of that name.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -76,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     given = list(sys.argv[1:] if arguments is None else arguments)
+    with logging_redirect_tqdm():  # above the bars, not into them
+        return _main(given)
+
+
+def _main(given: list[str]) -> int:
     if given[:1] == ["demo"]:
         from deqseq.tasks.pretraining.demo import main as demo
 

@@ -152,7 +152,6 @@ def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
     tokenizer = load_tokenizer(given.get("tokenizer", "EleutherAI/gpt-neox-20b"))
     column = given.get("column", "text")
     documents: Any = settings.documents
-
     hold_out = HoldOut(given.get("validation_share", HoldOut().share))
     name, files = given["dataset"], given.get("files", ())
     split = given.get("split", "train")
@@ -160,15 +159,8 @@ def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
 
     def rows(split: str, side: Any) -> Any:
         texts = stream(name, given.get("subset"), split, files)
-        return token_rows(
-            texts,
-            tokenizer,
-            settings.length,
-            documents,
-            column=column,
-            split=side,
-            hold_out=hold_out,
-        )
+        options: dict[str, Any] = {"column": column, "split": side, "hold_out": hold_out}
+        return token_rows(texts, tokenizer, settings.length, documents, **options)
 
     side = "validation" if other == split else None  # the same split: what is not trained on
     validation = list(islice(rows(other, side), settings.eval_rows))

@@ -76,6 +76,7 @@ class PretrainTrainer(CurriculumTrainer):
         self.spectral_every = spectral_every
         self.eval_watch = SolveWatch()
         self.add_callback(_Clock(speed))
+        self.add_callback(_Steps())
         if curriculum is not None:
             self.add_callback(_Stages(self, curriculum))
         self._lines = 0
@@ -217,7 +218,6 @@ class _Clock(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        state.compute_steps(args, state.max_steps)  # of this run, not of the one that left the checkpoint
         self.speed.elapsed = max(
             (entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0
         )
@@ -228,20 +228,30 @@ class _Clock(TrainerCallback):
         self.speed.pause()
         self.speed.start()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.global_step < state.max_steps:  # the data is one epoch: of a stream nobody knew its length
-            raise ValueError(
-                f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
-                "tokens or steps, or allow more --passes; the checkpoints are whole"
-            )
-
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.speed.start()
 
     def on_save(self, *args: Any, **kwargs: Any) -> None:
         self.speed.start()
+
+
+class _Steps(TrainerCallback):
+    """Keeps a run to its own steps: not to those of the settings that left a checkpoint, nor to fewer."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The data is one epoch; of a stream nobody knew how long it is.
+        if state.global_step < state.max_steps and not control.should_training_stop:
+            raise ValueError(
+                f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
+                "tokens or steps, or allow more --passes; the checkpoints are whole"
+            )
 
 
 class _Stages(TrainerCallback):

@@ -156,7 +156,9 @@ class Advice:
             for part in (lines[:half], lines[half:])
         )
         found = {}
-        if now[0] > max(0.1, 2 * (tolerance or 0)) and now[0] > 0.98 * before[0]:
+        # A few iterations from zero, as in the bounded stage, are no equilibrium and need be none.
+        large = 0.3 if tolerance is None else max(0.1, 2 * tolerance)
+        if now[0] > large and now[0] > 0.98 * before[0]:
             found["residual"] = (
                 f"the residual does not fall: {before[0]:.3f}, then {now[0]:.3f}. f hardly contracts: damp "
                 "the solver (--model.solver '{name: picard, damping: 0.7}'), lower the learning rate, or "

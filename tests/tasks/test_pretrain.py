@@ -348,7 +348,7 @@ def test_finished_run_is_left_alone_and_other_settings_are_refused(
     assert pretrain(small(data), run, progress=False) == run / "model"
     assert pretrain(small(data, ("per_device_batch_size", "4")), run, progress=False)  # may change
     with pytest.raises(
-        ValueError, match=r"learning_rate: 0\.003 there, 0\.1 asked for; stages\.0\.until: 0\.8"
+        ValueError, match=r"learning_rate: 0\.002 there, 0\.1 asked for; stages\.0\.until: 0\.8"
     ):
         pretrain(small(data, ("learning_rate", "0.1"), ("stages.0.until", "0.5")), run, progress=False)
     with pytest.raises(ValueError, match="fingerprint"):
@@ -432,6 +432,7 @@ def test_advice_is_given_once_and_only_where_it_is_due() -> None:
     assert not advised([(1.0 / n, 0.0) for n in range(1, 30)])
     (stuck,) = advised([(0.5, 0.0)] * 30)
     assert "does not fall: 0.500, then 0.500" in stuck and "damp" in stuck
+    assert not advised([(0.2, 0.0)] * 30, tolerance=None) and advised([(0.5, 0.0)] * 30, tolerance=None)
     (unsettled,) = advised([(0.04, 0.03 * n) for n in range(30)])
     assert "do not settle" in unsettled and "max_iter" in unsettled
 

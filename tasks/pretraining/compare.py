@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Line:
     minutes: float
     perplexity: float
     iterations: float | None
-    tokens_per_second: float
+    tokens_per_second: float | None
     mfu: float | None
     memory_gib: float | None
 
@@ -76,15 +77,19 @@ def compare(folders: Sequence[Path], figure: Path) -> str:
     for folder in folders:
         given = read_settings(folder)
         given.pop("fingerprint", None)
-        settings = RunSettings(**given)
+        try:
+            settings = RunSettings(**given)
+        except TypeError as error:
+            raise ValueError(f"{folder} holds a run of another kind: it has other settings") from error
         if not (folder / "training.json").is_file():
             raise ValueError(f"{folder} holds no finished run: repeat its command to finish it")
         log = json.loads((folder / "training.json").read_text())["log"]
         runs.append((folder.name, log, settings))
         curriculum = settings.curriculum()
-        stages = [] if curriculum is None else curriculum.stages
-        ends = [curriculum.end(stage, settings.total_steps) for stage in stages] if curriculum else []
-        lines += _lines(folder.name, log, ends or [settings.total_steps], settings.batch_tokens)
+        ends = [settings.total_steps]
+        if curriculum is not None:
+            ends = [curriculum.end(stage, settings.total_steps) for stage in curriculum.stages]
+        lines += _lines(folder.name, log, ends, settings.batch_tokens)
     drawn = plot_curves(runs, figure)
     return table(_COLUMNS, lines) + (f"\n\ndrew {figure}" if drawn else "")
 
@@ -97,18 +102,21 @@ def _lines(name: str, log: list[dict[str, float]], ends: Sequence[int], batch_to
         first = end
         if not trained or not scores:
             continue
-        score = scores[-1]
-
-        def median(key: str, entries: list[dict[str, float]] = trained) -> float | None:
-            values = sorted(entry[key] for entry in entries if key in entry)
-            return values[len(values) // 2] if values else None
-
-        memory = [entry["memory_gib"] for entry in trained if "memory_gib" in entry]
         found.append(
             Line(
-                name, end * batch_tokens, trained[-1]["train_seconds"] / 60, score["eval_perplexity"],
-                score.get("eval_iterations"), median("tokens_per_second") or 0.0, median("mfu"),
-                max(memory, default=None),
+                name,
+                end * batch_tokens,
+                trained[-1]["train_seconds"] / 60,
+                scores[-1]["eval_perplexity"],
+                scores[-1].get("eval_iterations"),
+                _median(trained, "tokens_per_second"),
+                _median(trained, "mfu"),
+                max((entry["memory_gib"] for entry in trained if "memory_gib" in entry), default=None),
             )
-        )  # fmt: skip
+        )
     return found
+
+
+def _median(log: list[dict[str, float]], key: str) -> float | None:
+    values = [entry[key] for entry in log if key in entry]
+    return statistics.median(values) if values else None

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from deqseq.solution import Status
+from deqseq.tasks.command_line import run
 from deqseq.tasks.evaluate.arguments import count, folder, tolerance
 from deqseq.tasks.figures import log_scale, pyplot
 
@@ -294,12 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if error := _wrong(arguments):
         parser().error(error)
-    try:
-        generate(arguments)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run(lambda: generate(arguments), interrupted="no more text")
 
 
 def _wrong(arguments: argparse.Namespace) -> str | None:

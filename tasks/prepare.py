@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from deqseq.tasks.command_line import run
 from deqseq.tasks.evaluate.arguments import count, folder
 
 _ABOUT = """\
@@ -77,26 +78,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known.error("--verify reads the shards of --output alone: leave out TEXT and --dataset")
     # The workers are the parallelism; the library's own would get in their way, and warn about forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        print(_verify(options) if options.verify else _prepare(options))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on after the last finished shard", file=sys.stderr)
-        return 130
-    return 0
+    return run(
+        lambda: verify(options) if options.verify else prepare(options),
+        interrupted="the same command goes on after the last finished shard",
+    )
 
 
-def _verify(options: Any) -> str:
+def verify(options: Any) -> None:
+    """Compare the shards of a folder with their checksums.
+
+    Raises:
+        ValueError: no shards there, or damaged ones.
+    """
     from deqseq.tasks.corpus import TokenFolder
 
     held = TokenFolder(options.output)
     held.verify(progress=sys.stderr.isatty())
-    return f"{options.output}: all shards are as they were written"
+    print(f"{options.output}: all shards are as they were written")
 
 
-def _prepare(options: Any) -> str:
+def prepare(options: Any) -> None:
+    """Make the shards, or what is missing of them, and say what there is.
+
+    Raises:
+        ValueError: sources that cannot be read; a folder that holds something else.
+    """
     # Tokenizers and datasets take seconds to import: not before the arguments are right.
     from deqseq.tasks.corpus import HoldOut, TokenFolder, pipeline
     from deqseq.tasks.corpus.documents import sources
@@ -131,7 +137,7 @@ def _prepare(options: Any) -> str:
     counts = [
         f"{split} {made.tokens(split):,} tokens in {made.documents(split):,} documents" for split in SPLITS
     ]
-    return f"{options.output}: {', '.join(counts)}; {rate if size else 'finished before'}"
+    print(f"{options.output}: {', '.join(counts)}; {rate if size else 'finished before'}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 if not __package__ and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     # Run as a file: Python puts its folder first, whose evaluate/ would hide the package of that name.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from deqseq.tasks.command_line import run
 
 _ABOUT = """\
 Pretrain a language model, implicit or explicit, stage by stage, with checkpoints, scores and a model card.
@@ -76,42 +77,30 @@ def overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     given = list(sys.argv[1:] if arguments is None else arguments)
+    return run(
+        lambda: _command(given),
+        interrupted="the same command goes on from the last checkpoint",
+        log_level=logging.INFO,
+    )
+
+
+def _command(given: list[str]) -> None:
     with logging_redirect_tqdm():  # above the bars, not into them
-        return _main(given)
+        if given[:1] == ["demo"]:
+            from deqseq.tasks.pretraining.demo import command as demo
+
+            demo(given[1:])
+        elif given[:1] == ["compare"]:
+            from deqseq.tasks.pretraining.compare import command as compare
+
+            compare(given[1:])
+        else:
+            options, rest = parser().parse_known_args(given)
+            _run(options, overrides(rest))
 
 
-def _main(given: list[str]) -> int:
-    if given[:1] == ["demo"]:
-        from deqseq.tasks.pretraining.demo import main as demo
-
-        return demo(given[1:])
-    if given[:1] == ["compare"]:
-        from deqseq.tasks.pretraining.compare import main as compare
-
-        return compare(given[1:])
-    options, rest = parser().parse_known_args(given)
-    try:
-        return _run(options, overrides(rest))
-    except (ValueError, OSError) as error:
-        _say(f"error: {error}")
-        return 2
-    except FloatingPointError as error:
-        _say(f"error: {error}")
-        return 1
-    except KeyboardInterrupt:
-        _say("interrupted; the same command goes on from the last checkpoint")
-        return 130
-
-
-def _say(text: str) -> None:
-    """One of the processes says what all have found."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
-
-
-def _run(options: argparse.Namespace, fields: list[tuple[str, str]]) -> int:
+def _run(options: argparse.Namespace, fields: list[tuple[str, str]]) -> None:
     # Models take seconds to import: not before the arguments are right.
     from deqseq.tasks.evaluate.models import quiet_transformers
     from deqseq.tasks.pretraining.plan import describe, plot_schedule
@@ -121,7 +110,7 @@ def _run(options: argparse.Namespace, fields: list[tuple[str, str]]) -> int:
     quiet_transformers()
     if options.fields:
         print(describe_fields())
-        return 0
+        return
     if options.run is None:
         raise ValueError("name a run: a run file, or one that comes along, such as llama-130m")
     settings = load_run(options.run, fields)
@@ -132,13 +121,12 @@ def _run(options: argparse.Namespace, fields: list[tuple[str, str]]) -> int:
         plot = Path(options.plot or output.with_name(f"{output.name}-schedule.png"))
         if plot_schedule(settings, plot):
             print(f"drew the schedule in {plot}")
-        return 0
+        return
     model = pretrain(settings, output)
     from accelerate import PartialState
 
     if PartialState().is_main_process:
         print(f"the model is in {model}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-import logging
+import argparse
 import sys
 from collections.abc import Sequence
 
+from deqseq.tasks.command_line import run
 from deqseq.tasks.evaluate.arguments import parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     options = parser().parse_args(arguments)
-    try:
-        # Models take seconds to import: not before the arguments are right.
-        from deqseq.tasks.evaluate.models import quiet_transformers
-        from deqseq.tasks.evaluate.reports import REPORTS
+    return run(lambda: report(options), interrupted="nothing was written")
 
-        quiet_transformers()
-        REPORTS[options.report](options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    return 0
+
+def report(options: argparse.Namespace) -> None:
+    """Make the report that the options ask for.
+
+    Raises:
+        ValueError: what cannot be loaded; options that do not fit the model or the text.
+    """
+    # Models take seconds to import: not before the arguments are right.
+    from deqseq.tasks.evaluate.models import quiet_transformers
+    from deqseq.tasks.evaluate.reports import REPORTS
+
+    quiet_transformers()
+    REPORTS[options.report](options)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +44,8 @@ _COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+def command(arguments: Sequence[str]) -> None:
+    """Run the command; raises like :func:`compare`."""
     parser = argparse.ArgumentParser(
         prog="python -m deqseq.tasks.pretrain compare",
         description="Held-out perplexity of runs at the end of their stages, and what it took; their curves "
@@ -55,12 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--output", type=Path, default=Path("runs/compare.png"), metavar="PNG")
     options = parser.parse_args(arguments)
-    try:
-        print(compare(options.runs, options.output))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    print(compare(options.runs, options.output))
 
 
 def compare(folders: Sequence[Path], figure: Path) -> str:

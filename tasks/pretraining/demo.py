@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,8 +51,8 @@ _COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
+def command(arguments: Sequence[str]) -> None:
+    """Run the command; raises like :func:`demo`."""
     parser = argparse.ArgumentParser(
         prog="python -m deqseq.tasks.pretrain demo",
         description="Train a tokenizer on a text, prepare it, pretrain a small implicit Llama and Mamba2 on "
@@ -69,22 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from deqseq.tasks.evaluate.models import quiet_transformers
 
     quiet_transformers()
-    try:
-        demo(options.text, options.output, options.steps)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    demo(options.text, options.output, options.steps)
 
 
 def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> list[Line]:
-    """Prepare, train, compare, sample and evaluate in folder ``output``; prints as it goes."""
+    """Prepare, train, compare, sample and evaluate in folder ``output``; prints as it goes.
+
+    Raises:
+        ValueError: a text that cannot be read; steps that are no multiple of 5; other runs in ``output``.
+        Diverged: numbers that are not finite.
+    """
     from deqseq.tasks import generate, prepare
     from deqseq.tasks.corpus import TokenFolder
-    from deqseq.tasks.evaluate.__main__ import main as evaluate
+    from deqseq.tasks.evaluate import __main__ as evaluate
+    from deqseq.tasks.evaluate import arguments as evaluation
     from deqseq.tasks.pretraining.card import plot_curves
     from deqseq.tasks.pretraining.run_files import load_run
     from deqseq.tasks.pretraining.train import pretrain
@@ -98,8 +95,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
     tokenizer = train_tokenizer(texts, output / "tokenizer.json")
     data = output / "data"
     made = ["--output", str(data), "--tokenizer", str(tokenizer), "--validation-share", "0.05"]
-    if prepare.main([*texts, *made]):
-        raise ValueError("the text could not be prepared")
+    prepare.prepare(prepare.parser().parse_args([*texts, *made]))
     runs, lines = [], []
     for name in MODELS:
         logs = []
@@ -132,12 +128,12 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
     for name in MODELS:
         model = str(output / f"{name}-tiny" / "model")
         print(f"\n{name}, a sample:")
-        generate.main([model, prompt, "--temperature", "0.8", "--max-new-tokens", "100"])
+        sampling = ["--temperature", "0.8", "--max-new-tokens", "100"]
+        generate.generate(generate.parser().parse_args([model, prompt, *sampling]))
         print(f"\n{name}, deqseq.tasks.evaluate perplexity:")
         report = ["--text", str(output / "held-out.txt"), "--length", str(settings.length)]
-        evaluate(
-            ["perplexity", model, *report, "--output", str(output / f"{name}-tiny" / "report"), "--force"]
-        )
+        kept = ["--output", str(output / f"{name}-tiny" / "report"), "--force"]
+        evaluate.report(evaluation.parser().parse_args(["perplexity", model, *report, *kept]))
     print(
         f"\nwrote {output / 'curves.png'} and the models' folders; {time.perf_counter() - start:.0f} s in all"
     )

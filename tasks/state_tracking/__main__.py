@@ -14,6 +14,7 @@ from typing import Any, cast
 from transformers.hf_argparser import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
+from deqseq.tasks.command_line import run
 from deqseq.tasks.state_tracking.algebra import algebra
 from deqseq.tasks.state_tracking.data import WordProblemDataset, algebra_of_csv, read_csv, write_csv
 from deqseq.tasks.state_tracking.demo import demo
@@ -39,7 +40,6 @@ tokens that matter is 1 - p.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     commands = {"train": _train, "evaluate": _evaluate, "data": _data, "demo": _demo}
@@ -51,15 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=commands)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
-    try:
-        commands[parsed.command](f"{parser.prog} {parsed.command}", parsed.arguments)
-    except (ValueError, FileExistsError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    return run(
+        lambda: commands[parsed.command](f"{parser.prog} {parsed.command}", parsed.arguments),
+        interrupted="the same command goes on from the last checkpoint",
+        log_level=logging.INFO,
+    )
 
 
 def _train(prog: str, arguments: Sequence[str]) -> None:

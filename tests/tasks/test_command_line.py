@@ -1,0 +1,67 @@
+"""How the programs end: one line on what went wrong, and an exit status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deqseq.tasks import generate, prepare, pretrain
+from deqseq.tasks.command_line import run
+from deqseq.tasks.evaluate import __main__ as evaluate
+from deqseq.tasks.pretraining import compare, demo
+from deqseq.tasks.pretraining.trainer import Diverged
+from deqseq.tasks.state_tracking import __main__ as state_tracking
+
+# A program, its command, and the function that does the command's work.
+PROGRAMS = [
+    (prepare, ["text.txt", "--output", "out"], (prepare, "prepare")),
+    (prepare, ["--verify", "--output", "out"], (prepare, "verify")),
+    (generate, ["model", "prompt"], (generate, "generate")),
+    (evaluate, ["perplexity", "model", "--text", "text.txt"], (evaluate, "report")),
+    (pretrain, ["llama-tiny"], (pretrain, "_run")),
+    (pretrain, ["compare", "run"], (compare, "compare")),
+    (pretrain, ["demo"], (demo, "demo")),
+    (state_tracking, ["train", "--output", "run"], (state_tracking, "train")),
+    (state_tracking, ["evaluate", "run"], (state_tracking, "load")),
+    (state_tracking, ["data", "S3=4.csv"], (state_tracking, "algebra_of_csv")),
+    (state_tracking, ["demo"], (state_tracking, "demo")),
+]
+
+
+@pytest.mark.parametrize(("program", "arguments", "work"), PROGRAMS)
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ValueError("damping must be in (0, 1], got 2"), 2, "error: damping must be in (0, 1], got 2"),
+        (PermissionError("not yours"), 2, "error: not yours"),
+        (Diverged("step 3: the loss is nan"), 2, "error: step 3: the loss is nan"),
+        (KeyboardInterrupt(), 130, "interrupted; "),
+    ],
+)
+def test_every_program_ends_with_one_line(
+    program: Any, arguments: list[str], work: tuple[Any, str], error: BaseException, status: int, said: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(*work, fail)
+    assert program.main(arguments) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(said)
+
+
+def test_faults_of_ours_show_where() -> None:
+    with pytest.raises(KeyError):
+        run(lambda: {}["missing"], interrupted="nothing was written")
+
+
+def test_one_process_speaks_for_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert run(lambda: int("two"), interrupted="nothing was written") == 2
+    assert capsys.readouterr().err == ""

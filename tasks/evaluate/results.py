@@ -52,7 +52,7 @@ class ResultFolder:
             **self._head,
             "config": json.loads(model.config.to_json_string()),
             "versions": {"deqseq": deqseq.__version__, **versions},
-            "machine": _machine(model.device),
+            "machine": describe_machine(model.device),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "rows": [asdict(row) for row in rows],
             **more,
@@ -96,7 +96,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def _machine(device: torch.device) -> str:
+def describe_machine(device: torch.device) -> str:
     """The name of a GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

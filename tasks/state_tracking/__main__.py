@@ -1,4 +1,4 @@
-"""The command line: ``python -m deqseq.tasks.state_tracking {train,evaluate,data,demo}``."""
+"""The command line: ``python -m deqseq.tasks.state_tracking {train,evaluate,data,jacobian,demo}``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any, cast
 from transformers.hf_argparser import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
+from deqseq.convergence import check_count
 from deqseq.tasks.command_line import run
 from deqseq.tasks.state_tracking.algebra import algebra
 from deqseq.tasks.state_tracking.data import WordProblemDataset, algebra_of_csv, read_csv, write_csv
 from deqseq.tasks.state_tracking.demo import demo
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out, load, save, table
+from deqseq.tasks.state_tracking.jacobian import report
 from deqseq.tasks.state_tracking.plots import plot_by_position, plot_training
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
@@ -33,6 +35,7 @@ tokens that matter is 1 - p.
   train     train a model in a folder (goes on where an interrupted run stopped)
   evaluate  test the model of a folder at any length, in any window; writes JSON and a figure
   data      write word problems in the benchmark's CSV format, or check such a file
+  jacobian  does the state mix its entries? Theorem 1 of the paper, checked on random and trained layers
   demo      train an implicit Mamba2 and its explicit twin on A5, compare them at 1x and 4x the length
 
 `... COMMAND --help` explains each."""
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    commands = {"train": _train, "evaluate": _evaluate, "data": _data, "demo": _demo}
+    commands = {"train": _train, "evaluate": _evaluate, "data": _data, "jacobian": _jacobian, "demo": _demo}
     parser = argparse.ArgumentParser(
         prog="python -m deqseq.tasks.state_tracking",
         description=_ABOUT,
@@ -168,6 +171,26 @@ def _data(prog: str, arguments: Sequence[str]) -> None:
         raise ValueError(f"{options.file} exists: choose another name")
     write_csv(options.file, fresh.tokens, fresh.targets, options.seed)
     print(f"wrote {len(fresh)} sequences of {options.length} to {options.file}")
+
+
+def _jacobian(prog: str, arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="The Jacobian of the state from one token to the next, in float64, of random explicit "
+        "and implicit layers and of trained ones of one block: by the formula of the paper's Theorem 1, and "
+        "by solving anew from states that differ in one entry. Fails if the two disagree by more than 1e-6.",
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folders of finished runs (default: none)")
+    parser.add_argument("--length", type=int, default=8, help="tokens of the sequence (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and inputs (default: 0)")
+    parser.add_argument("--output", default="runs/jacobian", help="folder (default: runs/jacobian)")
+    options = parser.parse_args(list(arguments))
+    check_count("length", options.length)
+    rows = report(options.runs, options.length, options.seed, Path(options.output))
+    worst = max(row.disagreement for row in rows)
+    if not worst <= 1e-6:
+        raise ValueError(f"formula and finite differences must agree to 1e-6, they differ by {worst:.1e}")
+    print(f"agreement to {worst:.0e}; wrote jacobian.json and jacobian.png in {options.output}")
 
 
 def _demo(prog: str, arguments: Sequence[str]) -> None:

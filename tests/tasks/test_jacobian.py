@@ -1,0 +1,67 @@
+"""Theorem 1: the Jacobian of an explicit layer's state is diagonal, that of an implicit one is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer
+from deqseq.backbones import Mamba2Backbone
+from deqseq.tasks.state_tracking import __main__ as state_tracking
+from deqseq.tasks.state_tracking import jacobian
+from deqseq.tasks.state_tracking.settings import TrainSettings
+from deqseq.tasks.state_tracking.train import train
+
+SIZES: dict[str, Any] = {"n_layer": 1, "d_state": 2, "expand": 1, "headdim": 4}
+
+
+def test_implicit_layers_mix_the_entries_of_their_state_as_the_formula_says() -> None:
+    layer = ImplicitSequenceLayer(Mamba2Backbone(8, **SIZES))
+    found = list(jacobian.inspect("implicit", layer, torch.randn(1, 2, 8)))
+    assert [matrix.shape for _, matrix in found] == [(16, 16)] * 2
+    for row, matrix in found:
+        assert row.disagreement < 1e-6
+        off = matrix - matrix.diag().diag()
+        assert row.off_diagonal == off.abs().max() > 1e-5
+        assert 0 < row.off_diagonal_mass < 1
+        # Between heads and channels, too: nothing but the equilibrium connects these.
+        assert off.view(2, 8, 2, 8)[0, :, 1].abs().max() > 1e-6
+
+
+def test_explicit_layers_do_not_to_the_bit() -> None:
+    layer = ExplicitSequenceLayer(Mamba2Backbone(8, injection=False, **SIZES))
+    for row, matrix in jacobian.inspect("explicit", layer, torch.randn(1, 3, 8)):
+        assert row.off_diagonal == row.off_diagonal_mass == 0 < row.diagonal < 1
+        assert torch.equal(matrix, matrix.diag().diag()) and row.disagreement < 1e-6
+
+
+def test_other_layers_are_refused() -> None:
+    two = ImplicitSequenceLayer(Mamba2Backbone(8, **{**SIZES, "n_layer": 2}))
+    with pytest.raises(ValueError, match="one block of Mamba2, got 2"):
+        next(jacobian.inspect("mine", two, torch.randn(1, 2, 8)))
+    large = ImplicitSequenceLayer(Mamba2Backbone(64, **{**SIZES, "d_state": 64}))
+    with pytest.raises(ValueError, match="may have 2048 entries, got 4096"):
+        next(jacobian.inspect("mine", large, torch.randn(1, 3, 64)))
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = TrainSettings(
+        group="S3", length=4, min_length=2, unrolled_length=2, d_model=8, d_state=2, expand=1, headdim=4,
+        steps=2, batch_size=2,
+    )  # fmt: skip
+    train(settings, tmp_path / "run", progress=False)
+    command = ["jacobian", str(tmp_path / "run"), "--length", "1", "--output", str(tmp_path / "out")]
+    assert state_tracking.main(command) == 0
+    rows = json.loads((tmp_path / "out" / "jacobian.json").read_text())["rows"]
+    assert [row["model"] for row in rows] == ["explicit, random", "implicit, random", "implicit, S3"]
+    assert rows[0]["off_diagonal_mass"] == 0 < rows[1]["off_diagonal_mass"]
+    assert (tmp_path / "out" / "jacobian.png").stat().st_size > 0
+    wrong = jacobian.Jacobian("implicit", 1, 64, 1.0, 0.1, 0.5, disagreement=2e-6)
+    monkeypatch.setattr(state_tracking, "report", lambda *_: [wrong])
+    assert state_tracking.main(command) == 2 and "must agree to 1e-6" in capsys.readouterr().err

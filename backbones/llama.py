@@ -229,15 +229,19 @@ class LlamaBackbone(Backbone):
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         if position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        pair = torch.arange(0, self.headdim, 2, device=x.device, dtype=torch.float32)
-        angle = position_ids[..., None].float() * self.rope_theta ** -(pair / self.headdim)  # (B, L, P / 2)
-        angle = torch.cat([angle, angle], -1)
-        tokens = [angle.cos().to(x.dtype), angle.sin().to(x.dtype)]
+        tokens = [table.to(x.dtype) for table in self._rotary(position_ids)]
         if self.injection is not None:
             tokens.append(self.injection(x))
         if self.input_skip is not None:
             tokens.append(x)
         return Context(tuple(tokens), [cast(LlamaBlock, layer).weights() for layer in self.layers])
+
+    def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, L, P) float32 that rotate by ``position_ids`` (B, L)."""
+        pair = torch.arange(0, self.headdim, 2, device=position_ids.device, dtype=torch.float32)
+        angle = position_ids[..., None].float() * self.rope_theta ** -(pair / self.headdim)  # (B, L, P / 2)
+        angle = torch.cat([angle, angle], -1)
+        return angle.cos(), angle.sin()
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         cos, sin, *injected = context.tokens
@@ -296,6 +300,23 @@ class LlamaBackbone(Backbone):
         grow = (0, 0, 0, -(-wanted // SLOTS) * SLOTS - slots)
         layers = tuple(tuple(F.pad(t, grow) for t in layer) for layer in state.layers)
         return State(state.seen, layers)
+
+    def keep_last(self, state: State, tokens: int) -> State:
+        check_sizes(tokens=tokens)
+        slots = state.layers[0][0].shape[2]
+        if not slots:
+            return state
+        gone = (state.seen - tokens).clamp_min(0)
+        kept = gone[:, None] + torch.arange(min(tokens, slots), device=gone.device)  # (B, S)
+        kept = kept.clamp_max(slots - 1)[:, None, :, None]
+        # Rotations add up: turned back by as many positions, keys stand where they would if they came first.
+        cos, sin = (table[:, None] for table in self._rotary(-gone[:, None]))
+
+        def taken(values: Tensor) -> Tensor:
+            return values.gather(2, kept.expand(-1, values.shape[1], -1, values.shape[3]))
+
+        layers = tuple((rotate(taken(keys), cos, sin), taken(values)) for keys, values in state.layers)
+        return State(state.seen - gone, layers)
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         if kernels.implementation(state.layers[0][0]) == "triton":

@@ -136,6 +136,14 @@ class Backbone(nn.Module, ABC):
         """Make room for the tokens of ``z`` (B, L, D) in states that grow with the sequence."""
         return state
 
+    def keep_last(self, state: State, tokens: int) -> State:
+        """The state with no more than its last ``tokens`` tokens, where it keeps a slot for every token.
+
+        What is kept goes on as if it had come first: ``seen`` counts no more than it. Recurrent states,
+        whose size does not grow, stay as they are.
+        """
+        return state
+
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         """The state after the first ``count`` (B,) tokens of the evaluation that left ``trace``.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -22,6 +23,7 @@ from transformers.trainer_callback import ExportableState
 from deqseq.curriculum import Curriculum
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Solution, Status
+from deqseq.tasks.runs import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -265,6 +267,63 @@ class AlignedTrainer(CurriculumTrainer):
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         if outputs.solution is not None:
             self.watch.add(outputs.solution)
-        logits = outputs.logits.flatten(0, 1).float()
-        loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=self.label_smoothing)
+        loss = self.cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
         return (loss, outputs) if return_outputs else loss
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean over labels (N,) that are not -100; logits (N, V)."""
+        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+
+    def train_in(self, folder: RunFolder) -> None:
+        """Train to the end, from the last whole checkpoint in ``folder`` if there is one.
+
+        Then writes the model, and ``training.json``: seconds, and the log.
+        """
+        checkpoint = last_whole_checkpoint(folder.path)
+        if checkpoint is not None:
+            logger.info("resuming from %s", checkpoint)
+        start = time.perf_counter()
+        self.train(resume_from_checkpoint=checkpoint)
+        seconds = time.perf_counter() - start
+        self.save_model(str(folder.path))
+        assert self.model is not None
+        record = {
+            "seconds": round(seconds, 1),
+            "resumed": checkpoint is not None,
+            "device": str(self.args.device),
+            "threads": torch.get_num_threads(),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "log": self.state.log_history,
+        }
+        folder.finish(record)
+
+
+def short_run_arguments(
+    output: Path, steps: int, save_steps: int, progress: bool, **options: Any
+) -> TrainingArguments:
+    """For runs of one device on an :class:`AlignedTrainer`'s stream: the rate warms up over 5 % of the steps
+    and decays to zero over the last 30 %.
+
+    Args:
+        output: folder of the run.
+        steps: of the optimiser.
+        save_steps: steps between checkpoints, of which the last two are kept.
+        progress: show a progress bar.
+        options: of ``TrainingArguments``.
+    """
+    return TrainingArguments(
+        output_dir=str(output),
+        max_steps=steps,
+        adam_beta2=0.95,
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs={"num_decay_steps": round(0.3 * steps), "decay_type": "linear"},
+        warmup_steps=round(0.05 * steps),
+        logging_steps=50,
+        save_steps=save_steps,
+        save_total_limit=2,
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=not progress,
+        **options,
+    )

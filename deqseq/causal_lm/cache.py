@@ -159,10 +159,15 @@ class EquilibriumCache(Cache):
     A call commits its tokens once all of them have settled. ``model(..., use_cache=True)`` makes one, and
     ``generate`` does so by itself. Beams reorder it, ``crop(-n)`` takes the last n columns back where the
     backbone keeps a slot for every token (attention), and raises where it is recurrent (Mamba2).
+
+    Args:
+        rewinds: whether the backbone's states do.
+        state: of the backbone, to go on from; by default the next call is the first.
     """
 
-    def __init__(self, rewinds: bool) -> None:
+    def __init__(self, rewinds: bool, state: State | None = None) -> None:
         self.content = StateLayer(rewinds)
+        self.content.state = state
         super().__init__(layers=[self.content])
 
     @property

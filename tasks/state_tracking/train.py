@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
-import torch
 from torch.utils.data import IterableDataset
-from transformers import TrainingArguments, set_seed
+from transformers import set_seed
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.runs import RunFolder
 from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
 from deqseq.tasks.state_tracking.evaluate import load
 from deqseq.tasks.state_tracking.settings import TrainSettings
-from deqseq.tasks.trainer import AlignedTrainer, last_whole_checkpoint
+from deqseq.tasks.trainer import AlignedTrainer, short_run_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -51,29 +49,25 @@ def train(
     folder.start()
     set_seed(settings.seed)
     model = ImplicitForCausalLM(settings.config())
+    arguments = short_run_arguments(
+        folder.path,
+        settings.steps,
+        save_steps,
+        progress,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+    )
     trainer = AlignedTrainer(
         model=model,
-        args=_arguments(settings, folder.path, save_steps, progress),
+        args=arguments,
         stream=_Batches(settings),
         curriculum=settings.curriculum(),
         label_smoothing=settings.label_smoothing,
     )
-    checkpoint = last_whole_checkpoint(folder.path)
-    if checkpoint is not None:
-        logger.info("resuming from %s", checkpoint)
-    start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - start
-    trainer.save_model(str(folder.path))
-    record = {
-        "seconds": round(seconds, 1),
-        "resumed": checkpoint is not None,
-        "device": str(model.device),
-        "threads": torch.get_num_threads(),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "log": trainer.state.log_history,
-    }
-    folder.finish(record)
+    trainer.train_in(folder)
     return model
 
 
@@ -98,28 +92,3 @@ class _Batches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         for index in count(self.start):
             yield self.streams[index >= self.switch].batch(index)
-
-
-def _arguments(settings: TrainSettings, output: Path, save_steps: int, progress: bool) -> TrainingArguments:
-    decay = round(0.3 * settings.steps)
-    warmup = round(0.05 * settings.steps)
-    return TrainingArguments(
-        output_dir=str(output),
-        max_steps=settings.steps,
-        per_device_train_batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        adam_beta2=0.95,
-        max_grad_norm=settings.max_grad_norm,
-        lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={"num_decay_steps": decay, "decay_type": "linear"},
-        warmup_steps=warmup,
-        logging_steps=50,
-        save_steps=save_steps,
-        save_total_limit=2,
-        seed=settings.seed,
-        report_to="none",
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        disable_tqdm=not progress,
-    )

@@ -1,0 +1,269 @@
+"""CatbAbI as tensors: what is built and saved, and the streams that models read.
+
+A story is ``<eos>`` and its words; stories stand end to end, so what follows a story's last word is ``<eos>``,
+and the target of every token is the one behind it.
+
+Shapes: N tokens of all stories, S stories, B streams, L tokens of a cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
+
+from deqseq.convergence import check_count
+from deqseq.tasks.catbabi.stories import QUESTION, SPLITS, TASKS, Story
+
+PAD, EOS = "<pad>", "<eos>"
+IGNORE_INDEX = -100
+"""Label of tokens that do not count."""
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stories:
+    """Stories of one split.
+
+    Attributes:
+        tokens: (N,) int16, stories end to end, each with its ``<eos>`` in front.
+        lengths: (S,) int64, tokens of each.
+        tasks: (S,) int64, 1 to 20.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    tasks: Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def edges(self) -> Tensor:
+        """(S + 1,) int64, where stories begin, and where the last one ends."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    def take(self, index: Tensor) -> Stories:
+        """The stories ``index`` (int64), in that order."""
+        lengths = self.lengths[index]
+        moved = self.edges[index] - (lengths.cumsum(0) - lengths)
+        source = torch.arange(int(lengths.sum())) + moved.repeat_interleave(lengths)
+        return Stories(self.tokens[source], lengths, self.tasks[index])
+
+    def of_tasks(self, tasks: Sequence[int]) -> Stories:
+        """The stories of some tasks."""
+        return self.take(torch.isin(self.tasks, torch.tensor(tasks)).nonzero()[:, 0])
+
+    def shuffled(self, generator: torch.Generator) -> Stories:
+        """All stories in another order."""
+        return self.take(torch.randperm(len(self), generator=generator))
+
+    def runs(self, streams: int) -> list[int]:
+        """The tokens at which to cut for ``streams`` runs of whole stories, as even as these allow."""
+        wanted = torch.arange(streams + 1) * (len(self.tokens) / streams)
+        middles = (self.edges[1:] + self.edges[:-1]) / 2
+        edges: list[int] = self.edges[torch.searchsorted(middles, wanted)].tolist()
+        return edges
+
+
+@dataclass(frozen=True)
+class CatBabi:
+    """All three splits and their vocabulary, in which ``<pad>`` is 0 and ``<eos>`` is 1."""
+
+    vocabulary: list[str]
+    splits: dict[str, Stories]
+    manifest: dict[str, Any]
+
+    @property
+    def question(self) -> int:
+        """The token ``?``, whose target is the answer."""
+        return self.vocabulary.index(QUESTION)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal data."""
+        parts = [self.manifest["vocabulary"], *(self.manifest["splits"][s]["sha256"] for s in SPLITS)]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def build(
+    read: Callable[[str, int], list[Story]], output: str | Path, drop_last: bool = False
+) -> dict[str, Any]:
+    """Encode bAbI and save it in folder ``output``; returns the manifest, which has the counts.
+
+    Writes a safetensors file a split, ``vocabulary.json`` and ``manifest.json``.
+
+    Args:
+        read: the stories of a split and a task.
+        drop_last: without the last story of every split of every task, as the data of the original
+            publication has it.
+
+    Raises:
+        ValueError: the folder holds something else; no stories; what ``read`` raises.
+    """
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or _others(output)):
+        raise ValueError(f"{output} holds other files than a built CatbAbI: name another folder")
+    read_stories = {
+        split: [(task, story) for task in TASKS for story in _all_but(read(split, task), drop_last)]
+        for split in SPLITS
+    }
+    words = {word for stories in read_stories.values() for _, story in stories for word in story}
+    vocabulary = [PAD, EOS, *sorted(words)]
+    number = {word: i for i, word in enumerate(vocabulary)}
+    output.mkdir(parents=True, exist_ok=True)
+    _write(output / "vocabulary.json", vocabulary)
+    counts = {}
+    for split, stories in read_stories.items():
+        if not stories:
+            raise ValueError(f"no stories in split {split}")
+        tokens = [[number[EOS], *(number[word] for word in story)] for _, story in stories]
+        encoded = Stories(
+            torch.tensor([token for story in tokens for token in story], dtype=torch.int16),
+            torch.tensor([len(story) for story in tokens]),
+            torch.tensor([task for task, _ in stories]),
+        )
+        file = output / f"{split}.safetensors"
+        save_file({"tokens": encoded.tokens, "lengths": encoded.lengths, "tasks": encoded.tasks}, file)
+        counts[split] = {
+            "stories": len(encoded),
+            "tokens": len(encoded.tokens),
+            "questions": int((encoded.tokens == number[QUESTION]).sum()),
+            "sha256": _sha256(file),
+        }
+    manifest = {"drop_last": drop_last, "vocabulary": _sha256(output / "vocabulary.json"), "splits": counts}
+    _write(output / "manifest.json", manifest)
+    return manifest
+
+
+def load(folder: str | Path) -> CatBabi:
+    """What :func:`build` saved in ``folder``.
+
+    Raises:
+        ValueError: nothing there, or files that are not as they were built.
+    """
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        vocabulary = json.loads((folder / "vocabulary.json").read_text())
+        sums = {f"{split}.safetensors": manifest["splits"][split]["sha256"] for split in SPLITS}
+        sums["vocabulary.json"] = manifest["vocabulary"]
+        changed = [name for name, expected in sums.items() if _sha256(folder / name) != expected]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder} holds no CatbAbI ({error}): python -m deqseq.tasks.catbabi build --help"
+        ) from error
+    if changed:
+        raise ValueError(f"{folder} is damaged: {', '.join(changed)} changed since it was built")
+    splits = {split: Stories(**load_file(folder / f"{split}.safetensors")) for split in SPLITS}
+    return CatBabi(vocabulary, splits, manifest)
+
+
+class StoryStreams(IterableDataset[Batch]):
+    """Endless training batches: B streams of shuffled stories, cut into pieces of L tokens.
+
+    A stream's next cut goes on where its last one ended, so a model can carry its state. Every pass over the
+    data deals all stories, in another order, to the streams in runs, which follow those of the pass before
+    without a gap. The same settings give the same batches, from any ``start``.
+
+    Args:
+        stories: what to read.
+        question: the token whose targets alone count; ``None``: all do.
+        batch_size, cut: B and L.
+        seed: of the orders.
+
+    Raises:
+        ValueError: sizes below 1; fewer stories than streams.
+    """
+
+    def __init__(self, stories: Stories, question: int | None, batch_size: int, cut: int, seed: int) -> None:
+        super().__init__()
+        check_count("batch_size", batch_size)
+        check_count("cut", cut)
+        if len(stories) < batch_size:
+            raise ValueError(f"batch_size must be at most the {len(stories)} stories, got {batch_size}")
+        self.stories = stories
+        self.question = question
+        self.batch_size = batch_size
+        self.cut = cut
+        self.seed = seed
+        self.start = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = [self.stories.tokens[:0]] * self.batch_size
+        index = 0  # of the next batch
+        for _ in count():
+            stories = self.stories.shuffled(generator)
+            edges = stories.runs(self.batch_size)
+            rows = [
+                torch.cat([row, stories.tokens[start:end]])
+                for row, start, end in zip(rows, edges[:-1], edges[1:], strict=True)
+            ]
+            cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # the last target is a token further
+            block = torch.stack([row[: cuts * self.cut + 1] for row in rows]) if cuts else None
+            for i in range(max(0, self.start - index), cuts):
+                assert block is not None
+                piece = block[:, i * self.cut : (i + 1) * self.cut + 1].long()
+                labels = counted(piece[:, :-1], piece[:, 1:], self.question)
+                yield {"input_ids": piece[:, :-1].contiguous(), "labels": labels}
+            index += cuts
+            rows = [row[cuts * self.cut :] for row in rows]
+
+
+def counted(inputs: Tensor, targets: Tensor, question: int | None) -> Tensor:
+    """The targets, without those that do not answer the token ``question``."""
+    return targets.contiguous() if question is None else targets.where(inputs == question, IGNORE_INDEX)
+
+
+def once(
+    stories: Stories, batch_size: int, cut: int, seed: int = 0
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Every token of the stories once, in cuts of B streams: inputs, targets and tasks (B, L) int64.
+
+    Streams are runs of shuffled stories. Where the shorter ones have ended, targets are ``IGNORE_INDEX``.
+    """
+    check_count("batch_size", batch_size)
+    check_count("cut", cut)
+    stories = stories.shuffled(torch.Generator().manual_seed(seed))
+    edges = stories.runs(min(batch_size, len(stories)))
+
+    def streams(values: Tensor, padding: int) -> Tensor:
+        runs = [values[start:end] for start, end in zip(edges[:-1], edges[1:], strict=True)]
+        return pad_sequence(runs, batch_first=True, padding_value=padding)
+
+    inputs = streams(stories.tokens, 0)
+    targets = streams(stories.tokens.roll(-1), IGNORE_INDEX)  # the first token of all is <eos>
+    tasks = streams(stories.tasks.repeat_interleave(stories.lengths), 0)
+    for start in range(0, inputs.shape[1], cut):
+        x, y, task = (values[:, start : start + cut].long() for values in (inputs, targets, tasks))
+        yield x, y, task
+
+
+def _all_but(stories: list[Story], drop_last: bool) -> list[Story]:
+    return stories[:-1] if drop_last else stories
+
+
+def _others(folder: Path) -> bool:
+    ours = {"manifest.json", "vocabulary.json", *(f"{split}.safetensors" for split in SPLITS)}
+    return any(file.name not in ours for file in folder.iterdir())
+
+
+def _write(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

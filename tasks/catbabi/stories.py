@@ -1,0 +1,100 @@
+"""bAbI stories and their words, read from bAbI's files or from a Hugging Face dataset.
+
+A story is one list of words. A statement is its words and ``.``; a question is its words, ``?`` and the answer
+as one word, whatever it consists of (``n,w``, ``apple,milk``). Everything is lower case; supporting facts are
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+SPLITS = ("train", "valid", "test")
+TASKS = tuple(range(1, 21))
+QUESTION = "?"
+
+Story = list[str]
+
+
+def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
+    """The stories of one task in a folder of bAbI's files.
+
+    Files are named ``qa1_train.txt`` or ``qa1_single-supporting-fact_train.txt``. A line is a number, which is 1
+    where a story begins, and a statement, or a question with its answer and supporting facts between tabs.
+
+    Raises:
+        ValueError: no such folder or file, two files for the task, a line of another form.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"no folder {folder}: it should hold bAbI's files, qa1_train.txt to qa20_test.txt")
+    found = sorted(Path(folder).glob(f"qa{task}_*{split}.txt"))
+    if len(found) != 1:
+        raise ValueError(
+            f"{folder} must hold one file qa{task}_{split}.txt, found {len(found)}: take bAbI's en-valid-10k"
+        )
+    return list(_stories(found[0]))
+
+
+def _stories(file: Path) -> Iterator[Story]:
+    story: Story | None = None
+    for place, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        number, _, text = line.strip().partition(" ")
+        if not number.isdigit() or not text or (number != "1" and story is None):
+            raise ValueError(
+                f"{file}, line {place}: must be a number and a sentence, from 1 on, got {line!r}"
+            )
+        if number == "1":
+            if story is not None:
+                yield story
+            story = []
+        assert story is not None
+        sentence, *rest = text.split("\t")
+        story += _words(sentence, rest[0] if rest else "")
+    if story is not None:
+        yield story
+
+
+def read_dataset(name: str, config: str, split: str, task: int, revision: str | None = None) -> list[Story]:
+    """The stories of one task in a dataset of the hub, or a folder of that form.
+
+    Its configuration ``CONFIG-qa1`` has splits train, validation and test; a row has a ``story`` of lines with a
+    ``text`` and an ``answer``, which is empty for statements, as in ``facebook/babi_qa``.
+
+    Raises:
+        ValueError: nothing there that ``datasets`` can load, or rows of another form.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError("reading a dataset needs: pip install 'deqseq[lm]'") from error
+    try:
+        rows: Any = load_dataset(
+            name, f"{config}-qa{task}", split={"valid": "validation"}.get(split, split), revision=revision
+        )
+    except Exception as error:  # datasets and the hub report with classes of their own
+        raise ValueError(f"{name} has no {config}-qa{task}, {split}, that can be loaded: {error}") from error
+    try:
+        return [_of_row(row["story"]) for row in rows]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"a row of {name} must have a story of lines with text and answer, got the columns "
+            f"{', '.join(rows.column_names)}"
+        ) from error
+
+
+def _of_row(lines: Any) -> Story:
+    """Lines as a list of mappings, or, as ``datasets`` has it, as a mapping of lists."""
+    pairs: Iterable[tuple[str, str]]
+    if isinstance(lines, dict):
+        pairs = zip(lines["text"], lines["answer"], strict=True)
+    else:
+        pairs = ((line["text"], line["answer"]) for line in lines)
+    return [word for text, answer in pairs for word in _words(text, answer)]
+
+
+def _words(sentence: str, answer: str) -> Story:
+    words = sentence.strip().lower().rstrip(".?").split()
+    answer = answer.strip().lower()
+    return [*words, QUESTION, answer] if answer else [*words, "."]

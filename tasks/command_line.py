@@ -12,9 +12,9 @@ def run(command: Callable[[], object], *, interrupted: str, log_level: int = log
     """Run a program's command; returns the exit status.
 
     Args:
-        command: what to do. ``ValueError`` and ``OSError`` say what its user can put right,
-            ``FloatingPointError`` that numbers are no longer finite: they end it with one line and status 2.
-            Any other exception is a fault of the program, and shows where.
+        command: what to do. ``ValueError`` and ``OSError`` say what its user can put right: they end it with
+            one line and status 2. So does ``FloatingPointError``, numbers that are no longer finite, with
+            status 1. Any other exception is a fault of the program, and shows where.
         interrupted: what to say when Ctrl-C ends it, with status 130.
         log_level: from which level on the log is shown.
     """
@@ -23,7 +23,7 @@ def run(command: Callable[[], object], *, interrupted: str, log_level: int = log
         command()
     except (ValueError, OSError, FloatingPointError) as error:
         _say(f"error: {error}")
-        return 2
+        return 1 if isinstance(error, FloatingPointError) else 2
     except KeyboardInterrupt:
         _say(f"interrupted; {interrupted}")
         return 130

@@ -1,11 +1,14 @@
-"""The folder of one training run: its settings, checkpoints, and in the end the model."""
+"""The folder of one training run, with its settings, checkpoints, and in the end the model; run files."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 
 class RunFolder:
@@ -96,3 +99,37 @@ def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         yield from flat(value, f"{name}.{key}" if name else str(key))
+
+
+class Loader(yaml.SafeLoader):
+    """YAML in which 3e-3 is a number, as everywhere else."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(source: str, shipped: Path) -> dict[str, Any]:
+    """A mapping in YAML: a file, or by its name one in the folder ``shipped``.
+
+    Raises:
+        ValueError: no such file or name, or no mapping.
+    """
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        names = sorted(path.stem for path in shipped.glob("*.yaml"))
+        if source not in names:
+            raise ValueError(f"no run {source!r}: name a YAML file, or one of {', '.join(names)}")
+        path = shipped / f"{source}.yaml"
+    try:
+        tree = yaml.load(path.read_text(), Loader)
+    except OSError as error:
+        raise ValueError(f"the run file {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the run file {path} is no YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"the run file {path} must be a mapping of fields, got {tree!r}")
+    return tree

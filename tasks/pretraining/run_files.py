@@ -7,7 +7,6 @@ does not give itself. Any field, however deep, can be changed by its dotted name
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -24,7 +23,7 @@ from deqseq.tasks.pretraining.settings import (
     model_options,
     unknown,
 )
-from deqseq.tasks.runs import flat
+from deqseq.tasks.runs import Loader, flat, read_yaml
 
 RUNS = Path(__file__).parent / "runs"
 
@@ -72,19 +71,7 @@ def shipped() -> list[str]:
 
 def _read(source: str) -> Tree:
     name, explicit = source.removesuffix("-explicit"), source.endswith("-explicit")
-    path = Path(source)
-    if path.suffix not in (".yaml", ".yml"):
-        if name not in shipped():
-            raise ValueError(f"no run {source!r}: name a YAML file, or one of {', '.join(shipped())}")
-        path = RUNS / f"{name}.yaml"
-    try:
-        tree = yaml.load(path.read_text(), Loader)
-    except OSError as error:
-        raise ValueError(f"the run file {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"the run file {path} is no YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ValueError(f"the run file {path} must be a mapping of fields, got {tree!r}")
+    tree = read_yaml(name if name in shipped() else source, RUNS)
     if base := tree.pop("base", None):
         under = _read(str(base))
         for one, other in _EITHER:
@@ -147,14 +134,3 @@ def _index(place: list[Any], key: str, name: str) -> int:
 
 def _expanded(tree: Tree) -> Tree:
     return {**tree, "model": model_options(tree["model"])} if tree.get("model") else tree
-
-
-class Loader(yaml.SafeLoader):
-    """YAML in which 3e-3 is a number, as everywhere else."""
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)

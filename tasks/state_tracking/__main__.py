@@ -1,4 +1,4 @@
-"""The command line: ``python -m deqseq.tasks.state_tracking {train,evaluate,data,jacobian,demo}``."""
+"""The command line: ``python -m deqseq.tasks.state_tracking {train,evaluate,study,data,jacobian,demo}``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from deqseq.tasks.command_line import run
 from deqseq.tasks.state_tracking.algebra import algebra
 from deqseq.tasks.state_tracking.data import WordProblemDataset, algebra_of_csv, read_csv, write_csv
 from deqseq.tasks.state_tracking.demo import demo
-from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out, load, save, table
+from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, evaluate_fresh, load, save, table
 from deqseq.tasks.state_tracking.jacobian import report
 from deqseq.tasks.state_tracking.plots import plot_by_position, plot_training
-from deqseq.tasks.state_tracking.settings import TrainSettings
+from deqseq.tasks.state_tracking.settings import TrainSettings, run_fields
+from deqseq.tasks.state_tracking.study import STUDIES, conduct, load_study, summary
 from deqseq.tasks.state_tracking.train import train
 
 _ABOUT = """\
@@ -34,6 +35,7 @@ tokens that matter is 1 - p.
 
   train     train a model in a folder (goes on where an interrupted run stopped)
   evaluate  test the model of a folder at any length, in any window; writes JSON and a figure
+  study     train and test variants of a run with several seeds, side by side (resumable)
   data      write word problems in the benchmark's CSV format, or check such a file
   jacobian  does the state mix its entries? Theorem 1 of the paper, checked on random and trained layers
   demo      train an implicit Mamba2 and its explicit twin on A5, compare them at 1x and 4x the length
@@ -45,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    commands = {"train": _train, "evaluate": _evaluate, "data": _data, "jacobian": _jacobian, "demo": _demo}
+    commands = {
+        "train": _train, "evaluate": _evaluate, "study": _study, "data": _data, "jacobian": _jacobian,
+        "demo": _demo,
+    }  # fmt: skip
     parser = argparse.ArgumentParser(
         prog="python -m deqseq.tasks.state_tracking",
         description=_ABOUT,
@@ -66,12 +71,19 @@ def _train(prog: str, arguments: Sequence[str]) -> None:
         cast(Any, TrainSettings),
         prog=prog,
         description="Train a model. The defaults are those of the demo: A5 at length 16, minutes on a "
-        "laptop. Run the same command again to go on after an interruption.",
+        "laptop. --run takes those of a file: a5xm, the paper's task at full size, takes minutes on a GPU. "
+        "Run the same command again to go on after an interruption.",
+    )
+    parser.add_argument(
+        "--run", metavar="FILE", help="YAML with other defaults of the fields below, or a name of ours: a5xm"
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the run")
     parser.add_argument(
         "--save_steps", "--save-steps", type=int, default=500, help="steps between checkpoints"
     )
+    chosen, _ = parser.parse_known_args(list(arguments))
+    if chosen.run is not None:
+        parser.set_defaults(**run_fields(chosen.run))
     settings, rest = parser.parse_args_into_dataclasses(args=list(arguments))
     train(settings, rest.output, save_steps=rest.save_steps)
     output = Path(rest.output)
@@ -101,7 +113,9 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     )  # fmt: skip
     parser.add_argument("--sequences", type=int, default=512, help="how many (default: 512)")
     parser.add_argument("--seed", type=int, default=0, help="of the sequences (default: 0)")
-    parser.add_argument("--identity-probability", type=float, help="default: as in training")
+    parser.add_argument(
+        "--identity-probability", type=float, nargs="+", metavar="P", help="default: as in training"
+    )
     parser.add_argument("--tolerance", type=float, help="relative residual (default: the model's)")
     parser.add_argument("--max-iter", type=int, help="evaluations a token may take (default: the model's)")
     parser.add_argument("--batch-size", type=int, default=256, help="solved together (default: 256)")
@@ -109,34 +123,56 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--output", metavar="DIR", help="folder for results (default: RUN/evaluation)")
     options = parser.parse_args(list(arguments))
     model, settings = load(options.run)
-    sets = []
+    name = "explicit" if settings.explicit else "implicit"
+    windows = [None] if settings.explicit else options.window
+    search = {
+        "tolerance": options.tolerance, "max_iter": options.max_iter, "batch_size": options.batch_size,
+        "progress": True,
+    }  # fmt: skip
+    rows: list[tuple[str, Evaluation]] = []
     if options.csv:
         if len(algebra_of_csv(options.csv)) != len(settings.algebra):
             raise ValueError(
                 f"{options.csv} is of {algebra_of_csv(options.csv).name}, the model of {settings.group}"
             )
         tokens, targets, _ = read_csv(options.csv, algebra_of_csv(options.csv))
-        sets.append((tokens, targets))
+        rows = [(name, evaluate(model, tokens, targets, window, **search)) for window in windows]
     else:
-        p = options.identity_probability
-        task = settings if p is None else replace(settings, identity_probability=p)
-        for length in options.length or (settings.length, 4 * settings.length):
-            fresh = held_out(task, length, options.sequences, options.seed)
-            sets.append((fresh.tokens, fresh.targets))
-    name = "explicit" if settings.explicit else "implicit"
-    rows: list[tuple[str, Evaluation]] = []
-    for tokens, targets in sets:
-        for window in [None] if settings.explicit else options.window:
-            found = evaluate(
-                model, tokens, targets, window, options.tolerance, options.max_iter,
-                options.batch_size, progress=True,
-            )  # fmt: skip
-            rows.append((name, found))
+        for p in options.identity_probability or [settings.identity_probability]:
+            for length in options.length or (settings.length, 4 * settings.length):
+                for window in windows:
+                    test = (length, options.sequences, options.seed, p)
+                    rows.append((name, evaluate_fresh(model, settings, *test, window=window, **search)))
     print(table(rows))
     folder = Path(options.output or Path(options.run) / "evaluation")
     save(rows, folder / "evaluation.json")
     plot_by_position(rows, folder / "by_position.png", 1 / len(settings.algebra), settings.length)
     print(f"wrote {folder / 'evaluation.json'} and {folder / 'by_position.png'}")
+
+
+def _study(prog: str, arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Train and test variants of a run, each with several seeds, and show them side by side. "
+        "What is there already is not done again, so the same command goes on after an interruption.",
+    )
+    parser.add_argument(
+        "study",
+        help=f"YAML file, or one of ours: {', '.join(sorted(p.stem for p in STUDIES.glob('*.yaml')))}",
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder of the study")
+    parser.add_argument(
+        "--variants", nargs="+", metavar="NAME",
+        help="train and test these only, beside what is there of the others (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: the study's")
+    options = parser.parse_args(list(arguments))
+    study = load_study(options.study)
+    if options.seeds:
+        study = replace(study, seeds=options.seeds)
+    output = Path(options.output)
+    print(summary(conduct(study, output, options.variants)))
+    print(f"wrote study.json, by_length.png and by_position.png in {output}")
 
 
 def _data(prog: str, arguments: Sequence[str]) -> None:

@@ -147,6 +147,7 @@ class WordProblemStream(IterableDataset[Batch]):
         seed: in [0, 2⁶³); different seeds give different streams.
         batch_size: B.
         start: index of the first batch.
+        device: where batches are made; what they are differs between kinds of devices.
 
     Raises:
         ValueError: if a number is out of range.
@@ -161,6 +162,7 @@ class WordProblemStream(IterableDataset[Batch]):
         seed: int,
         batch_size: int,
         start: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         shortest, longest = (length, length) if isinstance(length, int) else length
@@ -174,15 +176,18 @@ class WordProblemStream(IterableDataset[Batch]):
         self.identity_probability = identity_probability
         self.seed = seed
         self.batch_size = batch_size
+        self.device = torch.device(device)
         self.load_state_dict({"seed": seed, "start": start})
 
     def batch(self, index: int) -> Batch:
-        """Batch number ``index``: ``input_ids`` and ``labels``, both (B, L) int64 on the CPU."""
+        """Batch number ``index``: ``input_ids`` and ``labels``, both (B, L) int64."""
         generator = torch.Generator().manual_seed(batch_seed(self.seed, index))
         shortest, longest = self.lengths
         length = shortest
         if longest > shortest:
             length = int(torch.randint(shortest, longest + 1, (), generator=generator))
+        if self.device.type != "cpu":
+            generator = torch.Generator(self.device).manual_seed(batch_seed(self.seed, index))
         tokens, targets = sample(
             self.algebra,
             self.batch_size,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out, save, table
+from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, save, table
 from deqseq.tasks.state_tracking.plots import plot_by_position
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
@@ -32,8 +32,8 @@ def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
             trained = json.loads((folder / "training.json").read_text())["seconds"]
             found = []
             for factor in (1, 4):
-                fresh = held_out(settings, factor * settings.length, sequences=512, seed=0)
-                found.append(evaluate(model, fresh.tokens, fresh.targets, WINDOW, progress=True))
+                length = factor * settings.length
+                found.append(evaluate_fresh(model, settings, length, 512, window=WINDOW, progress=True))
             evaluated = sum(e.seconds for e in found)
             seconds.append(f"{name} seed {seed}: {trained:.0f} s training, {evaluated:.0f} s tests")
             rows += [(f"{name} {seed}" if len(seeds) > 1 else name, e) for e in found]

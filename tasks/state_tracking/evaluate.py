@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from deqseq.causal_lm import ImplicitForCausalLM
@@ -20,6 +20,7 @@ from deqseq.convergence import Residual, check_count
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Status
 from deqseq.tasks.state_tracking.data import WordProblemDataset
+from deqseq.tasks.state_tracking.lstm import LSTM
 from deqseq.tasks.state_tracking.metrics import Accuracies
 from deqseq.tasks.state_tracking.settings import TrainSettings, load_settings
 
@@ -40,7 +41,9 @@ class Evaluation:
         residual: relative, mean over tokens.
         converged: share of tokens whose search met the tolerance.
         seconds: of the whole evaluation.
-        accuracy_by_position, iterations_by_position: per token; no iterations for explicit models.
+        accuracy_by_position, iterations_by_position, converged_by_position: per token; only the first for
+            explicit models.
+        identity_probability: of the sequences, where it is known.
     """
 
     length: int
@@ -55,9 +58,11 @@ class Evaluation:
     seconds: float
     accuracy_by_position: list[float]
     iterations_by_position: list[float] | None
+    converged_by_position: list[float] | None
+    identity_probability: float | None = None
 
 
-def load(path: str | Path) -> tuple[ImplicitForCausalLM, TrainSettings]:
+def load(path: str | Path) -> tuple[ImplicitForCausalLM | LSTM, TrainSettings]:
     """A trained model and the settings of its run.
 
     Raises:
@@ -67,7 +72,8 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM, TrainSettings]:
     if not (Path(path) / "model.safetensors").exists():
         raise ValueError(f"the run in {path} is not finished: it has no model.safetensors yet")
     try:
-        model = ImplicitForCausalLM.from_pretrained(path)
+        kind: Any = LSTM if settings.backbone == "lstm" else ImplicitForCausalLM
+        model = kind.from_pretrained(path)
     except (OSError, RuntimeError, json.JSONDecodeError) as error:
         raise ValueError(f"the checkpoint in {path} cannot be read: {error}") from error
     except Exception as error:
@@ -75,12 +81,12 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM, TrainSettings]:
         if type(error).__module__.startswith("safetensors"):
             raise ValueError(f"the checkpoint in {path} is damaged: {error}") from error
         raise
-    return cast(Any, model).to("cuda" if torch.cuda.is_available() else "cpu"), settings
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), settings
 
 
 @torch.no_grad()
 def evaluate(
-    model: ImplicitForCausalLM,
+    model: ImplicitForCausalLM | LSTM,
     tokens: Tensor,
     targets: Tensor,
     window: int | None = None,
@@ -114,8 +120,8 @@ def evaluate(
                 f"token {extreme} is outside the model's vocabulary of {model.config.vocab_size}"
             )
     model.eval()
-    layer = model.model.layer
-    options = {"window": window} if isinstance(layer, ImplicitSequenceLayer) else {}
+    layer = next((m for m in model.modules() if isinstance(m, ImplicitSequenceLayer)), None)
+    options: dict[str, Any] = {} if layer is None else {"window": window}
     accuracies = Accuracies()
     solved: dict[str, list[Tensor]] = {"iterations": [], "residual": [], "status": []}
     passes = []
@@ -133,6 +139,7 @@ def evaluate(
     report = accuracies.compute()
     implicit = bool(passes)
     every = {name: torch.cat(values).double() for name, values in solved.items()} if implicit else {}
+    converged = (every["status"] == Status.CONVERGED).double() if implicit else torch.empty(0)
     return Evaluation(
         length=tokens.shape[1],
         window=window if implicit else None,
@@ -142,17 +149,41 @@ def evaluate(
         iterations=every["iterations"].mean().item() if implicit else None,
         passes=sum(passes) / len(passes) if implicit else None,
         residual=every["residual"].mean().item() if implicit else None,
-        converged=(every["status"] == Status.CONVERGED).double().mean().item() if implicit else None,
+        converged=converged.mean().item() if implicit else None,
         seconds=time.perf_counter() - start,
         accuracy_by_position=report["accuracy_by_position"].tolist(),
         iterations_by_position=every["iterations"].mean(0).tolist() if implicit else None,
+        converged_by_position=converged.mean(0).tolist() if implicit else None,
     )
 
 
+def evaluate_fresh(
+    model: ImplicitForCausalLM | LSTM,
+    settings: TrainSettings,
+    length: int,
+    sequences: int,
+    seed: int = 0,
+    identity_probability: float | None = None,
+    **options: Any,
+) -> Evaluation:
+    """:func:`evaluate` on fresh sequences of the task that the model was trained on, at another length.
+
+    Args:
+        identity_probability: that of training by default.
+        options: of :func:`evaluate`.
+    """
+    p = settings.identity_probability if identity_probability is None else identity_probability
+    fresh = held_out(replace(settings, identity_probability=p), length, sequences, seed)
+    found = evaluate(model, fresh.tokens, fresh.targets, **options)
+    return replace(found, identity_probability=p)
+
+
 @contextmanager
-def _policy(layer: nn.Module, tolerance: float | None, max_iter: int | None) -> Iterator[None]:
+def _policy(
+    layer: ImplicitSequenceLayer | None, tolerance: float | None, max_iter: int | None
+) -> Iterator[None]:
     """The layer with another tolerance or budget for evaluation, for a while."""
-    if not isinstance(layer, ImplicitSequenceLayer) or (tolerance is None and max_iter is None):
+    if layer is None or (tolerance is None and max_iter is None):
         yield
         return
     policy = layer.eval_convergence
@@ -181,7 +212,7 @@ def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) ->
 
 def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
     """The evaluations as text, one row each."""
-    head = ("model", "length", "window", "all", "last 10", "sequence", "iterations", "passes",
+    head = ("model", "p", "length", "window", "all", "last 10", "sequence", "iterations", "passes",
             "converged", "seconds")  # fmt: skip
     lines: list[tuple[str, ...]] = [head]
     for name, e in rows:
@@ -191,7 +222,8 @@ def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
             "-" if x is None else f"{x:.{digits}f}"
             for x, digits in ((e.iterations, 1), (e.passes, 0), (e.converged, 4))
         )
-        lines.append((name, str(e.length), window, *accuracy, *solved, f"{e.seconds:.1f}"))
+        p = "-" if e.identity_probability is None else f"{e.identity_probability:g}"
+        lines.append((name, p, str(e.length), window, *accuracy, *solved, f"{e.seconds:.1f}"))
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines

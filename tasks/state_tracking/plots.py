@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deqseq.tasks.figures import pyplot
+from deqseq.tasks.figures import log_scale, pyplot
 from deqseq.tasks.state_tracking.evaluate import Evaluation
 
 
 def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance: float, trained: int) -> None:
-    """Draw accuracy and iterations against position for every evaluation, and write a PNG.
+    """Draw accuracy, iterations and share converged against position for every evaluation; write a PNG.
 
     Args:
         rows: names and evaluations.
@@ -22,24 +22,69 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
     if plt is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6.5), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
+    top, middle, bottom = axes
     for name, e in rows:
         position = range(1, e.length + 1)
         window = "" if e.iterations is None else f", window {e.window or 'all'}"
         label = f"{name}, length {e.length}{window}"
         (line,) = top.plot(position, e.accuracy_by_position, label=label)
         if e.iterations_by_position is not None:
-            bottom.plot(position, e.iterations_by_position, label=label, color=line.get_color())
+            middle.plot(position, e.iterations_by_position, color=line.get_color())
+            bottom.plot(position, e.converged_by_position, color=line.get_color())
     top.axhline(chance, color="grey", linestyle=":", label="chance")
-    for axis in (top, bottom):
+    for axis in axes:
         axis.axvline(trained, color="grey", linestyle="--", label="longest in training")
         axis.grid(alpha=0.3)
     top.set(ylabel="accuracy", ylim=(-0.02, 1.02))
-    bottom.set(ylabel="iterations of the token", xlabel="position")
-    bottom.set_ylim(bottom=0)
+    middle.set(ylabel="iterations of the token")
+    middle.set_ylim(bottom=0)
+    bottom.set(ylabel="share converged", xlabel="position", ylim=(-0.02, 1.02))
     top.legend(fontsize="small")
-    bottom.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_by_length(
+    curves: Mapping[tuple[float, str], Mapping[int, Sequence[float]]], path: Path, chance: float, trained: int
+) -> None:
+    """Draw the accuracy of the last ten tokens against length, a panel for every probability; write a PNG.
+
+    Args:
+        curves: by probability of the identity and name, by length, accuracies of all seeds: a line through
+            their means, and a band from the worst to the best.
+        path: file to write.
+        chance, trained: as in :func:`plot_by_position`.
+    """
+    plt = pyplot()
+    if plt is None or not curves:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = list(dict.fromkeys(name for _, name in curves))
+    shares = sorted({p for p, _ in curves})
+    figure, axes = plt.subplots(
+        1,
+        len(shares),
+        figsize=(4.5 * len(shares) + 1.5, 4.2),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, p in zip(axes[0], shares, strict=True):
+        for i, name in enumerate(names):
+            curve = sorted(curves.get((p, name), {}).items())
+            lengths, found = [length for length, _ in curve], [values for _, values in curve]
+            style = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--"}
+            axis.plot(lengths, [sum(v) / len(v) for v in found], label=name, marker=".", **style)
+            axis.fill_between(lengths, [min(v) for v in found], [max(v) for v in found], alpha=0.15, **style)
+        axis.axhline(chance, color="grey", linestyle=":")
+        axis.axvline(trained, color="grey", linestyle="--")
+        log_scale(axis.xaxis, base=2)
+        axis.set(xlabel="length", title=f"identity with probability {p:g}", ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("accuracy of the last ten tokens")
+    axes[0][0].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.convergence import check_count
 from deqseq.curriculum import Curriculum, Stage
-from deqseq.tasks.runs import read_settings
+from deqseq.tasks.runs import read_settings, read_yaml
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra
+from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig
 
 
 def _help(text: str, default: Any) -> Any:
@@ -25,7 +27,8 @@ class TrainSettings:
 
     Training has two stages: first a few iterations are unrolled from zero and differentiated through,
     which is cheap and finds the task; then the fixed point is searched for, and a few phantom steps carry
-    the gradient.
+    the gradient. Where ``short_share`` is above 0, that search begins on short sequences, which may be
+    denser in hard tokens than the others.
 
     Raises:
         ValueError: a value out of its range, with the rule.
@@ -35,17 +38,28 @@ class TrainSettings:
     length: int = _help("tokens of the longest training sequence", 16)
     min_length: int = _help("shortest sequence of the fixed-point stage; a batch draws its length", 8)
     unrolled_length: int = _help("longest sequence of the unrolled stage; the shortest has 2 tokens", 8)
+    short_length: int = _help(
+        "longest sequence of the steps between unrolled_share and short_share, the shortest being "
+        "unrolled_length",
+        8,
+    )
+    short_identity_probability: float | None = _help(
+        "identity_probability up to short_share; the same by default", None
+    )
     identity_probability: float = _help(
         "probability that a token is the group's identity, which changes nothing; "
         "the share of hard tokens is one minus it",
         0.5,
     )
+    backbone: Literal["mamba2", "llama", "lstm"] = _help(
+        "body; an LSTM is explicit, and here to compare with", "mamba2"
+    )
     explicit: bool = _help("train the explicit twin: the same stack applied once", False)
     d_model: int = _help("width", 128)
     n_layer: int = _help("blocks", 1)
-    d_state: int = _help("state dim of a head", 32)
-    expand: int = _help("inner width over width", 2)
-    headdim: int = _help("width of a head", 32)
+    d_state: int = _help("state dim of a head; Mamba2", 32)
+    expand: int = _help("inner width over width; Mamba2", 2)
+    headdim: int = _help("width of a head; Mamba2 and Llama", 32)
     damping: float = _help("of the solver, Picard's iteration; 1 is none", 0.7)
     steps: int = _help("optimiser steps", 1800)
     batch_size: int = _help("sequences a step", 64)
@@ -56,21 +70,34 @@ class TrainSettings:
         "share of the target spread over all tokens; keeps the logits from growing without end", 0.1
     )
     unrolled_share: float = _help("share of the steps in the unrolled stage", 0.5)
+    short_share: float = _help("share of the steps before the first long sequence; 0: unrolled_share", 0.0)
     unrolled_iterations: int = _help("iterations of the unrolled stage", 4)
     tolerance: float = _help("relative residual of the search in the fixed-point stage", 0.005)
     max_iter: int = _help("evaluations a token may take part in, in that search", 20)
+    eval_max_iter: int = _help("the same in evaluation", 256)
     train_window: int | None = _help("tokens searched at a time in training; all by default", None)
     phantom_steps: int = _help("steps that carry the gradient in the fixed-point stage", 4)
     phantom_damping: float = _help(
         "damping of these steps; above the solver's, so that its search is calm where they are stable", 0.8
     )
+    bf16: bool = _help("autocast to bfloat16 in training; weights stay float32", False)
     seed: int = _help("of weights and data", 1)
 
     def __post_init__(self) -> None:
         algebra(self.group)
-        for name in ("length", "steps", "batch_size", "unrolled_iterations", "max_iter"):
+        for name in ("length", "steps", "batch_size", "unrolled_iterations", "max_iter", "eval_max_iter"):
             check_count(name, getattr(self, name))
-        for name, least in (("min_length", 1), ("unrolled_length", 2)):
+        if self.backbone not in ("mamba2", "llama", "lstm"):
+            raise ValueError(f"backbone must be mamba2, llama or lstm, got {self.backbone!r}")
+        if self.backbone == "lstm" and not self.explicit:
+            raise ValueError("backbone lstm has no implicit form: set explicit")
+        if self.backbone == "llama" and self.d_model % self.headdim:
+            raise ValueError(f"headdim must divide d_model = {self.d_model}, got {self.headdim}")
+        for name, least in (
+            ("min_length", 1),
+            ("unrolled_length", 2),
+            ("short_length", self.unrolled_length),
+        ):
             value = getattr(self, name)
             if not least <= value <= self.length:
                 raise ValueError(f"{name} must be between {least} and length = {self.length}, got {value}")
@@ -78,38 +105,49 @@ class TrainSettings:
             raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
         if not 0 <= self.unrolled_share <= 1:
             raise ValueError(f"unrolled_share must be in [0, 1], got {self.unrolled_share}")
-        if not 0 <= self.identity_probability <= 1:
-            raise ValueError(f"identity_probability must be in [0, 1], got {self.identity_probability}")
+        if self.short_share and not self.unrolled_share <= self.short_share <= 1:
+            raise ValueError(
+                f"short_share must be 0 or between unrolled_share = {self.unrolled_share} and 1, "
+                f"got {self.short_share}"
+            )
+        for name in ("identity_probability", "short_identity_probability"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {value}")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
         self.curriculum()
         with torch.device("meta"):  # checks the model's sizes
-            ImplicitForCausalLM(self.config())
+            self.model()
 
     @property
     def algebra(self) -> Algebra:
         return algebra(self.group)
 
+    def model(self) -> ImplicitForCausalLM | LSTM:
+        """A fresh model."""
+        if self.backbone == "lstm":
+            return LSTM(LSTMConfig(len(self.algebra), self.d_model, self.n_layer))
+        return ImplicitForCausalLM(self.config())
+
     def config(self) -> ImplicitConfig:
-        """The model's configuration; evaluation searches more finely than training."""
+        """The configuration of an equilibrium model or its explicit twin."""
+        body: dict[str, Any] = {"name": self.backbone, "d_model": self.d_model, "n_layer": self.n_layer}
+        if self.backbone == "mamba2":
+            body |= {"d_state": self.d_state, "expand": self.expand, "headdim": self.headdim}
+        else:
+            body |= {"n_head": self.d_model // self.headdim}
         return ImplicitConfig(
             vocab_size=len(self.algebra),
-            backbone={
-                "name": "mamba2",
-                "d_model": self.d_model,
-                "n_layer": self.n_layer,
-                "d_state": self.d_state,
-                "expand": self.expand,
-                "headdim": self.headdim,
-            },
+            backbone=body,
             implicit=not self.explicit,
             solver={"name": "picard", "damping": self.damping},
             gradient=self._phantom(),
             window=self.train_window,
-            convergence=self._policy(),
-            eval_convergence={"name": "residual", "rtol": self.tolerance, "max_iter": 256},
+            convergence=self._search(self.max_iter),
+            eval_convergence=self._search(self.eval_max_iter),
         )
 
     def curriculum(self) -> Curriculum | None:
@@ -121,14 +159,14 @@ class TrainSettings:
         if self.unrolled_share > 0:
             stages.append(Stage(self.unrolled_share, unrolled))
         if self.unrolled_share < 1:
-            stages.append(Stage(1.0, self._phantom(), self._policy(), self.train_window))
+            stages.append(Stage(1.0, self._phantom(), self._search(self.max_iter), self.train_window))
         return Curriculum(stages)
 
     def _phantom(self) -> dict[str, Any]:
         return {"name": "phantom", "steps": self.phantom_steps, "damping": self.phantom_damping}
 
-    def _policy(self) -> dict[str, Any]:
-        return {"name": "residual", "rtol": self.tolerance, "max_iter": self.max_iter}
+    def _search(self, max_iter: int) -> dict[str, Any]:
+        return {"name": "residual", "rtol": self.tolerance, "max_iter": max_iter}
 
 
 def load_settings(path: str | Path) -> TrainSettings:
@@ -141,3 +179,26 @@ def load_settings(path: str | Path) -> TrainSettings:
         return TrainSettings(**read_settings(path))
     except TypeError as error:
         raise ValueError(f"{Path(path) / 'settings.json'} cannot be read: {error}") from error
+
+
+RUNS = Path(__file__).parent / "runs"
+
+
+def run_fields(source: str) -> dict[str, Any]:
+    """The fields that a run file sets: a YAML file, or one of ours by its name.
+
+    Raises:
+        ValueError: no such file or name, or fields that there are not.
+    """
+    found = read_yaml(source, RUNS)
+    check_fields(found, source)
+    return found
+
+
+def check_fields(found: Mapping[str, Any], where: str) -> None:
+    """Raise ``ValueError`` for names that are no fields of a run."""
+    known = {f.name for f in fields(TrainSettings)}
+    if unknown := sorted(set(found) - known):
+        raise ValueError(
+            f"{where} sets {', '.join(unknown)}: not among the fields {', '.join(sorted(known))}"
+        )

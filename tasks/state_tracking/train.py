@@ -1,4 +1,4 @@
-"""Training on a word problem: transformers' Trainer, an endless stream, a curriculum of two stages."""
+"""Training on a word problem: transformers' Trainer, endless streams, a curriculum of stages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
+import torch
 from torch.utils.data import IterableDataset
 from transformers import set_seed
 
@@ -15,6 +16,7 @@ from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.runs import RunFolder
 from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
 from deqseq.tasks.state_tracking.evaluate import load
+from deqseq.tasks.state_tracking.lstm import LSTM
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.trainer import AlignedTrainer, short_run_arguments
 
@@ -26,7 +28,7 @@ def train(
     output: str | Path,
     save_steps: int = 500,
     progress: bool = True,
-) -> ImplicitForCausalLM:
+) -> ImplicitForCausalLM | LSTM:
     """Train in folder ``output``; an interrupted run goes on from its last checkpoint.
 
     Writes the model (``config.json``, ``model.safetensors``), ``settings.json`` and ``training.json``
@@ -48,7 +50,7 @@ def train(
         return load(folder.path)[0]
     folder.start()
     set_seed(settings.seed)
-    model = ImplicitForCausalLM(settings.config())
+    model = settings.model()
     arguments = short_run_arguments(
         folder.path,
         settings.steps,
@@ -58,12 +60,13 @@ def train(
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
+        bf16=settings.bf16,
         seed=settings.seed,
     )
     trainer = AlignedTrainer(
         model=model,
         args=arguments,
-        stream=_Batches(settings),
+        stream=_Batches(settings, arguments.device),
         curriculum=settings.curriculum(),
         label_smoothing=settings.label_smoothing,
     )
@@ -72,23 +75,32 @@ def train(
 
 
 class _Batches(IterableDataset[Batch]):
-    """The batches of both stages: short sequences in the unrolled one, longer ones after it."""
+    """The batches of all stages, the shortest sequences first; made on the device that trains on them."""
 
-    def __init__(self, settings: TrainSettings) -> None:
+    def __init__(self, settings: TrainSettings, device: torch.device) -> None:
         super().__init__()
-        self.switch = round(settings.unrolled_share * settings.steps)
         self.start = 0
+        s, p = settings, settings.identity_probability
+        easy = p if s.short_identity_probability is None else s.short_identity_probability
+        stages = (  # end, lengths, probability
+            (s.unrolled_share, (2, s.unrolled_length), easy),
+            (s.short_share, (s.unrolled_length, s.short_length), easy),
+            (1.0, (s.min_length, s.length), p),
+        )
+        self.ends = [round(end * s.steps) for end, _, _ in stages]
         self.streams = [
             WordProblemStream(
-                settings.algebra,
+                s.algebra,
                 lengths,
-                identity_probability=settings.identity_probability,
-                seed=settings.seed,
-                batch_size=settings.batch_size,
+                identity_probability=probability,
+                seed=s.seed,
+                batch_size=s.batch_size,
+                device=device,
             )
-            for lengths in ((2, settings.unrolled_length), (settings.min_length, settings.length))
+            for _, lengths, probability in stages
         ]
 
     def __iter__(self) -> Iterator[Batch]:
         for index in count(self.start):
-            yield self.streams[index >= self.switch].batch(index)
+            stage = next((i for i, end in enumerate(self.ends) if index < end), len(self.ends) - 1)
+            yield self.streams[stage].batch(index)

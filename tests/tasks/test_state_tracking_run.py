@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.runs import RunFolder
+from deqseq.tasks.state_tracking import study as study_module
 from deqseq.tasks.state_tracking.__main__ import main
 from deqseq.tasks.state_tracking.evaluate import evaluate, held_out, load
-from deqseq.tasks.state_tracking.settings import TrainSettings
-from deqseq.tasks.state_tracking.train import train
+from deqseq.tasks.state_tracking.settings import TrainSettings, load_settings, run_fields
+from deqseq.tasks.state_tracking.study import STUDIES, load_study
+from deqseq.tasks.state_tracking.train import _Batches, train
 from deqseq.tasks.trainer import AlignedTrainer, last_whole_checkpoint
 
 SMALL: dict[str, Any] = {
@@ -112,7 +115,8 @@ def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> No
         ("group", "B7"), ("length", 0), ("min_length", 9), ("unrolled_length", 1), ("steps", -1),
         ("identity_probability", 1.5), ("learning_rate", 0.0), ("tolerance", 0.0), ("max_iter", 0),
         ("phantom_steps", 0), ("phantom_damping", 1.2), ("damping", 0.0), ("label_smoothing", 1.0),
-        ("unrolled_share", 2.0), ("train_window", 0), ("headdim", 7), ("batch_size", 0),
+        ("unrolled_share", 2.0), ("train_window", 0), ("headdim", 7), ("batch_size", 0), ("short_share", 0.2),
+        ("short_length", 3), ("short_identity_probability", -0.5), ("backbone", "lstm"), ("eval_max_iter", 0),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(name: str, value: Any) -> None:
@@ -228,3 +232,119 @@ def test_help_explains_every_flag(command: str, capsys: pytest.CaptureFixture[st
         main([command, "--help"])
     assert stopped.value.code == 0
     assert "default" in capsys.readouterr().out
+
+
+def test_stages_have_their_lengths_and_probabilities() -> None:
+    settings = small(
+        length=64, min_length=32, unrolled_length=4, short_length=16, unrolled_share=0.25, short_share=0.5,
+        identity_probability=1.0, short_identity_probability=0.0, steps=40, group="Z60",
+    )  # fmt: skip
+    batches = [batch for batch, _ in zip(_Batches(settings, torch.device("cpu")), range(40), strict=False)]
+    lengths = [batch["input_ids"].shape[1] for batch in batches]
+    for part, least, most in ((lengths[:10], 2, 4), (lengths[10:20], 4, 16), (lengths[20:], 32, 64)):
+        assert least <= min(part) <= max(part) <= most
+    moved = [bool((batch["input_ids"] != settings.algebra.identity).all()) for batch in batches]
+    assert all(moved[:20])
+    assert all((batch["input_ids"] == settings.algebra.identity).all() for batch in batches[20:])
+
+
+def test_a_run_file_gives_defaults_that_flags_change(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({**SMALL, "learning_rate": 1e-3}))
+    assert main(["train", "--run", str(file), "--output", str(tmp_path / "run"), "--steps", "2"]) == 0
+    found = load_settings(tmp_path / "run")
+    assert asdict(found) == asdict(small(steps=2, learning_rate=1e-3))
+    assert TrainSettings(**run_fields("a5xm")).group == "A5xM"
+
+
+def test_wrong_run_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    for text, message in (("widht: 3", "widht"), ("- 3", "mapping"), ("a: [", "no YAML")):
+        file.write_text(text)
+        assert main(["train", "--run", str(file), "--output", str(tmp_path / "run")]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["train", "--run", "a5", "--output", str(tmp_path / "run")]) == 2
+    assert "a5xm" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+STUDY: dict[str, Any] = {
+    "seeds": [1, 2],
+    "variants": {
+        "implicit": {}, "lstm": {"backbone": "lstm", "explicit": True},
+        "llama": {"backbone": "llama", "explicit": True},
+    },
+    "tests": [{"identity_probability": [0.5, 0.9], "length": [6], "window": ["all", 4], "sequences": 3}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def study_file(tmp_path: Path) -> str:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump({**SMALL, "steps": 2, "eval_max_iter": 6}))
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump({**STUDY, "run": str(tmp_path / "small.yaml")}))
+    return str(tmp_path / "study.yaml")
+
+
+def test_study_goes_on_and_gives_what_one_go_gives(
+    study_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accuracies(folder: Path) -> list[Any]:
+        found = json.loads((folder / "study.json").read_text())
+        return [(row["variant"], row["seed"], row["evaluation"]["accuracy_by_position"]) for row in found]
+
+    assert main(["study", study_file, "--output", str(tmp_path / "whole")]) == 0
+    table = capsys.readouterr().out
+    # By 2 seeds, 2 probabilities and, if implicit, 2 windows.
+    assert len(accuracies(tmp_path / "whole")) == 2 * (4 + 2 + 2)
+    assert sum(line.split()[:1] == ["lstm"] for line in table.splitlines()) == 2
+    assert (tmp_path / "whole" / "by_length.png").exists() and (
+        tmp_path / "whole" / "by_position.png"
+    ).exists()
+
+    for variant in ("llama", "implicit"):
+        assert main(["study", study_file, "--output", str(tmp_path / "parts"), "--variants", variant]) == 0
+    assert main(["study", study_file, "--output", str(tmp_path / "parts")]) == 0
+    assert accuracies(tmp_path / "parts") == accuracies(tmp_path / "whole")
+
+    monkeypatch.setattr(study_module, "evaluate_fresh", lambda *_, **__: pytest.fail("tested again"))
+    assert main(["study", study_file, "--output", str(tmp_path / "whole")]) == 0
+
+
+def test_a_study_gives_what_evaluate_gives(study_file: str, tmp_path: Path) -> None:
+    assert main(["study", study_file, "--output", str(tmp_path / "out"), "--variants", "implicit"]) == 0
+    run = tmp_path / "out" / "implicit" / "seed-2"
+    options = "--length 6 --window all 4 --sequences 3 --identity-probability 0.5 0.9".split()
+    assert main(["evaluate", str(run), *options]) == 0
+    again = json.loads((run / "evaluation" / "evaluation.json").read_text())
+    study = json.loads((tmp_path / "out" / "study.json").read_text())
+    there = [row["evaluation"] for row in study if row["seed"] == 2]
+    assert len(again) == len(there) == 4
+    for found, before in zip(again, there, strict=True):
+        for name in set(before) - {"seconds"}:
+            assert found[name] == before[name], name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variants": {"wide": {"widht": 3}}}, "widht"),
+        ({"variants": {"wide": {"d_model": 7}}}, "headdim"),
+        ({"tests": [{"length": [4]}]}, "identity_probability"),
+        ({"tests": [{"identity_probability": [0.5], "length": [4], "window": [0]}]}, "window"),
+        ({"sedes": [1]}, "sedes"),
+    ],
+)
+def test_wrong_studies_are_named(
+    study_file: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    study = yaml.safe_load(Path(study_file).read_text())
+    Path(study_file).write_text(yaml.safe_dump({**study, **changes}))
+    with pytest.raises(ValueError, match=message):
+        load_study(study_file)
+
+
+def test_our_studies_are_sound() -> None:
+    for file in STUDIES.glob("*.yaml"):
+        study = load_study(file.stem)
+        for variant in study.variants:
+            assert study.settings(variant, 2).seed == 2

@@ -1,0 +1,43 @@
+"""The recurrent baseline: it solves the word problem, one token at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from deqseq.causal_lm.modeling import ImplicitCausalLMOutput
+
+
+class LSTMConfig(PretrainedConfig):
+    """V tokens, D width, number of layers."""
+
+    model_type = "state_tracking_lstm"
+
+    def __init__(self, vocab_size: int = 60, d_model: int = 256, n_layer: int = 1, **options: Any) -> None:
+        self.vocab_size = vocab_size
+        self.d_model = d_model
+        self.n_layer = n_layer
+        super().__init__(**options)
+
+
+class LSTM(PreTrainedModel):
+    """Embeddings, a stack of LSTM layers and an output layer: (B, L) token ids -> (B, L, V) logits."""
+
+    config_class = LSTMConfig
+    config: LSTMConfig
+
+    def __init__(self, config: LSTMConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.lstm = nn.LSTM(config.d_model, config.d_model, config.n_layer, batch_first=True)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """The layers initialise themselves, as torch does."""
+
+    def forward(self, input_ids: Tensor) -> ImplicitCausalLMOutput:
+        hidden, _state = self.lstm(self.embed_tokens(input_ids))
+        return ImplicitCausalLMOutput(logits=self.lm_head(hidden))

@@ -14,7 +14,7 @@ USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: help demo pretrain-demo test check format-check lint types format venv clean
+.PHONY: help demo pretrain-demo test docs check format-check lint types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +31,9 @@ pretrain-demo: $(STAMP) ## pretrain small language models on a text (ARGS="--tex
 # Two workers with one thread each: they would otherwise fight over the same cores.
 test: $(STAMP) ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+docs: $(VENV)/.installed-docs ## build the pages of docs/ into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: format-check lint types ## check format, lint and types
 
@@ -76,7 +79,12 @@ $(STAMP): pyproject.toml constraints.txt
 	'$(BIN)/python' -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch '$@'
 
+# What builds the pages is not needed to test.
+$(VENV)/.installed-docs: $(STAMP)
+	@'$(BIN)/python' -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch '$@'
+
 clean: ## remove the environment, caches and build products
 	@if [ -f '$(VENV)/pyvenv.cfg' ]; then rm -rf '$(VENV)'; fi
-	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	@rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	@find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,7 +33,7 @@ test: $(STAMP) ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 docs: $(VENV)/.installed-docs ## build the pages of docs/ into site/
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: format-check lint types ## check format, lint and types
 

@@ -18,7 +18,7 @@ def test_code_of_the_readme_runs(code: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_files_of_the_reading_order_exist() -> None:
-    listing = re.search(r"reading order\n\n```\n(.*?)```", README.read_text(), re.DOTALL)
+    listing = re.search(r"reading order\n\n```text\n(.*?)```", README.read_text(), re.DOTALL)
     assert listing is not None
     root, folder = README.parent, README.parent
     for line in listing[1].splitlines():

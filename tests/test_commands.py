@@ -1,0 +1,182 @@
+"""Every command in the README and on the pages of docs/ is one that its program takes.
+
+A command runs up to where its arguments are parsed: unknown flags, wrong values and missing ones end it
+before. What is over at once, such as ``--help``, runs to its end. That programs work is for tests of their own: a
+program that no other test runs is not taken here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import shutil
+import string
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from transformers.hf_argparser import HfArgumentParser
+
+from deqseq.tasks.pretraining import plan, train
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TESTS = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__))
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The commands in a page's fences without a language: lines, joined where they end in a backslash.
+
+    ``NAME="..."`` sets what ``$NAME`` stands for from there on.
+    """
+    for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", _closed(page), re.DOTALL | re.MULTILINE):
+        names: dict[str, str] = {}
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(string.Template(line).safe_substitute(names), comments=True)
+            if len(words) == 1 and "=" in words[0]:
+                name, _, names[name] = words[0].partition("=")
+            elif words:
+                yield words
+
+
+def _closed(page: str) -> str:
+    """The page without fences of other languages, whose ends would pass for beginnings."""
+    return re.sub(r"^```(?!sh\n|bash\n)\w+\n.*?^```\n", "", page, flags=re.DOTALL | re.MULTILINE)
+
+
+CASES = [
+    pytest.param(words, id=f"{page.stem}: {' '.join(words)[:60]}")
+    for page in PAGES
+    for words in commands(page.read_text())
+]
+
+
+class Parsed(BaseException):
+    """The arguments are right; what follows would be work."""
+
+
+@pytest.fixture(autouse=True)
+def stop_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Programs end where they have parsed everything; they run in an empty folder."""
+
+    def parsed(*args: Any, **options: Any) -> NoReturn:
+        raise Parsed
+
+    def then_stop(parse: Any) -> Any:
+        def stopping(self: Any, *args: Any, **options: Any) -> Any:
+            found = parse(self, *args, **options)
+            if any(action.nargs == argparse.REMAINDER for action in self._actions):
+                return found  # another parser reads the rest
+            raise Parsed
+
+        return stopping
+
+    for parser, name in (
+        (argparse.ArgumentParser, "parse_args"), (HfArgumentParser, "parse_args_into_dataclasses"),
+    ):  # fmt: skip
+        monkeypatch.setattr(parser, name, then_stop(getattr(parser, name)))
+    monkeypatch.setattr(plan, "describe", parsed)  # pretraining reads fields of a run beside flags
+    monkeypatch.setattr(train, "pretrain", parsed)
+    monkeypatch.chdir(tmp_path)
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail unless the command is one that its program takes, and the program is one that a test runs."""
+    while re.fullmatch(r"\w+=.*", words[0]):
+        words = words[1:]
+    match words:
+        case ["make", *rest]:
+            for line in _recipe(rest):
+                check(line, monkeypatch)
+        case ["python", "-m", module, *arguments]:
+            parent, _, name = module.rpartition(".")
+            imported = rf"from {re.escape(module)}\b|from {re.escape(parent)} import .*\b{name}\b"
+            assert re.search(imported, TESTS), f"no test runs {module}"
+            _run(lambda: runpy.run_module(module, run_name="__main__"), [module, *arguments], monkeypatch)
+        case ["python", script, *arguments]:
+            path = ROOT / script
+            assert path.name in TESTS, f"no test runs {script}"
+            monkeypatch.syspath_prepend(path.parent)
+            monkeypatch.delitem(sys.modules, "common", raising=False)
+            _run(lambda: runpy.run_path(str(path), run_name="__main__"), [str(path), *arguments], monkeypatch)
+        case ["accelerate", "launch", *arguments]:
+            found, _ = launch_command_parser().parse_known_args(arguments)
+            assert found.config_file is None or (ROOT / found.config_file).is_file(), found.config_file
+            script = Path(found.training_script)
+            assert (ROOT / script).is_file(), script
+            module = ".".join(("deqseq", *script.with_suffix("").parts))
+            check(["python", "-m", module, *found.training_script_args], monkeypatch)
+        case _:
+            pytest.fail(f"no test covers this command: {shlex.join(words)}")
+
+
+def _run(program: Callable[[], object], argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    try:
+        program()
+    except Parsed:
+        return
+    except SystemExit as end:
+        assert not end.code, f"{shlex.join(argv)} ends with status {end.code}"
+
+
+def _recipe(arguments: list[str]) -> list[list[str]]:
+    """The programs of ours that a target of the Makefile runs."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    venv = ".venv"
+    made = [f"--old-file={venv}/{stamp}" for stamp in (".installed", ".installed-docs")]
+    dry = ["make", "--dry-run", f"VENV={venv}", *made, *arguments]
+    done = subprocess.run(dry, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = [shlex.split(line, comments=True) for line in done.stdout.splitlines() if "-m deqseq" in line]
+    return [["python" if word == f"{venv}/bin/python" else word for word in line] for line in lines]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("words", CASES)
+def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check(words, monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "python -m deqseq.tasks.prepare book.txt --output data --nothing",
+        "python -m deqseq.tasks.pretrain llama-130m --data data --nothing 3",
+        "python -m deqseq.tasks.state_tracking train --output run --nothing 3",
+        "python -m deqseq.tasks.state_tracking evaluate",
+        "python -m deqseq.tasks.nothing",
+        "python benchmarks/nothing.py",
+        "python benchmarks/leak.py --nothing",
+        "accelerate launch --num_processes 2 tasks/pretrain.py llama-130m --data data --nothing 3",
+        "accelerate launch --config_file nothing.yaml tasks/pretrain.py llama-130m --data data",
+        "make nothing",
+        "make demo ARGS='--nothing 3'",
+        "nothing",
+    ],
+)
+def test_wrong_commands_are_seen(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(shlex.split(wrong), monkeypatch)
+
+
+def test_commands_are_found_where_they_stand() -> None:
+    fences = [
+        "```python\nno\n```",
+        '```\nR="--x 1"\na $R \\\n  b  # c\n\nd e\n```',
+        "```text\nno\n```",
+        "```sh\nf\n```",
+    ]
+    page = "\n\nno\n\n".join(fences)
+    assert list(commands(page)) == [["a", "--x", "1", "b"], ["d", "e"], ["f"]]
+    assert len(CASES) > 25

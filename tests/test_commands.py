@@ -1,8 +1,8 @@
 """Every command in the README and on the pages of docs/ is one that its program takes.
 
 A command runs up to where its arguments are parsed: unknown flags, wrong values and missing ones end it
-before. What is over at once, such as ``--help``, runs to its end. That programs work is for tests of their own: a
-program that no other test runs is not taken here.
+before. What is over at once, such as ``--help``, runs to its end. That programs work is for tests of their
+own: a program that no other test runs is not taken here.
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -16,8 +20,20 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    """Run a script in this process: another one would import torch and transformers anew."""
+    argv = [str(BENCHMARKS / script), *arguments]
+    streams = [io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2)]
+    status = 0
+    with (
+        redirect_stdout(streams[0]), redirect_stderr(streams[1]), patch.object(sys, "argv", argv),
+        patch.object(sys, "path", [str(BENCHMARKS), *sys.path]),
+    ):  # fmt: skip
+        try:
+            runpy.run_path(argv[0], run_name="__main__")
+        except SystemExit as end:
+            status = int(end.code or 0)
+    out, err = (stream.buffer.getvalue().decode() for stream in streams)  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(argv, status, out, err)
 
 
 def test_loop_overhead(tmp_path: Path) -> None:

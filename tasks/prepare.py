@@ -101,14 +101,15 @@ def prepare(options: Any) -> None:
     """Make the shards, or what is missing of them, and say what there is.
 
     Raises:
-        ValueError: sources that cannot be read; a folder that holds something else.
+        ValueError: sources that cannot be read; a folder that holds something else, or that another process
+            prepares.
     """
     # Tokenizers and datasets take seconds to import: not before the arguments are right.
     from deqseq.tasks.corpus import HoldOut, TokenFolder, pipeline
     from deqseq.tasks.corpus.documents import sources
     from deqseq.tasks.corpus.encoder import Encoder
     from deqseq.tasks.corpus.holdout import SPLITS
-    from deqseq.tasks.corpus.shards import Preparation
+    from deqseq.tasks.corpus.shards import Preparation, locked
     from deqseq.tasks.tokenizer import load_tokenizer
 
     progress = sys.stderr.isatty()
@@ -125,10 +126,11 @@ def prepare(options: Any) -> None:
     if preparation.manifest.next is not None:
         if preparation.fresh:
             pipeline.check(read, progress)
-        preparation.start(tokenizer)
-        size = pipeline.write(
-            preparation, read, encoder, hold_out, options.shard_tokens, options.workers, progress
-        )
+        with locked(options.output):
+            preparation.start(tokenizer)
+            size = pipeline.write(
+                preparation, read, encoder, hold_out, options.shard_tokens, options.workers, progress
+            )
     seconds = time.perf_counter() - start
     made = TokenFolder(options.output)
     if hold_out.share and not made.tokens("validation"):

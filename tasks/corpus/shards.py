@@ -8,10 +8,12 @@ good at every moment, and a process that is killed loses the shards it was writi
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,28 @@ class Preparation:
         self.manifest.shards += [shard for shard in finished if shard is not None]
         self.manifest.next = next
         self.manifest.write(self.path)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make ``folder``, and keep other processes from preparing it; a process that is killed does so no more.
+
+    Raises:
+        ValueError: another process prepares it. File systems that know no locks are not guarded.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another process prepares {folder}: wait until it ends, or name another folder"
+                ) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 class ShardWriter:

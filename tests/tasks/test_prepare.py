@@ -131,6 +131,16 @@ def test_killed_for_real_the_result_is_the_same(tmp_path: Path, place: Path, run
     assert contents(output) == contents(tmp_path / "whole")
 
 
+def test_a_folder_is_prepared_once_at_a_time(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    with shards.locked(output):  # as another process would
+        assert run(output, "text.txt") == 2
+        assert "another process prepares" in capsys.readouterr().err and not any(output.iterdir())
+    assert run(output, "text.txt") == 0
+
+
 @pytest.mark.parametrize("workers", [2, 7])
 def test_workers_do_not_matter(tmp_path: Path, run: Run, small_batches: None, workers: int) -> None:
     for count in (1, workers):

@@ -37,12 +37,19 @@ def commands(page: str) -> Iterator[list[str]]:
     """
     for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", _closed(page), re.DOTALL | re.MULTILINE):
         names: dict[str, str] = {}
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(string.Template(line).safe_substitute(names), comments=True)
+        line = ""
+        for part in block.replace("\\\n", " ").splitlines():
+            line += f"{part} "
+            try:
+                words = shlex.split(string.Template(line).safe_substitute(names), comments=True)
+            except ValueError:  # a quotation that goes on
+                continue
+            line = ""
             if len(words) == 1 and "=" in words[0]:
                 name, _, names[name] = words[0].partition("=")
             elif words:
                 yield words
+        assert not line, f"this quotation has no end: {line}"
 
 
 def _closed(page: str) -> str:
@@ -173,7 +180,7 @@ def test_wrong_commands_are_seen(
 def test_commands_are_found_where_they_stand() -> None:
     fences = [
         "```python\nno\n```",
-        '```\nR="--x 1"\na $R \\\n  b  # c\n\nd e\n```',
+        '```\nR="--x\n1"\na $R \\\n  b  # c\n\nd e\n```',
         "```text\nno\n```",
         "```sh\nf\n```",
     ]

@@ -114,6 +114,9 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--tolerance", type=float, help="relative residual (default: the model's)")
     parser.add_argument("--max-iter", type=int, help="evaluations a token may take (default: the model's)")
     parser.add_argument("--batch-size", type=int, default=256, help="streams (default: 256)")
+    parser.add_argument(
+        "--window", type=int, help="tokens solved at a time (default: all); the answers are the same"
+    )
     options = parser.parse_args(list(arguments))
     model, settings = load_run(options.run)
     data = load(options.data or settings.data)
@@ -121,11 +124,12 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     name = Path(options.run).name
     rows = []
     for split in options.split:
-        with solving(model, policy=policy):
+        with solving(model, options.window or "model", policy):
             found = evaluate(model, data, settings, split, options.batch_size, progress=True)
         compare.save(
             found, compare.file_of(options.run, split), data=data.fingerprint, settings=asdict(settings),
-            policy=None if policy is None else repr(policy), batch_size=options.batch_size,
+            policy=None if policy is None else repr(policy), window=options.window,
+            batch_size=options.batch_size,
             device=str(model.device),
         )  # fmt: skip
         rows.append((f"{name} {split}", found))

@@ -1,7 +1,7 @@
 """CatbAbI as tensors: what is built and saved, and the streams that models read.
 
-A story is ``<eos>`` and its words; stories stand end to end, so what follows a story's last word is ``<eos>``,
-and the target of every token is the one behind it.
+A story is ``<eos>`` and its words; stories stand end to end, so what follows a story's last word is
+``<eos>``, and the target of every token is the one behind it.
 
 Shapes: N tokens of all stories, S stories, B streams, L tokens of a cut.
 """
@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +210,7 @@ class StoryStreams(IterableDataset[Batch]):
             edges = stories.runs(self.batch_size)
             rows = [
                 torch.cat([row, stories.tokens[start:end]])
-                for row, start, end in zip(rows, edges[:-1], edges[1:], strict=True)
+                for row, (start, end) in zip(rows, pairwise(edges), strict=True)
             ]
             cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # the last target is a token further
             block = torch.stack([row[: cuts * self.cut + 1] for row in rows]) if cuts else None
@@ -241,7 +241,7 @@ def once(
     edges = stories.runs(min(batch_size, len(stories)))
 
     def streams(values: Tensor, padding: int) -> Tensor:
-        runs = [values[start:end] for start, end in zip(edges[:-1], edges[1:], strict=True)]
+        runs = [values[start:end] for start, end in pairwise(edges)]
         return pad_sequence(runs, batch_first=True, padding_value=padding)
 
     inputs = streams(stories.tokens, 0)

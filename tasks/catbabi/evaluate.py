@@ -86,7 +86,8 @@ def evaluate(
     """
     if len(data.vocabulary) != model.config.vocab_size:
         raise ValueError(
-            f"the data have {len(data.vocabulary)} words, but the model was trained on {model.config.vocab_size}"
+            f"the data have {len(data.vocabulary)} words, "
+            f"but the model was trained on {model.config.vocab_size}"
         )
     if split not in data.splits:
         raise ValueError(f"split must be {', '.join(data.splits)}, got {split!r}")

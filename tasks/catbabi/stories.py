@@ -1,8 +1,8 @@
 """bAbI stories and their words, read from bAbI's files or from a Hugging Face dataset.
 
-A story is one list of words. A statement is its words and ``.``; a question is its words, ``?`` and the answer
-as one word, whatever it consists of (``n,w``, ``apple,milk``). Everything is lower case; supporting facts are
-dropped.
+A story is one list of words. A statement is its words and ``.``; a question is its words, ``?`` and the
+answer as one word, whatever it consists of (``n,w``, ``apple,milk``). Everything is lower case; supporting
+facts are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Story = list[str]
 def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
     """The stories of one task in a folder of bAbI's files.
 
-    Files are named ``qa1_train.txt`` or ``qa1_single-supporting-fact_train.txt``. A line is a number, which is 1
+    Files are named ``qa1_train.txt`` or ``qa1_single-supporting-fact_train.txt``. A line is a number, 1
     where a story begins, and a statement, or a question with its answer and supporting facts between tabs.
 
     Raises:
@@ -59,8 +59,8 @@ def _stories(file: Path) -> Iterator[Story]:
 def read_dataset(name: str, config: str, split: str, task: int, revision: str | None = None) -> list[Story]:
     """The stories of one task in a dataset of the hub, or a folder of that form.
 
-    Its configuration ``CONFIG-qa1`` has splits train, validation and test; a row has a ``story`` of lines with a
-    ``text`` and an ``answer``, which is empty for statements, as in ``facebook/babi_qa``.
+    Its configuration ``CONFIG-qa1`` has splits train, validation and test; a row has a ``story`` of lines
+    with a ``text`` and an ``answer``, which is empty for statements, as in ``facebook/babi_qa``.
 
     Raises:
         ValueError: nothing there that ``datasets`` can load, or rows of another form.

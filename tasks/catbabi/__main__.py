@@ -139,7 +139,9 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
 
 def _compare(prog: str, arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog=prog, description="Evaluated runs side by side: a table, its JSON, and a figure of bars by task."
+        prog=prog,
+        description="Evaluated runs side by side: a table, its JSON, a figure of bars by task, and the tasks on which "
+        "implicit runs are above explicit ones.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of evaluated runs")
     parser.add_argument("--split", choices=SPLITS, default="test", help="default: test")

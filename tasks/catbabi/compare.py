@@ -72,18 +72,19 @@ def by_task(rows: Sequence[Named]) -> str:
 
 
 def better(rows: Sequence[Named]) -> dict[str, dict[str, list[int]]]:
-    """By names of two evaluations: the tasks on which the first one is above the second."""
+    """By names of an implicit and an explicit run: the tasks on which the first one is above the second."""
+    explicit = [row for row in rows if row[1].iterations is None]
     return {
         name: {
-            other: sorted(
+            other: [
                 task
-                for task, accuracy in first.accuracy_by_task.items()
-                if task in second.accuracy_by_task and accuracy > second.accuracy_by_task[task]
-            )
-            for other, second in rows
-            if other != name
+                for task, accuracy in found.accuracy_by_task.items()
+                if task in twin.accuracy_by_task and accuracy > twin.accuracy_by_task[task]
+            ]
+            for other, twin in explicit
         }
-        for name, first in rows
+        for name, found in rows
+        if found.iterations is not None
     }
 
 

@@ -140,8 +140,8 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
 def _compare(prog: str, arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Evaluated runs side by side: a table, its JSON, a figure of bars by task, and the tasks on which "
-        "implicit runs are above explicit ones.",
+        description="Evaluated runs side by side: a table, its JSON, a figure of bars by task, and the tasks "
+        "on which implicit runs are above explicit ones.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of evaluated runs")
     parser.add_argument("--split", choices=SPLITS, default="test", help="default: test")
@@ -150,6 +150,8 @@ def _compare(prog: str, arguments: Sequence[str]) -> None:
     )
     options = parser.parse_args(list(arguments))
     rows = [compare.read(run, options.split) for run in options.runs]
+    if len({name for name, _ in rows}) < len(rows):
+        raise ValueError(f"runs need different folder names, got {', '.join(options.runs)}")
     above = compare.better(rows)
     print(compare.by_task(rows))
     print(compare.summary(rows))

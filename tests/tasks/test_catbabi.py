@@ -372,7 +372,7 @@ def test_from_the_command_line(
         (["train", "--data", "{built}", "--output", "{run}"], "other settings"),
         (["evaluate", "{tmp}/no"], "holds no run"),
         (["evaluate", "{foreign}"], "run of another kind"),
-        (["compare", "{run}", "{built}"], "has no evaluation on test"),
+        (["compare", "{built}"], "has no evaluation on test"),
     ],
 )
 def test_errors_end_with_a_sentence_and_status_2(

@@ -1,1 +1,1 @@
-"""CatbAbI: the twenty bAbI tasks as one stream of stories (Schlag et al., 2021, arXiv 2102.11174)."""
+"""CatbAbI: the twenty bAbI tasks as one stream of stories (Schlag et al., 2021, arXiv 2011.07831)."""

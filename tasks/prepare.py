@@ -117,7 +117,7 @@ def prepare(options: Any) -> None:
         options.text, options.documents, options.column, options.dataset, options.subset, options.split
     )
     tokenizer = load_tokenizer(options.tokenizer)
-    encoder = Encoder(tokenizer)
+    encoder = Encoder(tokenizer, remember=options.workers <= 3)
     hold_out = HoldOut(options.validation_share)
     head = pipeline.describe(encoder, options.tokenizer, read, hold_out, options.shard_tokens)
     preparation = Preparation(options.output, head, options.force)

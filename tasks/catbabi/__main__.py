@@ -20,6 +20,7 @@ from deqseq.tasks.catbabi.evaluate import evaluate, load_run
 from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import SPLITS, read_dataset, read_folder
 from deqseq.tasks.catbabi.train import train
+from deqseq.tasks.command_line import run
 from deqseq.tasks.evaluate.models import quiet_transformers, solving, tolerance_and_budget
 from deqseq.tasks.evaluate.results import column, table
 
@@ -37,7 +38,6 @@ tokens at a time and carries its state; in qa mode it learns the answers, in lm 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     quiet_transformers()
     commands = {"build": _build, "train": _train, "evaluate": _evaluate, "compare": _compare}
     parser = argparse.ArgumentParser(
@@ -48,15 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=commands)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
-    try:
-        commands[parsed.command](f"{parser.prog} {parsed.command}", parsed.arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; train goes on from its last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    return run(
+        lambda: commands[parsed.command](f"{parser.prog} {parsed.command}", parsed.arguments),
+        interrupted="train goes on from its last checkpoint",
+        log_level=logging.INFO,
+    )
 
 
 def _build(prog: str, arguments: Sequence[str]) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
 from deqseq.tasks.corpus import HoldOut, TokenFolder, pipeline, token_rows
+from deqseq.tasks.corpus import encoder as encoder_module
 from deqseq.tasks.corpus.documents import JsonLines, Source, TextFile, sources
 from deqseq.tasks.corpus.encoder import Encoder
 from deqseq.tasks.corpus.shards import Preparation
@@ -201,11 +202,43 @@ def test_shares_that_are_none(share: float) -> None:
 # Tokens
 
 
-def test_parts_of_long_texts_have_the_tokens_of_the_whole(tokenizer: Any) -> None:
-    text = make_text(1000)
-    assert Encoder(tokenizer)([text, "", "a"])[0].tolist() == tokenizer(text)["input_ids"]
+@pytest.mark.parametrize("remember", [True, False])
+def test_texts_have_the_tokens_that_the_tokenizer_gives_the_whole(tokenizer: Any, remember: bool) -> None:
+    encoder = Encoder(tokenizer, remember)
+    texts = [
+        make_text(1000),
+        "",
+        "a",
+        " a",
+        "a ",
+        "  a\n b \n\n  c d\n",
+        "the the  the\tthe",
+        make_text(1000),
+    ]
+    texts.append("".join(random.Random(0).choices("ab,. \n\t\u00a0é猫", k=3000)))
+    for text, ids in zip(texts, encoder(texts), strict=True):
+        assert ids.tolist() == tokenizer(text)["input_ids"]
     endless = "猫" * 20_000
-    assert tokenizer.decode(Encoder(tokenizer)([endless])[0].tolist()) == endless
+    assert tokenizer.decode(encoder([endless])[0].tolist()) == endless
+
+
+@pytest.mark.parametrize("remember", [True, False])
+def test_tokenizers_that_do_not_cut_between_words_get_whole_texts(remember: bool) -> None:
+    pieces = [(END, 0.0), ("\u2581", -2.0), *((c, -3.0) for c in "abcd"), ("a\u2581b", -1.0)]
+    model = Tokenizer(models.Unigram(pieces, unk_id=0))
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END)
+    text = "a b a b c d a b " * 900
+    assert Encoder(tokenizer, remember)([text])[0].tolist() == tokenizer(text)["input_ids"]
+
+
+def test_a_full_memory_begins_anew(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "_REMEMBERED", 3)
+    encoder = Encoder(tokenizer)
+    for text in (make_text(50), "one two three four five", make_text(50)):
+        assert encoder([text])[0].tolist() == tokenizer(text)["input_ids"]
 
 
 def test_tokenizers_that_do_not_fit() -> None:

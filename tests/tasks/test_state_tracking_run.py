@@ -313,8 +313,8 @@ def test_study_goes_on_and_gives_what_one_go_gives(
 def test_a_study_gives_what_evaluate_gives(study_file: str, tmp_path: Path) -> None:
     assert main(["study", study_file, "--output", str(tmp_path / "out"), "--variants", "implicit"]) == 0
     run = tmp_path / "out" / "implicit" / "seed-2"
-    options = "--length 6 --window all 4 --sequences 3 --identity-probability 0.5 0.9".split()
-    assert main(["evaluate", str(run), *options]) == 0
+    options = ["--length", "6", "--window", "all", "4", "--sequences", "3"]
+    assert main(["evaluate", str(run), *options, "--identity-probability", "0.5", "0.9"]) == 0
     again = json.loads((run / "evaluation" / "evaluation.json").read_text())
     study = json.loads((tmp_path / "out" / "study.json").read_text())
     there = [row["evaluation"] for row in study if row["seed"] == 2]

@@ -30,8 +30,8 @@ class Encoder:
     """Token ids of texts, without special tokens before or after them.
 
     Most tokenizers cut a text between words before they do anything else. So words, which come back again
-    and again, can be tokenised once and then looked up, in half of the time; a tokenizer that does not cut there is
-    given whole texts.
+    and again, can be tokenised once and then looked up, in half of the time; a tokenizer that does not cut
+    there is given whole texts.
 
     Args:
         tokenizer: of transformers, backed by the tokenizers library.

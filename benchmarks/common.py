@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: timing, tables, JSON."""
+"""What the benchmark scripts share: timing, tables, JSON, grids that go on where they stopped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 
 def stopwatch(function: Callable[[], Any], device: str = "cpu") -> float:
@@ -59,6 +60,44 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2e}" if value and abs(value) < 1e-2 else f"{value:.3f}"
     return "-" if value is None else str(value)
+
+
+def measure_grid(
+    file: Path, keys: Sequence[Mapping[str, Any]], measure: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows ``{**key, **measure(key)}``, written to ``file`` (JSON lines) as they come.
+
+    Rows that the file holds already are not measured again. A measurement that raises leaves its error as
+    the row's ``problem``.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    rows = []
+    for key in (bar := tqdm(keys, unit="row")):
+        bar.set_postfix_str(" ".join(str(value) for value in key.values()))
+        row = next((row for row in known if key.items() <= row.items()), None)
+        if row is None:
+            try:
+                row = {**key, **measure(key)}
+            except (RuntimeError, ValueError, ImportError) as error:
+                row = {**key, "problem": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            with file.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+        rows.append(row)
+    return rows
+
+
+def peak_mib(function: Callable[[], Any], device: str) -> float | None:
+    """MiB that ``function`` allocates at its peak, beyond what was allocated before; CUDA only."""
+    if device == "cpu":
+        function()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def finish(path: str, result: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,42 @@ import torch
 import torch.nn.functional as F
 from common import describe_machine, finish, print_table
 
-from deqseq import Unrolled, kernels
+from deqseq import GradientStrategy, Unrolled, kernels
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.tasks.figures import pyplot
 from deqseq.tasks.state_tracking.algebra import algebra
 from deqseq.tasks.state_tracking.data import WordProblemStream
 
 
+def descend(
+    model: ImplicitForCausalLM,
+    stream: WordProblemStream,
+    steps: int,
+    gradient: Callable[[int], GradientStrategy],
+) -> list[float]:
+    """Train on a word problem, step s by the strategy ``gradient(s)``; the loss of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, 10 * (i + 1) / steps))
+    losses = []
+    layer = model.model.layer
+    device = model.device
+    for step in range(steps):
+        layer.gradient = gradient(step)
+        batch = {key: value.to(device) for key, value in stream.batch(step).items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+            logits = model(batch["input_ids"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        warm_up.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
 def curve(options: argparse.Namespace, name: str, seed: int) -> list[float]:
-    """The loss of every step."""
+    """The loss of every step of a fresh model."""
     group = algebra("A5")
     torch.manual_seed(seed)
     config = ImplicitConfig.from_preset("mamba2-state-tracking", vocab_size=len(group))
@@ -36,25 +64,11 @@ def curve(options: argparse.Namespace, name: str, seed: int) -> list[float]:
     stream = WordProblemStream(
         group, (2, options.length), identity_probability=0.5, seed=seed, batch_size=options.batch
     )
-    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, 10 * (i + 1) / options.steps))
-    losses = []
-    layer = model.model.layer
-    fixed_point = layer.gradient
+    fixed_point = model.model.layer.gradient
     with kernels.use(name):
-        for step in range(options.steps):
-            layer.gradient = Unrolled(4) if step < options.steps // 2 else fixed_point
-            batch = {key: value.to(options.device) for key, value in stream.batch(step).items()}
-            with torch.autocast(options.device, torch.bfloat16, enabled=options.device != "cpu"):
-                logits = model(batch["input_ids"]).logits
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            warm_up.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-    return torch.stack(losses).tolist()
+        return descend(
+            model, stream, options.steps, lambda s: Unrolled(4) if s < options.steps // 2 else fixed_point
+        )
 
 
 def plot(curves: dict[str, list[float]], path: Path) -> None:

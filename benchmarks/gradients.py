@@ -1,0 +1,321 @@
+"""What a gradient strategy costs, how near it comes to the exact gradient, and what training makes of it.
+
+The exact gradient of the loss of a trained A5 model is found in float64 by implicit differentiation at a
+tolerance of 1e-9, and checked by finite differences along a random direction. Every strategy then takes
+the gradient of the same loss in float32:
+
+    cosine, norm    at the exact fixed point (its own error alone; unrolling knows no fixed point)
+    in use          as training takes it: the search starts at zero and stops at the training tolerance
+    seconds         of that: search, gradient steps, backward pass
+    graph MiB       what autograd keeps for the backward pass; peak MiB: of memory allocated (CUDA)
+
+With --train-steps, a model on S3 goes on from the same half-trained weights, with the same batches, by
+every strategy; accuracies are at the training length, and of the last ten tokens at four times that.
+
+A strategy whose gradient is not finite, or an implicit differentiation that is not exact as far as its
+tolerance says, is named in "problem". Rows are written as they come: the same command goes on where it was
+interrupted.
+
+    python benchmarks/gradients.py --quick                     # minutes on two cores
+    python benchmarks/gradients.py --device cuda --output runs/benchmarks/gradients-h100
+    python benchmarks/gradients.py --model runs/a5 --gradients phantom-4-0.8 implicit-0.0001 --train-steps 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import describe_machine, finish, measure_grid, peak_mib, print_table, stopwatch
+from learning import descend
+from torch import Tensor
+from trained import word_problem
+
+from deqseq import GradientStrategy, ImplicitDifferentiation, Phantom, Residual, Status, Unrolled, kernels
+from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.solvers import Anderson
+from deqseq.tasks.figures import log_scale, pyplot
+from deqseq.tasks.runs import RunFolder
+from deqseq.tasks.state_tracking.data import WordProblemStream
+from deqseq.tasks.state_tracking.evaluate import evaluate, held_out, load
+from deqseq.tasks.state_tracking.settings import TrainSettings
+
+
+def implicit(tolerance: float, solver: str | None = None) -> ImplicitDifferentiation:
+    return ImplicitDifferentiation(solver, Residual(rtol=tolerance, max_iter=256))
+
+
+GRADIENTS: dict[str, Callable[[], GradientStrategy]] = {
+    **{f"phantom-{k}-{d}": partial(Phantom, k, d) for k in (1, 2, 4, 8) for d in (0.5, 0.8, 1.0)},
+    **{f"unrolled-{n}": partial(Unrolled, n) for n in (4, 8, 16, 32)},
+    **{f"implicit-{tolerance}": partial(implicit, tolerance) for tolerance in (0.1, 0.01, 0.0001)},
+    **{f"implicit-0.01-{solver}": partial(implicit, 0.01, solver) for solver in ("anderson", "broyden")},
+}
+TRAINED_QUICKLY = ("phantom-1-1.0", "phantom-4-0.8", "unrolled-4", "unrolled-16", "implicit-0.01")
+
+
+@dataclass
+class Subject:
+    """A model, a batch, and the exact gradient of its loss.
+
+    Attributes:
+        model: in training mode.
+        ids, targets: (B, L) int64.
+        z: (B, L, D) float64, the equilibrium.
+        gradient: (P,) float64, of all parameters.
+    """
+
+    model: ImplicitForCausalLM
+    ids: Tensor
+    targets: Tensor
+    z: Tensor
+    gradient: Tensor
+
+    def loss(self, model: ImplicitForCausalLM, z0: Tensor | None = None) -> Tensor:
+        logits = model(self.ids, z0=z0).logits
+        return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+
+
+def flat_gradient(model: ImplicitForCausalLM, loss: Tensor) -> Tensor:
+    """(P,) float64; zeros where nothing reaches a parameter."""
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    both = zip(found, parameters, strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten().double() for g, p in both])
+
+
+def exact_subject(model: ImplicitForCausalLM, ids: Tensor, targets: Tensor) -> tuple[Subject, float]:
+    """The sequences of a batch that have a certain equilibrium, and the relative error of their exact
+    gradient against central differences.
+
+    Raises:
+        ValueError: no sequence converges.
+    """
+    exact = copy.deepcopy(model).double().train()
+    layer = exact.model.layer
+    layer.solver, layer.window = Anderson(5, damping=0.7), min(8, ids.shape[1])
+    layer.set_convergence(Residual(rtol=1e-10, max_iter=512))
+    layer.gradient = ImplicitDifferentiation(Anderson(5, damping=0.7), Residual(rtol=1e-9, max_iter=2048))
+    with kernels.use("torch"):
+        with torch.no_grad():
+            out = exact.model(ids)
+        keep = (out.solution.status == Status.CONVERGED).all(1)
+        if not keep.any():
+            raise ValueError("no sequence converges in float64: a model that was trained longer may")
+        subject = Subject(model, ids[keep], targets[keep], out.last_hidden_state[keep], torch.empty(0))
+        subject.gradient = flat_gradient(exact, subject.loss(exact, subject.z))
+        generator = torch.Generator().manual_seed(0)
+        way = torch.randn(len(subject.gradient), generator=generator, dtype=torch.float64)
+        slopes, step = [], 1e-6
+        vector = torch.nn.utils.parameters_to_vector(exact.parameters()).detach()
+        with torch.no_grad():
+            for sign in (1, -1):
+                moved = vector + sign * step * way.to(vector.device)
+                torch.nn.utils.vector_to_parameters(moved, exact.parameters())
+                slopes.append(sign * subject.loss(exact, subject.z).item())
+        slope = sum(slopes) / (2 * step)
+        expected = (subject.gradient @ way.to(vector.device)).item()
+    return subject, abs(slope - expected) / abs(expected)
+
+
+def graph_mib(function: Callable[[], Tensor]) -> tuple[Tensor, float]:
+    """What ``function`` returns, and the MiB of other tensors than parameters that its graph keeps."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = function()
+    return value, sum(kept.values()) / 2**20
+
+
+def measure(subject: Subject, device: str, key: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that a row tells."""
+    model = subject.model
+    strategy = model.model.layer.gradient = GRADIENTS[key["gradient"]]()
+
+    def similar(gradient: Tensor) -> tuple[float, float]:
+        norms = gradient.norm(), subject.gradient.norm()
+        return (gradient @ subject.gradient / norms[0] / norms[1]).item(), (norms[0] / norms[1]).item()
+
+    cosine, norm = None, None
+    if strategy.searches:
+        cosine, norm = similar(flat_gradient(model, subject.loss(model, subject.z.float())))
+    loss, graph = graph_mib(lambda: subject.loss(model))
+    used, used_norm = similar(flat_gradient(model, loss))
+    del loss
+    runs: list[Tensor] = []
+    memory = peak_mib(lambda: runs.append(flat_gradient(model, subject.loss(model))), device)
+    seconds = min(stopwatch(lambda: flat_gradient(model, subject.loss(model)), device) for _ in range(3))
+    problem = None if torch.isfinite(torch.tensor(used)) else "not finite"
+    if isinstance(strategy, ImplicitDifferentiation) and cosine is not None:
+        policy = strategy.convergence
+        assert isinstance(policy, Residual)
+        if not 1 - cosine <= policy.rtol:
+            problem = "not exact"
+    return {
+        "problem": problem,
+        "cosine": cosine,
+        "norm": norm,
+        "cosine in use": used,
+        "norm in use": used_norm,
+        "seconds": seconds,
+        "graph MiB": graph,
+        "peak MiB": memory,
+    }
+
+
+def half_trained(options: argparse.Namespace) -> tuple[ImplicitForCausalLM, TrainSettings]:
+    """A model on a small word problem after its unrolled steps, from which every strategy goes on."""
+    task = TrainSettings(group=options.group, d_model=64, seed=1)
+    torch.manual_seed(task.seed)
+    model = ImplicitForCausalLM(task.config()).to(options.device).train()
+    descend(model, stream(task, (2, task.unrolled_length)), options.train_steps, lambda _: Unrolled(4))
+    return model, task
+
+
+def stream(task: TrainSettings, lengths: tuple[int, int]) -> WordProblemStream:
+    p, size = task.identity_probability, task.batch_size
+    return WordProblemStream(task.algebra, lengths, identity_probability=p, seed=task.seed, batch_size=size)
+
+
+def train_on(
+    start: ImplicitForCausalLM, task: TrainSettings, steps: int, key: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Train on by a strategy; the accuracies then."""
+    model = copy.deepcopy(start)
+    strategy = GRADIENTS[key["gradient"]]()
+    batches = stream(task, (task.min_length, task.length))
+    losses: list[list[float]] = []
+    seconds = stopwatch(
+        lambda: losses.append(descend(model, batches, steps, lambda _: strategy)), model.device.type
+    )
+    found = {}
+    for length in (task.length, 4 * task.length):
+        fresh = held_out(task, length, 64, seed=0)
+        found[length] = evaluate(model, fresh.tokens, fresh.targets, window=8, max_iter=64)
+    short, long = found.values()
+    last = losses[0][-20:]
+    return {
+        "problem": None if torch.isfinite(torch.tensor(losses[0])).all() else "not finite",
+        "loss": sum(last) / len(last),
+        f"accuracy at {short.length}": short.accuracy,
+        f"last ten at {long.length}": long.accuracy_last10,
+        f"converged at {long.length}": long.converged,
+        "seconds": seconds,
+    }
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Time and memory against the error of the direction, as training takes it."""
+    plt = pyplot()
+    rows = [row for row in rows if "seconds" in row]
+    if plt is None or not rows:
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    families = ("phantom", "unrolled", "implicit")
+    for axis, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
+        for i, family in enumerate(families):
+            mine = [row for row in rows if row["gradient"].startswith(family)]
+            errors = [max(1 - row["cosine in use"], 1e-9) for row in mine]
+            axis.plot([row[cost] for row in mine], errors, "osD"[i], color=f"C{i}", label=family)
+            for row, error in zip(mine, errors, strict=True):
+                name = row["gradient"].partition("-")[2]
+                axis.annotate(name, (row[cost], error), (3, 2), textcoords="offset points", fontsize=6)
+        log_scale(axis.xaxis)
+        axis.set(xlabel=cost, yscale="log")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("1 - cosine to the exact gradient, in use")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    print(f"wrote {path}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a smaller model, fewer trained strategies and steps")
+    add("--model", type=Path, metavar="FOLDER", help="a state-tracking run to take gradients of, instead")
+    add("--gradients", nargs="+", choices=GRADIENTS, default=list(GRADIENTS), metavar="NAME",
+        help=f"of {', '.join(GRADIENTS)} (default: all)")  # fmt: skip
+    add("--batch", type=int, help="sequences (default: 64; quick: 16)")
+    add("--length", type=int, help="tokens of each (default: the model's longest in training)")
+    add("--train-steps", type=int, help="by every strategy; 0: none (default: 300; quick: 150)")
+    add("--trained", nargs="+", choices=GRADIENTS, metavar="NAME",
+        help=f"strategies to train with (default: all; quick: {', '.join(TRAINED_QUICKLY)})")  # fmt: skip
+    add("--group", default="S3", help="what they are trained on (default: S3)")
+    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--models", type=Path, default=Path("runs/benchmarks/models"), help="where trained models are kept")
+    add("--output", type=Path, default=Path("runs/benchmarks/gradients"), help="folder of rows and figures")
+    options = parser.parse_args()
+    quick = options.quick
+    options.batch = options.batch or (16 if quick else 64)
+    if options.train_steps is None:
+        options.train_steps = 150 if quick else 300
+    options.trained = options.trained or (list(TRAINED_QUICKLY) if quick else options.gradients)
+    machine = describe_machine(options.device)
+    same = {name: getattr(options, name) for name in ("quick", "batch", "length", "group", "train_steps")}
+    same |= {"model": str(options.model), "machine": machine["device"]}
+    try:
+        folder = RunFolder(options.output, same)
+        model, settings = load(options.model or word_problem(options.models, quick))
+        model.to(options.device).train()
+        length = options.length or settings.length
+        fresh = held_out(settings, length, options.batch, seed=0)
+        ids, targets = fresh.tokens.to(options.device), fresh.targets.to(options.device)
+        subject, error = exact_subject(model, ids, targets)
+        folder.start()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"exact gradient of {len(subject.ids)} sequences, {error:.1e} from finite differences")
+    rows = measure_grid(
+        options.output / "rows.jsonl",
+        [{"gradient": name} for name in options.gradients],
+        partial(measure, subject, options.device),
+    )
+    trained = []
+    if options.train_steps:
+        start, task = half_trained(options)
+        trained = measure_grid(
+            options.output / "trained.jsonl",
+            [{"gradient": name} for name in options.trained],
+            partial(train_on, start, task, options.train_steps),
+        )
+    print_table(f"\n{settings.group}, {len(subject.ids)} x {length} tokens, {machine['device']}", rows)
+    plot(rows, options.output / "gradients.png")
+    if trained:
+        print_table(f"\n{options.group}, {options.train_steps} steps after as many unrolled ones", trained)
+    finish(
+        str(options.output / "results.json"),
+        {
+            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+            "machine": machine,
+            "error of the exact gradient": error,
+            "rows": rows,
+            "trained": trained,
+        },
+    )
+    if error > 1e-3:
+        print("the exact gradient disagrees with finite differences", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -58,7 +58,7 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.2e}" if value and abs(value) < 1e-2 else f"{value:.3f}"
+        return f"{value:.2e}" if value and not 1e-2 <= abs(value) < 1e5 else f"{value:.3f}"
     return "-" if value is None else str(value)
 
 

@@ -5,6 +5,8 @@ tolerance of 1e-9, and checked by finite differences along a random direction. E
 the gradient of the same loss in float32:
 
     cosine, norm    at the exact fixed point (its own error alone; unrolling knows no fixed point)
+    median          cosine of the gradient at the embeddings, median over sequences: in that of all
+                    parameters the few sequences with huge gradients decide
     in use          as training takes it: the search starts at zero and stops at the training tolerance
     seconds         of that: search, gradient steps, backward pass
     graph MiB       what autograd keeps for the backward pass; peak MiB: of memory allocated (CUDA)
@@ -30,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,44 +59,67 @@ GRADIENTS: dict[str, Callable[[], GradientStrategy]] = {
     **{f"phantom-{k}-{d}": partial(Phantom, k, d) for k in (1, 2, 4, 8) for d in (0.5, 0.8, 1.0)},
     **{f"unrolled-{n}": partial(Unrolled, n) for n in (4, 8, 16, 32)},
     **{f"implicit-{tolerance}": partial(implicit, tolerance) for tolerance in (0.1, 0.01, 0.0001)},
-    **{f"implicit-0.01-{solver}": partial(implicit, 0.01, solver) for solver in ("anderson", "broyden")},
+    **{f"implicit-{t}-anderson": partial(implicit, t, "anderson") for t in (0.1, 0.01, 0.0001)},
+    "implicit-0.01-broyden": partial(implicit, 0.01, "broyden"),
 }
 TRAINED_QUICKLY = ("phantom-1-1.0", "phantom-4-0.8", "unrolled-4", "unrolled-16", "implicit-0.01")
 
 
+class Gradient(NamedTuple):
+    """A gradient in float64; zero where nothing reaches a parameter."""
+
+    parameters: Tensor  # (P,)
+    x: Tensor  # (B, L * D), at the embeddings
+
+    def cosine(self, other: Gradient) -> float:
+        return F.cosine_similarity(self.parameters, other.parameters, dim=0).item()
+
+    def norm(self, other: Gradient) -> float:
+        """Relative to that of ``other``."""
+        return (self.parameters.norm() / other.parameters.norm()).item()
+
+    def median(self, other: Gradient) -> float:
+        """The median over sequences of the cosine at their embeddings."""
+        return F.cosine_similarity(self.x, other.x, dim=1).median().item()
+
+
 @dataclass
 class Subject:
-    """A model, a batch, and the exact gradient of its loss.
+    """A batch, its equilibrium, and whose it is.
 
     Attributes:
         model: in training mode.
         ids, targets: (B, L) int64.
-        z: (B, L, D) float64, the equilibrium.
-        gradient: (P,) float64, of all parameters.
+        z: (B, L, D) the equilibrium.
     """
 
     model: ImplicitForCausalLM
     ids: Tensor
     targets: Tensor
     z: Tensor
-    gradient: Tensor
 
-    def loss(self, model: ImplicitForCausalLM, z0: Tensor | None = None) -> Tensor:
-        logits = model(self.ids, z0=z0).logits
-        return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+    def forward(self, z0: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The mean cross-entropy, and the embeddings (B, L, D)."""
+        x = self.model.model.embed_tokens(self.ids)
+        logits = self.model(inputs_embeds=x, z0=z0).logits
+        return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten()), x
+
+    def backward(self, loss: Tensor, x: Tensor) -> Gradient:
+        wanted = [*self.model.parameters(), x]
+        found = torch.autograd.grad(loss, wanted, allow_unused=True)
+        both = zip(found, wanted, strict=True)
+        *flat, at_x = ((torch.zeros_like(p) if g is None else g).double() for g, p in both)
+        return Gradient(torch.cat([g.flatten() for g in flat]), at_x.flatten(1))
+
+    def gradient(self, z0: Tensor | None = None) -> Gradient:
+        return self.backward(*self.forward(z0))
 
 
-def flat_gradient(model: ImplicitForCausalLM, loss: Tensor) -> Tensor:
-    """(P,) float64; zeros where nothing reaches a parameter."""
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    both = zip(found, parameters, strict=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten().double() for g, p in both])
-
-
-def exact_subject(model: ImplicitForCausalLM, ids: Tensor, targets: Tensor) -> tuple[Subject, float]:
-    """The sequences of a batch that have a certain equilibrium, and the relative error of their exact
-    gradient against central differences.
+def exact_gradient(
+    model: ImplicitForCausalLM, ids: Tensor, targets: Tensor
+) -> tuple[Subject, Gradient, float]:
+    """The sequences that have a certain equilibrium, in the model's dtype; their exact gradient; and its
+    relative error along a random direction, against central differences.
 
     Raises:
         ValueError: no sequence converges.
@@ -103,30 +128,30 @@ def exact_subject(model: ImplicitForCausalLM, ids: Tensor, targets: Tensor) -> t
     layer = exact.model.layer
     layer.solver, layer.window = Anderson(5, damping=0.7), min(8, ids.shape[1])
     layer.set_convergence(Residual(rtol=1e-10, max_iter=512))
-    layer.gradient = ImplicitDifferentiation(Anderson(5, damping=0.7), Residual(rtol=1e-9, max_iter=2048))
+    layer.gradient = ImplicitDifferentiation(convergence=Residual(rtol=1e-9, max_iter=2048))
     with kernels.use("torch"):
         with torch.no_grad():
             out = exact.model(ids)
         keep = (out.solution.status == Status.CONVERGED).all(1)
         if not keep.any():
             raise ValueError("no sequence converges in float64: a model that was trained longer may")
-        subject = Subject(model, ids[keep], targets[keep], out.last_hidden_state[keep], torch.empty(0))
-        subject.gradient = flat_gradient(exact, subject.loss(exact, subject.z))
+        subject = Subject(exact, ids[keep], targets[keep], out.last_hidden_state[keep])
+        gradient = subject.gradient(subject.z)
         generator = torch.Generator().manual_seed(0)
-        way = torch.randn(len(subject.gradient), generator=generator, dtype=torch.float64)
-        slopes, step = [], 1e-6
-        vector = torch.nn.utils.parameters_to_vector(exact.parameters()).detach()
+        way = torch.randn(len(gradient.parameters), generator=generator, dtype=torch.float64)
+        way, step = way.to(ids.device), 1e-6
+        here = torch.nn.utils.parameters_to_vector(exact.parameters())
         with torch.no_grad():
+            losses = []
             for sign in (1, -1):
-                moved = vector + sign * step * way.to(vector.device)
-                torch.nn.utils.vector_to_parameters(moved, exact.parameters())
-                slopes.append(sign * subject.loss(exact, subject.z).item())
-        slope = sum(slopes) / (2 * step)
-        expected = (subject.gradient @ way.to(vector.device)).item()
-    return subject, abs(slope - expected) / abs(expected)
+                torch.nn.utils.vector_to_parameters(here + sign * step * way, exact.parameters())
+                losses.append(subject.forward(subject.z)[0].item())
+    slope, expected = (losses[0] - losses[1]) / (2 * step), (gradient.parameters @ way).item()
+    subject = Subject(model, subject.ids, subject.targets, subject.z.float())
+    return subject, gradient, abs(slope - expected) / abs(expected)
 
 
-def graph_mib(function: Callable[[], Tensor]) -> tuple[Tensor, float]:
+def graph_mib(function: Callable[[], Any]) -> tuple[Any, float]:
     """What ``function`` returns, and the MiB of other tensors than parameters that its graph keeps."""
     kept: dict[int, int] = {}
 
@@ -141,36 +166,28 @@ def graph_mib(function: Callable[[], Tensor]) -> tuple[Tensor, float]:
     return value, sum(kept.values()) / 2**20
 
 
-def measure(subject: Subject, device: str, key: Mapping[str, Any]) -> dict[str, Any]:
+def measure(subject: Subject, exact: Gradient, device: str, key: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that a row tells."""
-    model = subject.model
-    strategy = model.model.layer.gradient = GRADIENTS[key["gradient"]]()
-
-    def similar(gradient: Tensor) -> tuple[float, float]:
-        norms = gradient.norm(), subject.gradient.norm()
-        return (gradient @ subject.gradient / norms[0] / norms[1]).item(), (norms[0] / norms[1]).item()
-
-    cosine, norm = None, None
-    if strategy.searches:
-        cosine, norm = similar(flat_gradient(model, subject.loss(model, subject.z.float())))
-    loss, graph = graph_mib(lambda: subject.loss(model))
-    used, used_norm = similar(flat_gradient(model, loss))
-    del loss
-    runs: list[Tensor] = []
-    memory = peak_mib(lambda: runs.append(flat_gradient(model, subject.loss(model))), device)
-    seconds = min(stopwatch(lambda: flat_gradient(model, subject.loss(model)), device) for _ in range(3))
-    problem = None if torch.isfinite(torch.tensor(used)) else "not finite"
-    if isinstance(strategy, ImplicitDifferentiation) and cosine is not None:
-        policy = strategy.convergence
-        assert isinstance(policy, Residual)
-        if not 1 - cosine <= policy.rtol:
+    strategy = subject.model.model.layer.gradient = GRADIENTS[key["gradient"]]()
+    at_equilibrium = subject.gradient(subject.z) if strategy.searches else None
+    (loss, x), graph = graph_mib(subject.forward)
+    used = subject.backward(loss, x)
+    del loss, x
+    memory = peak_mib(subject.gradient, device)
+    seconds = min(stopwatch(subject.gradient, device) for _ in range(3))
+    problem = None if torch.isfinite(used.parameters).all() else "not finite"
+    if isinstance(strategy, ImplicitDifferentiation) and at_equilibrium is not None:
+        assert isinstance(strategy.convergence, Residual)
+        if not 1 - at_equilibrium.cosine(exact) <= strategy.convergence.rtol:
             problem = "not exact"
     return {
         "problem": problem,
-        "cosine": cosine,
-        "norm": norm,
-        "cosine in use": used,
-        "norm in use": used_norm,
+        "cosine": None if at_equilibrium is None else at_equilibrium.cosine(exact),
+        "norm": None if at_equilibrium is None else at_equilibrium.norm(exact),
+        "median": None if at_equilibrium is None else at_equilibrium.median(exact),
+        "cosine in use": used.cosine(exact),
+        "norm in use": used.norm(exact),
+        "median in use": used.median(exact),
         "seconds": seconds,
         "graph MiB": graph,
         "peak MiB": memory,
@@ -229,7 +246,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for axis, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
         for i, family in enumerate(families):
             mine = [row for row in rows if row["gradient"].startswith(family)]
-            errors = [max(1 - row["cosine in use"], 1e-9) for row in mine]
+            errors = [max(1 - row["median in use"], 1e-9) for row in mine]
             axis.plot([row[cost] for row in mine], errors, "osD"[i], color=f"C{i}", label=family)
             for row, error in zip(mine, errors, strict=True):
                 name = row["gradient"].partition("-")[2]
@@ -237,7 +254,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         log_scale(axis.xaxis)
         axis.set(xlabel=cost, yscale="log")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("1 - cosine to the exact gradient, in use")
+    axes[0].set_ylabel("1 - median cosine to the exact gradient, in use")
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -278,7 +295,7 @@ def main() -> int:
         length = options.length or settings.length
         fresh = held_out(settings, length, options.batch, seed=0)
         ids, targets = fresh.tokens.to(options.device), fresh.targets.to(options.device)
-        subject, error = exact_subject(model, ids, targets)
+        subject, exact, error = exact_gradient(model, ids, targets)
         folder.start()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -287,7 +304,7 @@ def main() -> int:
     rows = measure_grid(
         options.output / "rows.jsonl",
         [{"gradient": name} for name in options.gradients],
-        partial(measure, subject, options.device),
+        partial(measure, subject, exact, options.device),
     )
     trained = []
     if options.train_steps:

@@ -83,7 +83,7 @@ class Case:
     layer: ImplicitSequenceLayer
     x: Tensor
     metric: str
-    score: Callable[[Tensor], float]
+    score: Callable[[Tensor], float | None]
     reference: Tensor
     known: Tensor
     gain: float
@@ -145,7 +145,7 @@ def make_case(name: str, options: argparse.Namespace) -> Case:
         backbone = Mamba2Backbone(64, n_layer=2, d_state=16, headdim=32)
         layer = ImplicitSequenceLayer(backbone).eval().to(options.device)
         x = torch.randn(rows, length, 64).to(options.device)
-        return Case(layer, x, "", lambda z: float("nan"), *solve_reference(layer, x))
+        return Case(layer, x, "score", lambda z: None, *solve_reference(layer, x))
     folder = Path(name)
     if name == "A5":
         folder = word_problem(options.models, options.quick)
@@ -214,7 +214,7 @@ def measure(cases: Mapping[str, Case], max_iter: int, device: str, key: Mapping[
         "converged": (solution.status == Status.CONVERGED).double().mean().item(),
         "residual": residual.double().mean().item(),
         "distance": distance.mean().item(),
-        case.metric or "score": case.score(z),
+        case.metric: case.score(z),
         "leak": leak,
     }
 
@@ -250,7 +250,7 @@ def plot_heat(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None
             text = text if row["converged"] == 1 else f"({text})"
             colour = "red" if row["problem"] else "black"
         axes.text(j, i, text, ha="center", va="center", fontsize=7, color=colour)
-    axes.imshow(table.log(), aspect="auto", cmap="YlGnBu", alpha=0.6)
+    axes.imshow(table.log().tolist(), aspect="auto", cmap="YlGnBu", alpha=0.6)
     axes.set_xticks(range(len(columns)), [f"{w}\n{t:g}" for w, t in columns], fontsize=7)
     axes.set_yticks(range(len(solvers)), solvers, fontsize=7)
     axes.set_xlabel("window, tolerance", fontsize=8)

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
+from deqseq.solvers import Picard
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
@@ -74,28 +75,67 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_window(trained: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    small = ["--lengths", "12", "--windows", "all", "4", "1", "--sequences", "16", "--tolerance", "1e-4"]
-    done = run("window.py", "--run", str(trained), *small, "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(output.read_text())["rows"]
-    evaluations = [row["evaluations a token"] for row in rows]
-    assert evaluations[0] > evaluations[1] > evaluations[2]
-    assert output.with_suffix(".png").stat().st_size > 0
+def run_here(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> int:
+    """Run a script in this process, where what it imports is imported already; returns its exit status."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    return int(runpy.run_path(str(BENCHMARKS / script))["main"]())
 
 
-def test_window_without_a_run_says_so(tmp_path: Path) -> None:
-    done = run("window.py", "--run", str(tmp_path))
-    assert done.returncode == 2 and "holds no run" in done.stderr
+def test_solvers(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(trained), "--models", str(tmp_path), "--output", str(tmp_path / "out")]
+    arguments += ["--batch", "2", "--length", "6", "--tolerances", "1e-3", "--windows", "all", "2"]
+    arguments += ["--device", "cpu", "--dtypes", "float32", "--solvers", "picard-0.7", "anderson-2"]
+    arguments += ["anderson-5-sequence", "torchdeq-anderson", "--max-iter", "256"]
+    assert run_here(monkeypatch, "solvers.py", *arguments) == 0
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert len(rows) == 7  # torchdeq has no window
+    causal = [row for row in rows if row["solver"] in ("picard-0.7", "anderson-2")]
+    assert all(row["leak"] == 0 and row["converged"] == 1 and row["problem"] is None for row in causal)
+    assert all(row["leak"] > 0 for row in rows if row not in causal)
+    assert all(0 < row["distance"] < 0.1 and 0 < row["residual"] < 3e-3 for row in causal)
+    assert causal[1]["evaluations"] < causal[0]["evaluations"]  # in the smaller window
+    for figure in (f"heat-{trained.name}-float32.png", "pareto.png"):
+        assert (tmp_path / "out" / figure).stat().st_size > 0
+
+    measured = (tmp_path / "out" / "rows.jsonl").read_text()
+    assert run_here(monkeypatch, "solvers.py", *arguments) == 0
+    assert (tmp_path / "out" / "rows.jsonl").read_text() == measured  # nothing was measured again
+    capsys.readouterr()
+    assert run_here(monkeypatch, "solvers.py", *arguments, "--batch", "3") == 2
+    assert "other settings" in capsys.readouterr().err
 
 
-def test_leak(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    done = run("leak.py", "--length", "16", "--output", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(output.read_text())["rows"]
-    assert all((row["leak"] == 0) == row["causal"] for row in rows)
+def test_a_row_that_raises_or_is_wrong_names_its_problem(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--model", str(trained), "--models", str(tmp_path), "--output", str(tmp_path / "out")]
+    arguments += ["--batch", "2", "--length", "4", "--windows", "all", "0", "--solvers", "picard-0.7"]
+    arguments += ["--device", "cpu", "--dtypes", "float32", "--tolerances", "1e-2"]
+    monkeypatch.setattr(Picard, "causal", True)
+    monkeypatch.setattr(Picard, "step", lambda self, z, fz, state, progress: (fz.flip(1), state))
+    assert run_here(monkeypatch, "solvers.py", *arguments) == 0
+    leaks, raises = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert "leak" in leaks["problem"]
+    assert "window must be" in raises["problem"]
+
+
+def test_gradients(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--model", str(trained), "--models", str(tmp_path), "--output", str(tmp_path / "out")]
+    arguments += ["--batch", "3", "--length", "6", "--device", "cpu", "--group", "Z3", "--train-steps", "1"]
+    arguments += ["--gradients", "phantom-1-1.0", "phantom-8-0.8", "implicit-0.0001-anderson"]
+    assert run_here(monkeypatch, "gradients.py", *arguments, "--trained", "phantom-1-1.0") == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["error of the exact gradient"] < 1e-3
+    jfb, phantom, implicit = found["rows"]
+    assert jfb["cosine"] < phantom["cosine"] < implicit["cosine"]
+    assert implicit["cosine"] > 0.9999 and implicit["problem"] is None
+    assert jfb["graph MiB"] < phantom["graph MiB"] / 4
+    (after,) = found["trained"]
+    assert after["gradient"] == "phantom-1-1.0" and 0 < after["loss"] < 3
+    assert (tmp_path / "out" / "gradients.png").stat().st_size > 0
 
 
 def test_warm_start(trained: Path, tmp_path: Path) -> None:

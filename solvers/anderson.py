@@ -33,9 +33,9 @@ class Anderson(Solver):
     z <- z + β r - Σ γ_i (Δz_i + β Δr_i),  γ = argmin ||r - Σ γ_i Δr_i||² + λ Σ ||Δr_i||² γ_i².
 
     In token scope every token has its own coefficients, so the iterates stay causal. A token's history
-    counts from when all tokens before it have settled: until then its map was another one, and mixing
-    across maps slows the search down. The systems are solved in float32 or better whatever the dtype of
-    z; a token whose step comes out non-finite or huge takes a (damped) Picard step instead.
+    counts from when all tokens before it move far less than it does itself: until then its map was another
+    one, and mixing across maps slows the search down. The systems are solved in float32 or better whatever
+    the dtype of z; a token whose step comes out non-finite or huge takes a (damped) Picard step instead.
 
     Args:
         memory: differences kept, at least 1.

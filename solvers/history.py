@@ -47,16 +47,30 @@ def valid_slots(age: Tensor, written: int, memory: int) -> Tensor:
     return distance < age[..., None]
 
 
+CALM = 0.3
+"""A token's map stands still if those before it have residuals of at most so much of its own."""
+
+
 def restarted(progress: Progress, scope: Scope) -> Tensor:
     """(B, W) bool: tokens that must forget their history.
 
-    A single token forgets while its map still shifts under it. A whole sequence forgets only when its
-    tokens are others: what shifts inside it is part of the system it solves.
+    A single token forgets while its map still shifts under it: while a token before it moves nearly as much
+    as it does itself. A whole sequence forgets only when its tokens are others: what shifts inside it is
+    part of the system it solves.
     """
     if scope == "token":
-        return progress.fresh
+        return progress.entered | _stirred(progress)
     moved = (progress.entered & progress.active).any(1, keepdim=True)
     return moved.expand_as(progress.entered)
+
+
+def _stirred(progress: Progress) -> Tensor:
+    """(B, W) bool: tokens with one before them that is not settled, and not :data:`CALM`."""
+    if progress.residual is None:
+        return torch.zeros_like(progress.settled)
+    moving = progress.residual.masked_fill(progress.settled, 0.0)
+    largest = torch.nn.functional.pad(moving[:, :-1], (1, 0)).cummax(1).values
+    return ~(largest <= CALM * progress.residual)  # true for NaN
 
 
 def guarded(z: Tensor, proposal: Tensor, fallback: Tensor, limit: Tensor) -> Tensor:

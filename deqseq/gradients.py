@@ -6,7 +6,7 @@ of one kind.
 
 from __future__ import annotations
 
-import logging
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -24,7 +24,14 @@ from deqseq.registry import Registry
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
-logger = logging.getLogger(__name__)
+_UNSOLVED = 0.5
+"""Share of tokens above which a backward system that did not converge is warned of."""
+
+_ADVICE = (
+    "the backward system of ImplicitDifferentiation did not converge for more than half of the tokens, so "
+    "these gradients may be far off: give it another solver (solver='anderson') or a larger budget, or "
+    "search for the fixed point more finely; out.solution.adjoint says how each solve went"
+)
 
 
 class GradientStrategy(ABC):
@@ -213,10 +220,9 @@ class _ImplicitFunction(torch.autograd.Function):
         solution = ctx.solution()
         if solution is not None:
             solution.adjoint = solved
-        if logger.isEnabledFor(logging.DEBUG):
-            unsolved = (solved.status != Status.CONVERGED).float().mean().item()
-            if unsolved:
-                logger.debug("backward system: %.1f %% of tokens not converged", 100 * unsolved)
+        given_up = (solved.status == Status.BUDGET_EXHAUSTED) | (solved.status == Status.NON_FINITE)
+        if given_up.float().mean().item() > _UNSOLVED:
+            warnings.warn(_ADVICE, RuntimeWarning, stacklevel=2)
         return solved.z.flip(1), None, None
 
 

@@ -32,6 +32,7 @@ class Test:
     Attributes:
         identity_probability, length: of the sequences.
         window: tokens solved at a time, or ``"all"``; explicit models are tested once.
+        max_iter: evaluations a token may take part in; the model's by default.
         sequences: how many.
     """
 
@@ -40,22 +41,30 @@ class Test:
     identity_probability: Sequence[float]
     length: Sequence[int]
     window: Sequence[int | str] = (8,)
+    max_iter: int | None = None
     sequences: int = 512
 
     def __post_init__(self) -> None:
         check_count("sequences", self.sequences)
+        if self.max_iter is not None:
+            check_count("max_iter", self.max_iter)
         for length in self.length:
             check_count("length", length)
         for window in self.window:
             if window != "all":
                 check_count("window", window)  # type: ignore[arg-type]  # which it says
 
-    def cases(self, explicit: bool) -> Iterator[tuple[int, float, int, int | None]]:
-        """Sequences, probability, length and window of every evaluation."""
+    def cases(self, explicit: bool) -> Iterator[dict[str, Any]]:
+        """What :func:`evaluate_fresh` takes, for every evaluation."""
         for p in self.identity_probability:
             for length in self.length:
-                for window in self.window[:1] if explicit else self.window:
-                    yield self.sequences, p, length, None if explicit or window == "all" else int(window)
+                case = {"length": length, "sequences": self.sequences, "identity_probability": p}
+                if explicit:
+                    yield case
+                else:
+                    for window in self.window:
+                        tokens = None if window == "all" else int(window)
+                        yield {**case, "window": tokens, "max_iter": self.max_iter}
 
 
 @dataclass(frozen=True)
@@ -148,11 +157,9 @@ def _tested(settings: TrainSettings, folder: Path, tests: Sequence[Test]) -> lis
     model = train(settings, folder)
     found = _read(folder / _RESULTS)
     cases = {json.dumps(case): case for test in tests for case in test.cases(settings.explicit)}
-    for key, (sequences, p, length, window) in tqdm(cases.items(), desc="tests", leave=False):
+    for key, case in tqdm(cases.items(), desc="tests", leave=False):
         if key not in found:
-            found[key] = evaluate_fresh(
-                model, settings, length, sequences, identity_probability=p, window=window, progress=True
-            )
+            found[key] = evaluate_fresh(model, settings, **case, progress=True)
             part = folder / f"{_RESULTS}.part"
             part.write_text(json.dumps({key: asdict(e) for key, e in found.items()}) + "\n")
             part.replace(folder / _RESULTS)

@@ -75,21 +75,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_here(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> int:
-    """Run a script in this process, where what it imports is imported already; returns its exit status."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    return int(runpy.run_path(str(BENCHMARKS / script))["main"]())
-
-
-def test_solvers(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_solvers(trained: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(trained), "--models", str(tmp_path), "--output", str(tmp_path / "out")]
     arguments += ["--batch", "2", "--length", "6", "--tolerances", "1e-3", "--windows", "all", "2"]
     arguments += ["--device", "cpu", "--dtypes", "float32", "--solvers", "picard-0.7", "anderson-2"]
     arguments += ["anderson-5-sequence", "torchdeq-anderson", "--max-iter", "256"]
-    assert run_here(monkeypatch, "solvers.py", *arguments) == 0
+    done = run("solvers.py", *arguments)
+    assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert len(rows) == 7  # torchdeq has no window
     causal = [row for row in rows if row["solver"] in ("picard-0.7", "anderson-2")]
@@ -101,11 +93,11 @@ def test_solvers(
         assert (tmp_path / "out" / figure).stat().st_size > 0
 
     measured = (tmp_path / "out" / "rows.jsonl").read_text()
-    assert run_here(monkeypatch, "solvers.py", *arguments) == 0
+    done = run("solvers.py", *arguments)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "rows.jsonl").read_text() == measured  # nothing was measured again
-    capsys.readouterr()
-    assert run_here(monkeypatch, "solvers.py", *arguments, "--batch", "3") == 2
-    assert "other settings" in capsys.readouterr().err
+    other = run("solvers.py", *arguments, "--batch", "3")
+    assert other.returncode == 2 and "other settings" in other.stderr
 
 
 def test_a_row_that_raises_or_is_wrong_names_its_problem(
@@ -116,17 +108,19 @@ def test_a_row_that_raises_or_is_wrong_names_its_problem(
     arguments += ["--device", "cpu", "--dtypes", "float32", "--tolerances", "1e-2"]
     monkeypatch.setattr(Picard, "causal", True)
     monkeypatch.setattr(Picard, "step", lambda self, z, fz, state, progress: (fz.flip(1), state))
-    assert run_here(monkeypatch, "solvers.py", *arguments) == 0
+    done = run("solvers.py", *arguments)
+    assert done.returncode == 0, done.stderr
     leaks, raises = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert "leak" in leaks["problem"]
     assert "window must be" in raises["problem"]
 
 
-def test_gradients(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients(trained: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(trained), "--models", str(tmp_path), "--output", str(tmp_path / "out")]
     arguments += ["--batch", "3", "--length", "6", "--device", "cpu", "--group", "Z3", "--train-steps", "1"]
     arguments += ["--gradients", "phantom-1-1.0", "phantom-8-0.8", "implicit-0.0001-anderson"]
-    assert run_here(monkeypatch, "gradients.py", *arguments, "--trained", "phantom-1-1.0") == 0
+    done = run("gradients.py", *arguments, "--trained", "phantom-1-1.0")
+    assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["error of the exact gradient"] < 1e-3
     jfb, phantom, implicit = found["rows"]

@@ -105,7 +105,7 @@ def _settle_kernel(residual, converged, stops, settled, iterations, status, new_
     open_before = tl.where(before | ~finite, 0, 1)
     failed = ~finite & (tl.cumsum(open_before, 0) - open_before == 0)
     done = before | ends | exhausted | failed
-    done = tl.cumsum(tl.where(done, 0, 1), 0) == 0
+    done = before | (tl.cumsum(tl.where(done, 0, 1), 0) == 0)
     code = tl.where(tl.load(converged + place, mask, 0).to(tl.int1), CONVERGED, ENDED)
     code = tl.where(finite, code, NON_FINITE)
     code = tl.where(done & ~before, code, tl.load(status + place, mask, 0))

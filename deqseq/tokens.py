@@ -60,7 +60,8 @@ class Tokens:
         # A value that is not finite is final once no finite token before it can still change it.
         failed = ~finite & _all_before(self.settled | ~finite)
         exhausted = self.iterations >= policy.max_iter
-        settled = _all_up_to(self.settled | (verdict.stops & finite) | exhausted | failed)
+        # What is settled stays so: padding, behind tokens that are not.
+        settled = self.settled | _all_up_to(self.settled | (verdict.stops & finite) | exhausted | failed)
         code = torch.where(converged, int(Status.CONVERGED), int(ended))
         code = torch.where(finite, code, int(Status.NON_FINITE))
         status = torch.where(settled & active, code, self.status)

@@ -93,11 +93,10 @@ class TrainSettings:
             raise ValueError("backbone lstm has no implicit form: set explicit")
         if self.backbone == "llama" and self.d_model % self.headdim:
             raise ValueError(f"headdim must divide d_model = {self.d_model}, got {self.headdim}")
-        for name, least in (
-            ("min_length", 1),
-            ("unrolled_length", 2),
-            ("short_length", self.unrolled_length),
-        ):
+        lengths = [("min_length", 1), ("unrolled_length", 2)]
+        if self.short_share:
+            lengths.append(("short_length", self.unrolled_length))
+        for name, least in lengths:
             value = getattr(self, name)
             if not least <= value <= self.length:
                 raise ValueError(f"{name} must be between {least} and length = {self.length}, got {value}")

@@ -36,7 +36,7 @@ PROGRAMS = [
     [
         (ValueError("damping must be in (0, 1], got 2"), 2, "error: damping must be in (0, 1], got 2"),
         (PermissionError("not yours"), 2, "error: not yours"),
-        (Diverged("step 3: the loss is nan"), 2, "error: step 3: the loss is nan"),
+        (Diverged("step 3: the loss is nan"), 1, "error: step 3: the loss is nan"),
         (KeyboardInterrupt(), 130, "interrupted; "),
     ],
 )

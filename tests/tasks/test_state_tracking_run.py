@@ -116,12 +116,17 @@ def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> No
         ("identity_probability", 1.5), ("learning_rate", 0.0), ("tolerance", 0.0), ("max_iter", 0),
         ("phantom_steps", 0), ("phantom_damping", 1.2), ("damping", 0.0), ("label_smoothing", 1.0),
         ("unrolled_share", 2.0), ("train_window", 0), ("headdim", 7), ("batch_size", 0), ("short_share", 0.2),
-        ("short_length", 3), ("short_identity_probability", -0.5), ("backbone", "lstm"), ("eval_max_iter", 0),
+        ("short_identity_probability", -0.5), ("backbone", "lstm"), ("eval_max_iter", 0),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=str(value)):
         small(**{name: value})
+
+
+def test_short_sequences_are_as_long_as_unrolled_ones() -> None:
+    with pytest.raises(ValueError, match="short_length must be between 4 and length = 8, got 3"):
+        small(short_length=3, short_share=0.7)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
@@ -13,15 +14,16 @@ import numpy as np
 
 # Between two words that one space parts, before it.
 _CUT = re.compile(r"(?= \S)(?<=\S)")
-_LAST_CUT = re.compile(r".*\S(?= \S)", re.DOTALL)
-# Characters that are tokenised at once: longer parts take a fifth more time, and much memory.
-_LONGEST = 8192
+# Characters that are tokenised at once: much longer parts take a fifth more time, and memory.
+_LONG = 4096
 # What a tokenizer may treat otherwise if it is cut there.
 _PROBE = (
     "It's 12,345.67 words -- and  two   spaces,\n\tnew lines \n\n  indented; na\u00efve caf\u00e9, "
     "\u65e5\u672c\u8a9e \u30c6\u30b9\u30c8 'so' (it) [is] {x: 1} http://a.b/c?d=e&f #5 @x 100 % \u00a0 we'll "
     "e\u0301nd.</s> 3 4 \u2014 ok"
 )
+# Normalisers that look at characters or at words, never over a space.
+_NEAR = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "ByteLevel"}
 # Characters of words that are remembered: a million English words, some 300 MB.
 _REMEMBERED = 2**23
 
@@ -67,8 +69,7 @@ class Encoder:
         self._known: dict[str, list[int]] = {}
         self._known_characters = 0
         self._remembers = remember
-        whole = self._encode([_PROBE])
-        self._cuts = [[i for ids in self._encode(_CUT.split(_PROBE)) for i in ids]] == whole
+        self._cuts = self._cuts_between_words()
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of every text; several threads may call it at a time."""
@@ -82,6 +83,18 @@ class Encoder:
         parts = [list(_parts(text)) for text in texts]
         encoded = iter(self._encode([part for own in parts for part in own]))
         return [np.concatenate([np.array(next(encoded), self.dtype) for _ in own]) for own in parts]
+
+    def _cuts_between_words(self) -> bool:
+        """Whether a text has the tokens of its parts."""
+        form = json.loads(self._backend.to_str())
+        over = [t for t in form["added_tokens"] if re.search(r"\S ", t["content"]) or t["rstrip"]]
+        if any(not token["special"] for token in over):
+            return False
+        normalizer = form["normalizer"] or {"type": "NFC"}
+        if not {part["type"] for part in normalizer.get("normalizers", [normalizer])} <= _NEAR:
+            return False
+        parts = self._encode(_CUT.split(_PROBE))
+        return list(chain.from_iterable(parts)) == self._encode([_PROBE])[0]
 
     def _knowing(self, words: Collection[str]) -> dict[str, list[int]]:
         """The ids of at least these words."""
@@ -102,11 +115,9 @@ class Encoder:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A text in parts that are not too long, cut between words where it can be."""
+    """A text in parts of at least some length, cut between words."""
     start = 0
-    while len(text) - start > _LONGEST:
-        found = _LAST_CUT.match(text, start, start + _LONGEST)
-        end = found.end() if found else start + _LONGEST
-        yield text[start:end]
-        start = end
+    while found := _CUT.search(text, start + _LONG):
+        yield text[start : found.start()]
+        start = found.start()
     yield text[start:]

@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,13 +164,10 @@ def _study(prog: str, arguments: Sequence[str]) -> None:
         "--variants", nargs="+", metavar="NAME",
         help="train and test these only, beside what is there of the others (default: all)",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, nargs="+", help="default: the study's")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="likewise (default: all)")
     options = parser.parse_args(list(arguments))
-    study = load_study(options.study)
-    if options.seeds:
-        study = replace(study, seeds=options.seeds)
     output = Path(options.output)
-    print(summary(conduct(study, output, options.variants)))
+    print(summary(conduct(load_study(options.study), output, options.variants, options.seeds)))
     print(f"wrote study.json, by_length.png and by_position.png in {output}")
 
 

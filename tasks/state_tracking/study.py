@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -45,14 +47,21 @@ class Test:
     sequences: int = 512
 
     def __post_init__(self) -> None:
-        check_count("sequences", self.sequences)
-        if self.max_iter is not None:
-            check_count("max_iter", self.max_iter)
-        for length in self.length:
-            check_count("length", length)
-        for window in self.window:
-            if window != "all":
-                check_count("window", window)  # type: ignore[arg-type]  # which it says
+        for name in ("identity_probability", "length", "window"):
+            values = getattr(self, name)
+            if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+                raise ValueError(f"{name} of a test must be a list, got {values!r}")
+        for p in self.identity_probability:
+            if not isinstance(p, (int, float)) or not 0 <= p <= 1:
+                raise ValueError(f"identity_probability must be in [0, 1], got {p!r}")
+        counts: list[tuple[str, Any]] = [
+            ("sequences", self.sequences),
+            *(("length", length) for length in self.length),
+        ]
+        counts += [("window", window) for window in self.window if window != "all"]
+        counts += [("max_iter", self.max_iter)] if self.max_iter is not None else []
+        for name, count in counts:
+            check_count(name, count)
 
     def cases(self, explicit: bool) -> Iterator[dict[str, Any]]:
         """What :func:`evaluate_fresh` takes, for every evaluation."""
@@ -87,9 +96,24 @@ class Study:
     seeds: Sequence[int] = (1,)
 
     def __post_init__(self) -> None:
+        for name, kind in (("variants", Mapping), ("seeds", Sequence), ("tests", Sequence)):
+            if not isinstance(getattr(self, name), kind) or not getattr(self, name):
+                raise ValueError(f"{name} of a study must not be empty, got {getattr(self, name)!r}")
         for name, changes in self.variants.items():
+            if not re.fullmatch(r"[\w.=+-]*\w", str(name)):
+                raise ValueError(
+                    f"a variant's name is that of a folder: letters, digits and -_.=+, got {name!r}"
+                )
+            if not isinstance(changes, Mapping) or "seed" in changes:
+                raise ValueError(
+                    f"variant {name} must be a mapping of fields without a seed, got {changes!r}"
+                )
             check_fields(changes, f"variant {name}")
-            self.settings(name, self.seeds[0])
+            for seed in self.seeds:
+                try:
+                    self.settings(name, seed)
+                except TypeError as error:
+                    raise ValueError(f"variant {name} cannot be read: {error}") from error
 
     def settings(self, variant: str, seed: int) -> TrainSettings:
         """What to train for a variant and a seed."""
@@ -114,14 +138,21 @@ def load_study(source: str) -> Study:
 
 @dataclass(frozen=True)
 class Result:
-    """One test of one trained model."""
+    """One test of one trained model; ``case`` is what :func:`evaluate_fresh` was given."""
 
     variant: str
     seed: int
+    case: Mapping[str, Any]
     evaluation: Evaluation
 
+    @property
+    def window(self) -> str:
+        return "-" if self.evaluation.iterations is None else str(self.case["window"] or "all")
 
-def conduct(study: Study, output: Path, variants: Sequence[str] | None = None) -> list[Result]:
+
+def conduct(
+    study: Study, output: Path, variants: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+) -> list[Result]:
     """Train and test what is not there yet, then put the results of all variants and seeds together.
 
     Writes ``study.json``, ``by_length.png`` and, of the first model that was tested in several windows,
@@ -129,41 +160,45 @@ def conduct(study: Study, output: Path, variants: Sequence[str] | None = None) -
 
     Args:
         output: folder of the study; a run is in ``output/VARIANT/seed-N``.
-        variants: those to train and test now; all by default. Of the others what is there is shown, so
-            several processes can share a study.
+        variants, seeds: those to train and test now; all by default. Of the others what is there is shown,
+            so several processes can share a study.
 
     Raises:
-        ValueError: no such variant; the folder holds runs with other settings.
+        ValueError: no such variant or seed; the folder holds runs with other settings.
     """
-    if unknown := sorted(set(variants or ()) - set(study.variants)):
-        raise ValueError(f"no variant {', '.join(unknown)}: the study has {', '.join(study.variants)}")
+    for name, asked, known in (("variant", variants, study.variants), ("seed", seeds, study.seeds)):
+        if unknown := sorted(set(asked or ()) - set(known)):  # type: ignore[type-var]
+            there = ", ".join(map(str, known))
+            raise ValueError(f"no {name} {', '.join(map(str, unknown))}: the study has {there}")
     results = []
     for name in study.variants:
         for seed in study.seeds:
-            folder = output / name / f"seed-{seed}"
-            if variants is None or name in variants:
+            settings, folder = study.settings(name, seed), output / name / f"seed-{seed}"
+            cases = {json.dumps(case): case for test in study.tests for case in test.cases(settings.explicit)}
+            if (variants is None or name in variants) and (seeds is None or seed in seeds):
                 logger.info("%s, seed %d: %s", name, seed, folder)
-                found = _tested(study.settings(name, seed), folder, study.tests)
-            else:
-                found = list(_read(folder / _RESULTS).values())
-            results += [Result(name, seed, evaluation) for evaluation in found]
-    (output / _RESULTS).write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+                _test(settings, folder, cases)
+            found = _read(folder / _RESULTS)
+            results += [Result(name, seed, case, found[key]) for key, case in cases.items() if key in found]
+    _write(output / _RESULTS, [asdict(result) for result in results])
     _draw(study, results, output)
     return results
 
 
-def _tested(settings: TrainSettings, folder: Path, tests: Sequence[Test]) -> list[Evaluation]:
-    """The evaluations of one run, each written down once it is made."""
+def _test(settings: TrainSettings, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    """Train, and write down the evaluations that are not there yet, each once it is made."""
     model = train(settings, folder)
-    found = _read(folder / _RESULTS)
-    cases = {json.dumps(case): case for test in tests for case in test.cases(settings.explicit)}
     for key, case in tqdm(cases.items(), desc="tests", leave=False):
+        found = _read(folder / _RESULTS)
         if key not in found:
             found[key] = evaluate_fresh(model, settings, **case, progress=True)
-            part = folder / f"{_RESULTS}.part"
-            part.write_text(json.dumps({key: asdict(e) for key, e in found.items()}) + "\n")
-            part.replace(folder / _RESULTS)
-    return [found[key] for key in cases]
+            _write(folder / _RESULTS, {key: asdict(e) for key, e in found.items()})
+
+
+def _write(file: Path, content: Any) -> None:
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(content) + "\n")
+    part.replace(file)
 
 
 def _read(file: Path) -> dict[str, Evaluation]:
@@ -175,47 +210,47 @@ def _read(file: Path) -> dict[str, Evaluation]:
 def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
     run = study.settings(next(iter(study.variants)), study.seeds[0])
     chance = 1 / len(run.algebra)
-    curves: dict[tuple[float, str], dict[int, list[float]]] = {}
-    windows: dict[tuple[str, int, float | None, int], list[Evaluation]] = {}
+    by_window: dict[tuple[float, str], dict[str, dict[int, list[float]]]] = {}
+    models: dict[tuple[str, int, float, int], dict[str, Evaluation]] = {}
     for r in results:
-        e = r.evaluation
-        curve = curves.setdefault((e.identity_probability or 0.0, r.variant), {})
-        curve.setdefault(e.length, []).append(e.accuracy_last10)
-        if e.iterations is not None:
-            windows.setdefault((r.variant, r.seed, e.identity_probability, e.length), []).append(e)
+        p, length = r.case["identity_probability"], r.case["length"]
+        curve = by_window.setdefault((p, r.variant), {}).setdefault(r.window, {})
+        curve.setdefault(length, []).append(r.evaluation.accuracy_last10)
+        if r.window != "-":
+            models.setdefault((r.variant, r.seed, p, length), {})[r.window] = r.evaluation
+    # Windows agree, so one is enough: that of most lengths.
+    curves = {case: max(found.values(), key=len) for case, found in by_window.items()}
     plot_by_length(curves, output / "by_length.png", chance, run.length)
-    several = next((case for case in windows.items() if len(case[1]) > 1), None)
+    several = next((case for case in models.items() if len(case[1]) > 1), None)
     if several is not None:
         (name, *_), found = several
-        plot_by_position([(name, e) for e in found], output / "by_position.png", chance, run.length)
+        rows = [(name, e) for e in found.values()]
+        plot_by_position(rows, output / "by_position.png", chance, run.length)
 
 
 def summary(results: Sequence[Result]) -> str:
     """A line for every variant and test: over the seeds, mean and worst accuracy and how the search went."""
-    groups: dict[tuple[Any, ...], list[Evaluation]] = {}
+    groups: dict[str, list[Result]] = {}
     for r in results:
-        e = r.evaluation
-        window = "-" if e.iterations is None else "all" if e.window is None else str(e.window)
-        groups.setdefault((r.variant, e.identity_probability, e.length, window), []).append(e)
+        groups.setdefault(json.dumps([r.variant, r.case]), []).append(r)
 
-    def mean(name: str, form: str) -> Column:
-        def write(group: tuple[tuple[Any, ...], list[Evaluation]]) -> str:
-            values = [getattr(e, name) for e in group[1]]
+    def mean(name: str, form: str, title: str | None = None) -> Column:
+        def write(group: list[Result]) -> str:
+            values = [getattr(r.evaluation, name) for r in group]
             return "-" if None in values else format(sum(values) / len(values), form)
 
-        return name.replace("_", " "), write
+        return title or name, write
 
     columns: list[Column] = [
-        *(
-            (title, lambda group, i=i: str(group[0][i]))
-            for i, title in enumerate(("model", "p", "length", "window"))
-        ),
-        ("seeds", lambda group: str(len(group[1]))),
-        ("last 10", mean("accuracy_last10", ".4f")[1]),
-        ("worst", lambda group: f"{min(e.accuracy_last10 for e in group[1]):.4f}"),
-        *(
-            mean(name, form)
-            for name, form in (("iterations", ".1f"), ("passes", ".0f"), ("converged", ".4f"))
-        ),
+        ("model", lambda group: group[0].variant),
+        ("p", lambda group: f"{group[0].case['identity_probability']:g}"),
+        ("length", lambda group: str(group[0].case["length"])),
+        ("window", lambda group: group[0].window),
+        ("seeds", lambda group: str(len(group))),
+        mean("accuracy_last10", ".4f", "last 10"),
+        ("worst", lambda group: f"{min(r.evaluation.accuracy_last10 for r in group):.4f}"),
+        mean("iterations", ".1f"),
+        mean("passes", ".0f"),
+        mean("converged", ".4f"),
     ]
-    return table(columns, list(groups.items()))
+    return table(columns, list(groups.values()))

@@ -61,6 +61,7 @@ def train(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         bf16=settings.bf16,
+        use_cpu=not torch.cuda.is_available(),
         seed=settings.seed,
     )
     trainer = AlignedTrainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import random
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
@@ -232,6 +233,35 @@ def test_tokenizers_that_do_not_cut_between_words_get_whole_texts(remember: bool
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token=END)
     text = "a b a b c d a b " * 900
     assert Encoder(tokenizer, remember)([text])[0].tolist() == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("remember", [True, False])
+@pytest.mark.parametrize(
+    "token",
+    [AddedToken("the cat"), AddedToken("saw a", normalized=False), AddedToken("dog", rstrip=True),
+     AddedToken(" a"), AddedToken("cat", lstrip=True), AddedToken("   "), AddedToken("near", single_word=True)],
+    ids=str,
+)  # fmt: skip
+def test_added_tokens_may_reach_over_spaces(tokenizer: Any, token: AddedToken, remember: bool) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([token])
+    text = make_text(300) + " the cat    saw a dog near a \n the cat"
+    assert Encoder(tokenizer, remember)([text])[0].tolist() == tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("remember", [True, False])
+def test_normalisers_may_reach_over_spaces(tokenizer: Any, remember: bool) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("the cat", "a dog")
+    text = make_text(300)
+    assert "the cat" in text
+    assert Encoder(tokenizer, remember)([text])[0].tolist() == tokenizer(text)["input_ids"]
+
+
+def test_lines_without_spaces_have_the_tokens_of_the_whole(tokenizer: Any) -> None:
+    text = "\n".join(random.Random(0).choices(WORDS, k=3000)).replace(" ", "")
+    for remember in (True, False):
+        assert Encoder(tokenizer, remember)([text])[0].tolist() == tokenizer(text)["input_ids"]
 
 
 def test_a_full_memory_begins_anew(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from deqseq.tasks.state_tracking import study as study_module
 from deqseq.tasks.state_tracking.__main__ import main
 from deqseq.tasks.state_tracking.evaluate import evaluate, held_out, load
 from deqseq.tasks.state_tracking.settings import TrainSettings, load_settings, run_fields
-from deqseq.tasks.state_tracking.study import STUDIES, load_study
+from deqseq.tasks.state_tracking.study import STUDIES, conduct, load_study, summary
 from deqseq.tasks.state_tracking.train import _Batches, train
 from deqseq.tasks.trainer import AlignedTrainer, last_whole_checkpoint
 
@@ -306,8 +306,14 @@ def test_study_goes_on_and_gives_what_one_go_gives(
         tmp_path / "whole" / "by_position.png"
     ).exists()
 
-    for variant in ("llama", "implicit"):
-        assert main(["study", study_file, "--output", str(tmp_path / "parts"), "--variants", variant]) == 0
+    parts = ["study", study_file, "--output", str(tmp_path / "parts")]
+    assert main([*parts, "--variants", "llama"]) == 0
+    assert main([*parts, "--variants", "implicit", "--seeds", "2"]) == 0
+    assert {(v, s) for v, s, _ in accuracies(tmp_path / "parts")} == {
+        ("llama", 1),
+        ("llama", 2),
+        ("implicit", 2),
+    }
     assert main(["study", study_file, "--output", str(tmp_path / "parts")]) == 0
     assert accuracies(tmp_path / "parts") == accuracies(tmp_path / "whole")
 
@@ -336,6 +342,15 @@ def test_a_study_gives_what_evaluate_gives(study_file: str, tmp_path: Path) -> N
         ({"variants": {"wide": {"d_model": 7}}}, "headdim"),
         ({"tests": [{"length": [4]}]}, "identity_probability"),
         ({"tests": [{"identity_probability": [0.5], "length": [4], "window": [0]}]}, "window"),
+        ({"tests": [{"identity_probability": [1.5], "length": [4]}]}, "1.5"),
+        ({"tests": [{"identity_probability": 0.5, "length": [4]}]}, "must be a list"),
+        ({"tests": []}, "tests of a study"),
+        ({"variants": {}}, "variants of a study"),
+        ({"variants": {"../out": {}}}, "name"),
+        ({"variants": {"a": None}}, "mapping of fields"),
+        ({"variants": {"a": {"seed": 3}}}, "without a seed"),
+        ({"variants": {"a": {"learning_rate": "fast"}}}, "variant a"),
+        ({"seeds": []}, "seeds of a study"),
         ({"sedes": [1]}, "sedes"),
     ],
 )
@@ -346,6 +361,18 @@ def test_wrong_studies_are_named(
     Path(study_file).write_text(yaml.safe_dump({**study, **changes}))
     with pytest.raises(ValueError, match=message):
         load_study(study_file)
+
+
+def test_tests_of_other_sizes_are_no_seeds(study_file: str, tmp_path: Path) -> None:
+    """Neither two tests in one study nor those of an earlier form of it."""
+    study = yaml.safe_load(Path(study_file).read_text())
+    small = {"identity_probability": [0.5], "length": [4], "sequences": 2}
+    for tests in ([small, {**small, "sequences": 3}], [{**small, "sequences": 3}]):
+        Path(study_file).write_text(yaml.safe_dump({**study, "tests": tests, "seeds": [1]}))
+        results = conduct(load_study(study_file), tmp_path / "out", ["lstm"] if len(tests) == 2 else [])
+        assert [r.case["sequences"] for r in results] == [test["sequences"] for test in tests]
+        lines = summary(results).splitlines()
+        assert [line.split()[4] for line in lines] == ["seeds", *("1" for _ in tests)]
 
 
 def test_our_studies_are_sound() -> None:

@@ -239,7 +239,8 @@ def test_tokenizers_that_do_not_cut_between_words_get_whole_texts(remember: bool
 @pytest.mark.parametrize(
     "token",
     [AddedToken("the cat"), AddedToken("saw a", normalized=False), AddedToken("dog", rstrip=True),
-     AddedToken(" a"), AddedToken("cat", lstrip=True), AddedToken("   "), AddedToken("near", single_word=True)],
+     AddedToken(" a"), AddedToken("cat", lstrip=True), AddedToken("   "),
+     AddedToken("near", single_word=True)],
     ids=str,
 )  # fmt: skip
 def test_added_tokens_may_reach_over_spaces(tokenizer: Any, token: AddedToken, remember: bool) -> None:

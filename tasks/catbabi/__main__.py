@@ -21,7 +21,7 @@ from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import SPLITS, read_dataset, read_folder
 from deqseq.tasks.catbabi.train import train
 from deqseq.tasks.command_line import run
-from deqseq.tasks.evaluate.models import quiet_transformers, solving, tolerance_and_budget
+from deqseq.tasks.evaluate.models import Window, quiet_transformers, solving, tolerance_and_budget
 from deqseq.tasks.evaluate.results import column, table
 
 _ABOUT = """\
@@ -118,9 +118,10 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     data = load(options.data or settings.data)
     policy = tolerance_and_budget(model, options.tolerance, options.max_iter)
     name = Path(options.run).name
+    window: Window = "model" if options.window is None else options.window
     rows = []
     for split in options.split:
-        with solving(model, options.window or "model", policy):
+        with solving(model, window, policy):
             found = evaluate(model, data, settings, split, options.batch_size, progress=True)
         compare.save(
             found, compare.file_of(options.run, split), data=data.fingerprint, settings=asdict(settings),

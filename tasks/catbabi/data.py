@@ -185,7 +185,7 @@ class StoryStreams(IterableDataset[Batch]):
         seed: of the orders.
 
     Raises:
-        ValueError: sizes below 1; fewer stories than streams.
+        ValueError: sizes below 1; fewer stories than streams; a cut longer than a stream's share of a pass.
     """
 
     def __init__(self, stories: Stories, question: int | None, batch_size: int, cut: int, seed: int) -> None:
@@ -194,6 +194,8 @@ class StoryStreams(IterableDataset[Batch]):
         check_count("cut", cut)
         if len(stories) < batch_size:
             raise ValueError(f"batch_size must be at most the {len(stories)} stories, got {batch_size}")
+        if cut > (share := len(stories.tokens) // batch_size):
+            raise ValueError(f"cut must be at most the {share} tokens of a stream in a pass, got {cut}")
         self.stories = stories
         self.question = question
         self.batch_size = batch_size

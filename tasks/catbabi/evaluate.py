@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.causal_lm.cache import EquilibriumCache
+from deqseq.convergence import check_count
 from deqseq.solution import Solution, Status
 from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, Stories, counted, once
 from deqseq.tasks.catbabi.settings import TrainSettings, load_settings
@@ -89,6 +90,7 @@ def evaluate(
             f"the data have {len(data.vocabulary)} words, "
             f"but the model was trained on {model.config.vocab_size}"
         )
+    check_count("batch_size", batch_size)
     if split not in data.splits:
         raise ValueError(f"split must be {', '.join(data.splits)}, got {split!r}")
     stories = data.splits[split]

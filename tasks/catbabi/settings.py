@@ -49,7 +49,7 @@ class TrainSettings:
     cut: int = _help("tokens of a stream a step; the state is carried from cut to cut", 200)
     learning_rate: float = _help("peak; warms up over 5 %% of the steps, decays over the last 30 %%", 1e-3)
     weight_decay: float = _help("of matrices", 0.0)
-    max_grad_norm: float = _help("gradient clipping", 0.25)
+    max_grad_norm: float = _help("gradient clipping; 0 is none", 0.25)
     label_smoothing: float = _help("share of the target spread over all tokens", 0.0)
     unrolled_share: float = _help("share of the steps in the unrolled stage", 1 / 3)
     unrolled_iterations: int = _help("iterations of the unrolled stage", 32)
@@ -79,6 +79,9 @@ class TrainSettings:
             raise ValueError(f"unrolled_share must be in [0, 1], got {self.unrolled_share}")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        for name in ("weight_decay", "max_grad_norm"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
         if self.backbone == "llama" and self.d_model % self.headdim:

@@ -368,10 +368,16 @@ def test_from_the_command_line(
         (["train", "--data", "{tmp}/no", "--output", "{tmp}/x"], "holds no CatbAbI"),
         (["train", "--data", "{built}", "--output", "{tmp}/x", "--tasks", "0", "21"], r"20, got [0, 21]"),
         (["train", "--data", "{built}", "--output", "{tmp}/x", "--batch_size", "999"], "at most the 120"),
+        (
+            ["train", "--data", "{built}", "--output", "{tmp}/x", "--cut", "500", "--batch_size", "4"],
+            "got 500",
+        ),
         (["train", "--data", "{built}", "--output", "{built}"], "holds no run"),
         (["train", "--data", "{built}", "--output", "{run}"], "other settings"),
         (["evaluate", "{tmp}/no"], "holds no run"),
         (["evaluate", "{foreign}"], "run of another kind"),
+        (["evaluate", "{run}", "--batch-size", "0"], "batch_size must be a whole number >= 1, got 0"),
+        (["evaluate", "{run}", "--window", "0"], "window must be a whole number >= 1, got 0"),
         (["compare", "{built}"], "has no evaluation on test"),
     ],
 )
@@ -398,6 +404,7 @@ def test_errors_end_with_a_sentence_and_status_2(
         ("mode", "mt"), ("backbone", "rnn"), ("steps", 0), ("cut", 0), ("tasks", [21]), ("headdim", 7),
         ("label_smoothing", 1.0), ("unrolled_share", 2.0), ("learning_rate", 0.0), ("tolerance", 0.0),
         ("phantom_damping", 1.2), ("damping", 0.0), ("eval_max_iter", 0),
+        ("weight_decay", -1.0), ("max_grad_norm", -1.0),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(built: Path, name: str, value: Any) -> None:

@@ -114,7 +114,8 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
         "--window", type=int, help="tokens solved at a time (default: all); the answers are the same"
     )
     options = parser.parse_args(list(arguments))
-    model, settings = load_run(options.run)
+    trained = load_run(options.run)
+    model, settings, _ = trained
     data = load(options.data or settings.data)
     policy = tolerance_and_budget(model, options.tolerance, options.max_iter)
     name = Path(options.run).name
@@ -122,9 +123,10 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     rows = []
     for split in options.split:
         with solving(model, window, policy):
-            found = evaluate(model, data, settings, split, options.batch_size, progress=True)
+            found = evaluate(trained, data, split, options.batch_size, progress=True)
         compare.save(
-            found, compare.file_of(options.run, split), data=data.fingerprint, settings=asdict(settings),
+            found, compare.file_of(options.run, split), vocabulary=data.vocabulary_sum,
+            settings=asdict(settings),
             policy=None if policy is None else repr(policy), window=options.window,
             batch_size=options.batch_size,
             device=str(model.device),
@@ -137,8 +139,8 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
 def _compare(prog: str, arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Evaluated runs side by side: a table, its JSON, a figure of bars by task, and the tasks "
-        "on which implicit runs are above explicit ones.",
+        description="Evaluated runs of the same data and tasks side by side: a table, its JSON, a figure of bars "
+        "by task, and the tasks on which implicit runs are above explicit ones.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of evaluated runs")
     parser.add_argument("--split", choices=SPLITS, default="test", help="default: test")
@@ -149,6 +151,7 @@ def _compare(prog: str, arguments: Sequence[str]) -> None:
     rows = [compare.read(run, options.split) for run in options.runs]
     if len({name for name, _ in rows}) < len(rows):
         raise ValueError(f"runs need different folder names, got {', '.join(options.runs)}")
+    compare.check_comparable(rows)
     above = compare.better(rows)
     print(compare.by_task(rows))
     print(compare.summary(rows))

@@ -56,6 +56,20 @@ def read(run: str | Path, split: str) -> Named:
     return Path(run).name, Evaluation(**values)
 
 
+def check_comparable(rows: Sequence[Named]) -> None:
+    """Raise ``ValueError`` unless all evaluations read the same data and tasks; says which did not."""
+    (first, expected), *others = rows
+    for name, found in others:
+        for what, one, other in (
+            ("data", expected.data, found.data),
+            ("tasks", sorted(expected.accuracy_by_task), sorted(found.accuracy_by_task)),
+        ):
+            if one != other:
+                raise ValueError(
+                    f"runs must be evaluated on the same {what}: {first} on {one}, {name} on {other}"
+                )
+
+
 def summary(rows: Sequence[Named]) -> str:
     """A line for every evaluation."""
     return table(_SUMMARY, rows)

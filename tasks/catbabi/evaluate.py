@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.convergence import check_count
 from deqseq.solution import Solution, Status
 from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, Stories, counted, once
-from deqseq.tasks.catbabi.settings import TrainSettings, load_settings
+from deqseq.tasks.catbabi.settings import TrainedOn, TrainSettings, load_settings
 from deqseq.tasks.catbabi.stories import TASKS
 from deqseq.tasks.evaluate.models import load_model
 
@@ -32,6 +32,7 @@ class Evaluation:
 
     Attributes:
         split: train, valid or test.
+        data: fingerprint of the data.
         tokens, questions: how many were read and asked.
         accuracy: share of the questions that were answered right.
         accuracy_by_task: the same by number of the task, of those that were asked.
@@ -41,6 +42,7 @@ class Evaluation:
     """
 
     split: str
+    data: str
     tokens: int
     questions: int
     accuracy: float
@@ -52,24 +54,31 @@ class Evaluation:
     seconds: float
 
 
-def load_run(path: str | Path) -> tuple[ImplicitForCausalLM, TrainSettings]:
-    """The model of a finished run, and its settings.
+class Run(NamedTuple):
+    """A trained model, how it was trained, and on what."""
+
+    model: ImplicitForCausalLM
+    settings: TrainSettings
+    trained_on: TrainedOn
+
+
+def load_run(path: str | Path) -> Run:
+    """The finished run in folder ``path``.
 
     Raises:
         ValueError: no run there, one of another kind or not finished, or a checkpoint that cannot be read.
     """
-    settings = load_settings(path)
+    settings, trained_on = load_settings(path)
     if not (Path(path) / "training.json").exists():
         raise ValueError(f"the run in {path} is not finished: repeat its command to finish it")
     model: Any = load_model(str(path))
-    return model, settings
+    return Run(model, settings, trained_on)
 
 
 @torch.no_grad()
 def evaluate(
-    model: ImplicitForCausalLM,
+    run: Run,
     data: CatBabi,
-    settings: TrainSettings,
     split: str = "test",
     batch_size: int = 256,
     progress: bool = False,
@@ -77,18 +86,19 @@ def evaluate(
     """Read the split's stories of the run's tasks once, and compare answers.
 
     Args:
-        model: solved by its evaluation policy.
-        data: with the vocabulary that it was trained on.
-        settings: the run's: its mode, tasks, cut and type.
+        run: its model, which is solved by its evaluation policy; its mode, tasks, cut and type.
+        data: with the vocabulary that the model was trained on.
         batch_size: streams.
 
     Raises:
         ValueError: another vocabulary; no such split; a batch size below 1.
     """
-    if len(data.vocabulary) != model.config.vocab_size:
+    model, settings, trained_on = run
+    if trained_on.fingerprint != data.fingerprint and trained_on.vocabulary != data.vocabulary_sum:
         raise ValueError(
-            f"the data have {len(data.vocabulary)} words, "
-            f"but the model was trained on {model.config.vocab_size}"
+            "the data must have the vocabulary that the run was trained on, of "
+            f"{model.config.vocab_size} words, checksum {trained_on.vocabulary or 'not recorded'}; "
+            f"got {len(data.vocabulary)} words, checksum {data.vocabulary_sum}"
         )
     check_count("batch_size", batch_size)
     if split not in data.splits:
@@ -110,7 +120,7 @@ def evaluate(
         assert cache.state is not None
         state = backbone.keep_last(cache.state, settings.cut)
         score.add(out.logits, inputs, targets, tasks, out.solution)
-    return score.read(split, settings.mode == "lm", time.perf_counter() - start)
+    return score.read(split, data.fingerprint, settings.mode == "lm", time.perf_counter() - start)
 
 
 def _cuts(stories: Stories, batch_size: int, cut: int) -> int:
@@ -145,13 +155,14 @@ class _Score:
             of_tokens += [(values * real).sum() for values in found]
         self.sums[: len(of_tokens)] += torch.stack([total.double() for total in of_tokens])
 
-    def read(self, split: str, every_token: bool, seconds: float) -> Evaluation:
+    def read(self, split: str, data: str, every_token: bool, seconds: float) -> Evaluation:
         """The shares of what was counted."""
         tokens, loss, *search = self.sums.tolist()
         right, asked = self.answers[:, 1:].tolist()
         iterations, residual, converged = [s / tokens for s in search] if self.solved else [None] * 3
         return Evaluation(
             split=split,
+            data=data,
             tokens=int(tokens),
             questions=sum(asked),
             accuracy=sum(right) / sum(asked),

@@ -132,14 +132,22 @@ class TrainSettings:
         return {"name": "residual", "rtol": self.tolerance, "max_iter": max_iter}
 
 
-def load_settings(path: str | Path) -> TrainSettings:
-    """The settings of the run in folder ``path``.
+@dataclass(frozen=True)
+class TrainedOn:
+    """What a run recorded of its data: the vocabulary's checksum is unknown of older runs."""
+
+    fingerprint: str | None
+    vocabulary: str | None
+
+
+def load_settings(path: str | Path) -> tuple[TrainSettings, TrainedOn]:
+    """The settings of the run in folder ``path``, and what it says of its data.
 
     Raises:
         ValueError: no run there, or one of another kind.
     """
     found = read_settings(path)
-    found.pop("fingerprint", None)
+    trained_on = TrainedOn(found.pop("fingerprint", None), found.pop("vocabulary", None))
     if unknown := set(found) ^ {f.name for f in fields(TrainSettings)}:
         raise ValueError(f"{path} holds a run of another kind: {', '.join(sorted(unknown)[:5])}")
-    return TrainSettings(**found)
+    return TrainSettings(**found), trained_on

@@ -47,8 +47,9 @@ def train(
         ValueError: ``output`` holds another run; data that are not there, or too few.
     """
     data = load(settings.data)
-    identity = {**asdict(settings), "fingerprint": data.fingerprint}
-    folder = RunFolder(output, identity, may_change=("data",))  # which may have moved
+    identity = {**asdict(settings), "fingerprint": data.fingerprint, "vocabulary": data.vocabulary_sum}
+    # The data may have moved; older runs did not record the vocabulary, which the fingerprint covers.
+    folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
     if folder.finished:
         logger.info("%s is trained already", folder.path)
         found: Any = load_model(str(folder.path))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.tasks.catbabi import compare
 from deqseq.tasks.catbabi.__main__ import main
 from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, StoryStreams, build, load, once
-from deqseq.tasks.catbabi.evaluate import evaluate, load_run
+from deqseq.tasks.catbabi.evaluate import Evaluation, evaluate, load_run
 from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import TASKS, read_dataset, read_folder
 from deqseq.tasks.catbabi.train import StreamTrainer, train
@@ -312,8 +314,7 @@ def run(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_implicit_model_learns_to_answer(run: Path, data: CatBabi) -> None:
-    model, settings = load_run(run)
-    found = evaluate(model, data, settings)
+    found = evaluate(load_run(run), data)
     assert found.accuracy > 0.5  # a guess among the places has 0.25
     assert found.perplexity is None
     assert found.iterations is not None and found.iterations >= 1
@@ -327,9 +328,9 @@ def test_an_implicit_model_learns_to_answer(run: Path, data: CatBabi) -> None:
 
 
 def test_streams_of_evaluation_do_not_matter(run: Path, data: CatBabi) -> None:
-    model, settings = load_run(run)
-    settings.tasks = [3]
-    some = [evaluate(model, data, settings, "valid", batch_size) for batch_size in (2, 5)]
+    trained = load_run(run)
+    trained.settings.tasks = [3]
+    some = [evaluate(trained, data, "valid", batch_size) for batch_size in (2, 5)]
     assert {e.tokens for e in some} == {len(data.splits["valid"].of_tasks([3]).tokens)}
     assert list(some[0].accuracy_by_task) == [3]
 
@@ -340,11 +341,11 @@ def test_from_the_command_line(
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
     explicit = str(tmp_path / "explicit")
     command = ["train", "--data", str(built), "--output", explicit, "--explicit", "--mode", "lm", *flags]
-    assert main([*command, "--tasks", "1", "2", "--bf16", "true"]) == 0
+    assert main([*command, "--bf16", "true"]) == 0
     assert main(["evaluate", explicit, "--split", "valid", "test"]) == 0
     assert main(["evaluate", str(run), "--window", "4"]) == 0
     record = json.loads((tmp_path / "explicit" / "evaluation" / "test.json").read_text())
-    assert list(record["accuracy_by_task"]) == ["1", "2"] and record["iterations"] is None
+    assert list(record["accuracy_by_task"]) == [str(task) for task in TASKS] and record["iterations"] is None
     assert 1 < record["perplexity"] < 20  # there are 12 words
     capsys.readouterr()
     assert main(["compare", str(run), explicit, "--output", str(tmp_path / "compare")]) == 0
@@ -354,7 +355,7 @@ def test_from_the_command_line(
     assert (tmp_path / "compare" / "compare.png").stat().st_size > 0
     rows = [compare.read(run, "test"), compare.read(explicit, "test")]
     first, second = rows[0][1].accuracy_by_task, rows[1][1].accuracy_by_task
-    assert above == [task for task in (1, 2) if first[task] > second[task]]
+    assert above == [task for task in TASKS if first[task] > second[task]]
 
 
 # ---- errors ----
@@ -415,9 +416,51 @@ def test_wrong_settings_are_named(built: Path, name: str, value: Any) -> None:
 def test_data_may_move_but_not_change(built: Path, tmp_path: Path, run: Path) -> None:
     other = build(lambda split, task: STORIES, tmp_path / "other")
     assert other["drop_last"] is False
-    changed = load_run(run)[1]
+    changed = load_run(run).settings
     changed.data = str(tmp_path / "other")
     with pytest.raises(ValueError, match=r"other settings .*fingerprint"):
         train(changed, run)
-    with pytest.raises(ValueError, match="the data have"):
-        evaluate(load_run(run)[0], load(tmp_path / "other"), changed)
+
+
+def other_data(folder: Path, data: CatBabi, word: Callable[[str], str] = str) -> CatBabi:
+    """The test stories of ``data`` in all splits, other words for its words."""
+    stories = data.splits["test"]
+    words = [
+        [word(data.vocabulary[i]) for i in part] for part in stories.tokens.split(stories.lengths.tolist())
+    ]
+    by_task = [(int(task), story[1:]) for task, story in zip(stories.tasks, words, strict=True)]
+    build(lambda split, task: [story for t, story in by_task if t == task], folder)
+    return load(folder)
+
+
+def test_other_data_need_the_vocabulary_of_the_run(run: Path, data: CatBabi, tmp_path: Path) -> None:
+    trained = load_run(run)
+    moved = other_data(tmp_path / "same", data)
+    assert moved.fingerprint != data.fingerprint
+    assert evaluate(trained, moved, "valid").accuracy == evaluate(trained, data, "test").accuracy
+    renamed = other_data(tmp_path / "other", data, lambda word: "zoo" if word == "garden" else word)
+    assert len(renamed.vocabulary) == len(data.vocabulary)
+    with pytest.raises(ValueError, match="must have the vocabulary"):
+        evaluate(trained, renamed)
+    older = trained._replace(trained_on=replace(trained.trained_on, vocabulary=None))
+    evaluate(older, data)
+    with pytest.raises(ValueError, match="checksum not recorded"):
+        evaluate(older, moved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": "f00"}, "same data: a on .*, b on f00"),
+        ({"accuracy_by_task": {3: 1.0}}, r"same tasks: .*, b on \[3\]"),
+    ],
+)
+def test_evaluations_of_other_data_or_tasks_are_not_compared(
+    change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = Evaluation("test", "abc", 9, 4, 0.5, {1: 0.5, 2: 0.5}, None, 3.0, 0.1, 1.0, 2.0)
+    for name, found in (("a", one), ("b", replace(one, **change))):
+        compare.save(found, compare.file_of(tmp_path / name, "test"))
+    assert main(["compare", *(str(tmp_path / name) for name in "ab"), "--output", str(tmp_path / "x")]) == 2
+    assert re.search(message, capsys.readouterr().err.splitlines()[-1])
+    assert not (tmp_path / "x").exists()

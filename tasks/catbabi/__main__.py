@@ -139,8 +139,8 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
 def _compare(prog: str, arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Evaluated runs of the same data and tasks side by side: a table, its JSON, a figure of bars "
-        "by task, and the tasks on which implicit runs are above explicit ones.",
+        description="Evaluated runs of the same data and tasks side by side: a table, its JSON, a figure "
+        "of bars by task, and the tasks on which implicit runs are above explicit ones.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of evaluated runs")
     parser.add_argument("--split", choices=SPLITS, default="test", help="default: test")

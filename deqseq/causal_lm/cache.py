@@ -21,8 +21,7 @@ class StateLayer(CacheLayerMixin):
     convolution's tail and the SSM state) are kept together.
 
     Attributes:
-        state: the backbone's state; ``None`` before the first call.
-        real: (B, C) bool, columns that were tokens and not padding.
+        state: the backbone's state; ``None`` before the first call, unless one is given to go on from.
         equilibrium: (B, D) of each sequence's last token; ``None`` where it is not known.
     """
 
@@ -30,15 +29,30 @@ class StateLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, rewinds: bool) -> None:
+    def __init__(self, rewinds: bool, state: State | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_croppable = rewinds
-        self.reset()
+        self._start(state)
 
     def reset(self) -> None:
-        self.state: State | None = None
-        self.real: Tensor | None = None
+        self._start(None)
+
+    def _start(self, state: State | None) -> None:
+        self.state = state
         self.equilibrium: Tensor | None = None
+        # A recurrent state may have consumed millions of tokens: of these the numbers are enough.
+        self._given = None if state is None else state.seen.clone()  # (B,)
+        self._given_columns = 0 if state is None else int(state.seen.max())
+        self._called: Tensor | None = None  # (B, columns of the calls since) bool
+
+    @property
+    def real(self) -> Tensor | None:
+        """(B, C) bool, columns that were tokens and not padding; a given state's are padded at the front."""
+        if self._given is None:
+            return self._called
+        column = torch.arange(self._given_columns, device=self._given.device)
+        given = column >= self._given_columns - self._given[:, None]
+        return given if self._called is None else torch.cat([given, self._called], 1)
 
     def continued(self, fresh: State) -> State:
         """The state a call starts from, ``fresh`` being what it would be before the first token.
@@ -69,7 +83,7 @@ class StateLayer(CacheLayerMixin):
             last = torch.where(real.any(1, keepdim=True), last, self.equilibrium)
         self.state = state
         self.equilibrium = last.detach()
-        self.real = real if self.real is None else torch.cat([self.real, real], 1)
+        self._called = real if self._called is None else torch.cat([self._called, real], 1)
         self.is_initialized = True
 
     def guess(self, x: Tensor) -> Tensor | None:
@@ -79,7 +93,7 @@ class StateLayer(CacheLayerMixin):
         return self.equilibrium[:, None].expand_as(x).contiguous()
 
     def get_seq_length(self) -> int:
-        return 0 if self.real is None else self.real.shape[1]
+        return self._given_columns + (0 if self._called is None else self._called.shape[1])
 
     def get_max_length(self) -> int:
         return -1  # grows
@@ -96,7 +110,7 @@ class StateLayer(CacheLayerMixin):
         columns = self.get_seq_length()
         if not -columns <= tokens_to_remove <= 0:
             raise ValueError(f"crop takes a number in -{columns} … 0, got {tokens_to_remove}")
-        if tokens_to_remove == 0 or self.state is None or self.real is None:
+        if tokens_to_remove == 0 or self.state is None:
             return
         if not self.is_croppable:
             raise ValueError(
@@ -104,25 +118,33 @@ class StateLayer(CacheLayerMixin):
                 "a call that may have to be taken back"
             )
         kept = columns + tokens_to_remove
+        seen = torch.zeros_like(self.state.seen)
+        if self._given is not None:
+            gone = max(0, self._given_columns - kept)
+            self._given = seen = (self._given - gone).clamp_min(0)
+            self._given_columns -= gone
+        if self._called is not None:
+            self._called = self._called[:, : kept - self._given_columns]
+            seen = seen + self._called.sum(1)
         # Slots behind `seen` are not looked at, and written anew.
-        self.state = State(self.real[:, :kept].sum(1), self.state.layers)
-        self.real = self.real[:, :kept]
+        self.state = State(seen, self.state.layers)
         self.equilibrium = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.real is not None:
-            rows = torch.arange(self.real.shape[0], device=self.real.device)
+        if self.state is not None:
+            rows = torch.arange(self.state.batch_size, device=self.state.seen.device)
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.state is None or self.real is None:
+        if self.state is None:
             return
-        indices = indices.to(self.real.device)
+        indices = indices.to(self.state.seen.device)
         self.state = self.state.select(indices)
-        self.real = self.real[indices]
+        self._given = None if self._given is None else self._given[indices]
+        self._called = None if self._called is None else self._called[indices]
         self.equilibrium = None if self.equilibrium is None else self.equilibrium[indices]
 
     def offload(self) -> None:
@@ -162,12 +184,12 @@ class EquilibriumCache(Cache):
 
     Args:
         rewinds: whether the backbone's states do.
-        state: of the backbone, to go on from; by default the next call is the first.
+        state: of the backbone, to go on from; by default the next call is the first. Its tokens count as
+            columns; where sequences have seen fewer than the longest, these are padded at the front.
     """
 
     def __init__(self, rewinds: bool, state: State | None = None) -> None:
-        self.content = StateLayer(rewinds)
-        self.content.state = state
+        self.content = StateLayer(rewinds, state)
         super().__init__(layers=[self.content])
 
     @property

@@ -165,6 +165,31 @@ def test_cropping_takes_tokens_back(make: Make) -> None:
             cache.crop(wrong)
 
 
+@torch.no_grad()
+def test_a_given_state_counts_as_seen(make: Make) -> None:
+    model, ids = make("llama"), prompts(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    whole = model(ids, attention_mask=mask).logits
+    state = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values.state
+    cache = EquilibriumCache(True, state)
+    assert cache.get_seq_length() == 8 and torch.equal(cache.content.real, mask[:, :8].bool())
+    model(prompts(2, 4), past_key_values=cache)  # a draft that is refused, its last token first
+    cache.crop(-1)
+    assert cache.get_seq_length() == 11 and cache.state.seen.tolist() == [11, 8]
+    cache.crop(-5)  # and two of the tokens given
+    assert cache.get_seq_length() == 6 and cache.state.seen.tolist() == [6, 3]
+    cache.batch_repeat_interleave(2)
+    again, long = (t.repeat_interleave(2, 0) for t in (ids, mask))
+    out = model(again[:, 6:], attention_mask=long, past_key_values=cache)
+    torch.testing.assert_close(out.logits, whole[:, 6:].repeat_interleave(2, 0), rtol=1e-4, atol=1e-4)
+    assert cache.get_seq_length() == 12 and cache.state.seen.tolist() == [12, 12, 9, 9]
+    cache.batch_select_indices(torch.tensor([2]))
+    cache.crop(-10)
+    assert cache.get_seq_length() == 2 and cache.state.seen.tolist() == [0]
+    assert state.seen.tolist() == [8, 5]
+
+
 def test_speculative_decoding(make: Make) -> None:
     """By prompt look-up: attention takes refused tokens back, a recurrent state says that it cannot."""
     model = make("llama")

@@ -30,6 +30,7 @@ from deqseq.solvers import Broyden
 from deqseq.tasks.evaluate.results import Column, column, describe_machine, table
 from deqseq.tasks.figures import pyplot
 from deqseq.tasks.state_tracking.evaluate import held_out, load
+from deqseq.tasks.state_tracking.lstm import LSTM
 
 Layer = ImplicitSequenceLayer | ExplicitSequenceLayer
 
@@ -189,19 +190,26 @@ class _Case:
 def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[_Case]:
     """Random layers on random inputs, then trained ones on fresh sequences of their word problem.
 
+    A trained layer's name ends in its folder's, or in its path where several folders have the same name.
+
     Raises:
-        ValueError: a folder without a finished run.
+        ValueError: a folder without a finished run; the run of an LSTM.
     """
     torch.manual_seed(seed)
     for name, layer in random_layers().items():
         yield _Case(name, layer, torch.randn(1, length, 64))
-    for run in runs:
-        model, settings = load(run)
+    folders = [Path(run).resolve() for run in runs]
+    names = [folder.name for folder in folders]
+    for folder in dict.fromkeys(folders):
+        model, settings = load(folder)
+        label = folder.name if names.count(folder.name) == 1 else str(folder)
+        name = f"{'explicit' if settings.explicit else 'implicit'}, {settings.group}, {label}"
+        if isinstance(model, LSTM):
+            raise ValueError(f"{name} must have one block of Mamba2, got an LSTM")
         tokens = held_out(settings, length, 1, seed).tokens
-        kind = "explicit" if settings.explicit else "implicit"
         with torch.no_grad():
             x = model.get_input_embeddings()(tokens.to(model.device))
-        yield _Case(f"{kind}, {settings.group}", model.model.layer.cpu(), x.cpu())
+        yield _Case(name, model.model.layer.cpu(), x.cpu())
 
 
 def report(runs: Sequence[str | Path], length: int, seed: int, output: Path) -> list[Jacobian]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,30 @@ def test_other_layers_are_refused() -> None:
         next(jacobian.inspect("mine", large, torch.randn(1, 3, 64)))
 
 
+def tiny(**changes: Any) -> TrainSettings:
+    sizes: dict[str, Any] = {"length": 4, "min_length": 2, "unrolled_length": 2, "d_model": 8, "d_state": 2}
+    return TrainSettings(group="S3", steps=2, batch_size=2, expand=1, headdim=4, **{**sizes, **changes})
+
+
+def test_an_lstm_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny(backbone="lstm", explicit=True), tmp_path / "mine", progress=False)
+    assert state_tracking.main(["jacobian", str(tmp_path / "mine"), "--length", "1"]) == 2
+    assert "mine must have one block of Mamba2, got an LSTM" in capsys.readouterr().err
+
+
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = TrainSettings(
-        group="S3", length=4, min_length=2, unrolled_length=2, d_model=8, d_state=2, expand=1, headdim=4,
-        steps=2, batch_size=2,
-    )  # fmt: skip
-    train(settings, tmp_path / "run", progress=False)
-    command = ["jacobian", str(tmp_path / "run"), "--length", "1", "--output", str(tmp_path / "out")]
+    train(tiny(), tmp_path / "run", progress=False)
+    for same in ("run-2", "other/run-2"):
+        shutil.copytree(tmp_path / "run", tmp_path / same)
+    runs = [str(tmp_path / name) for name in ("run", "run-2", "other/run-2")]
+    command = ["jacobian", *runs, "--length", "1", "--output", str(tmp_path / "out")]
     assert state_tracking.main(command) == 0
     rows = json.loads((tmp_path / "out" / "jacobian.json").read_text())["rows"]
-    assert [row["model"] for row in rows] == ["explicit, random", "implicit, random", "implicit, S3"]
+    labels = ["run", str((tmp_path / "run-2").resolve()), str((tmp_path / "other/run-2").resolve())]
+    trained = [f"implicit, S3, {label}" for label in labels]
+    assert [row["model"] for row in rows] == ["explicit, random", "implicit, random", *trained]
     assert rows[0]["off_diagonal_mass"] == 0 < rows[1]["off_diagonal_mass"]
     assert (tmp_path / "out" / "jacobian.png").stat().st_size > 0
     wrong = jacobian.Jacobian("implicit", 1, 64, 1.0, 0.1, 0.5, disagreement=2e-6)

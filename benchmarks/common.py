@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 
@@ -68,10 +70,13 @@ def measure_grid(
     """The rows ``{**key, **measure(key)}``, written to ``file`` (JSON lines) as they come.
 
     Rows that the file holds already are not measured again. A measurement that raises leaves its error as
-    the row's ``problem``.
+    the row's ``problem``; it is not written, so that it is tried again the next time.
+
+    Raises:
+        ValueError: the file holds something else.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    known = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    known = _read_rows(file)
     rows = []
     for key in (bar := tqdm(keys, unit="row")):
         bar.set_postfix_str(" ".join(str(value) for value in key.values()))
@@ -80,11 +85,40 @@ def measure_grid(
             try:
                 row = {**key, **measure(key)}
             except (RuntimeError, ValueError, ImportError) as error:
-                row = {**key, "problem": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-            with file.open("a") as lines:
-                lines.write(json.dumps(row) + "\n")
+                row = {**key, "problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+            else:
+                with file.open("a") as lines:
+                    lines.write(json.dumps(row) + "\n")
         rows.append(row)
     return rows
+
+
+def _read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of ``file``; a last line that was cut off while it was written is dropped from it."""
+    if not file.exists():
+        return []
+    text = file.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    rows = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read, line {number} is no row: {error}") from error
+    if whole != text:
+        part = file.with_suffix(".part")
+        part.write_text(whole)
+        part.replace(file)
+    return rows
+
+
+def checksum(model: torch.nn.Module, *inputs: Tensor) -> str:
+    """Twelve hexadecimal digits that tell a model's weights, and its inputs, from others."""
+    digest = hashlib.sha256()
+    for values in (*model.state_dict().values(), *inputs):
+        digest.update(str((values.dtype, tuple(values.shape))).encode())
+        digest.update(values.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def peak_mib(function: Callable[[], Any], device: str) -> float | None:

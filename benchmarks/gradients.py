@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from common import describe_machine, finish, measure_grid, peak_mib, print_table, stopwatch
+from common import checksum, describe_machine, finish, measure_grid, peak_mib, print_table, stopwatch
 from learning import descend
 from torch import Tensor
 from trained import word_problem
@@ -287,33 +287,34 @@ def main() -> int:
     options.trained = options.trained or (list(TRAINED_QUICKLY) if quick else options.gradients)
     machine = describe_machine(options.device)
     same = {name: getattr(options, name) for name in ("quick", "batch", "length", "group", "train_steps")}
-    same |= {"model": str(options.model), "machine": machine["device"]}
+    same["machine"] = machine["device"]
     try:
-        folder = RunFolder(options.output, same)
         model, settings = load(options.model or word_problem(options.models, quick))
-        model.to(options.device).train()
         length = options.length or settings.length
         fresh = held_out(settings, length, options.batch, seed=0)
+        same["checksum"] = checksum(model, fresh.tokens, fresh.targets)
+        folder = RunFolder(options.output, same)
+        model.to(options.device).train()
         ids, targets = fresh.tokens.to(options.device), fresh.targets.to(options.device)
         subject, exact, error = exact_gradient(model, ids, targets)
         folder.start()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"exact gradient of {len(subject.ids)} sequences, {error:.1e} from finite differences")
-    rows = measure_grid(
-        options.output / "rows.jsonl",
-        [{"gradient": name} for name in options.gradients],
-        partial(measure, subject, exact, options.device),
-    )
-    trained = []
-    if options.train_steps:
-        start, task = half_trained(options)
-        trained = measure_grid(
-            options.output / "trained.jsonl",
-            [{"gradient": name} for name in options.trained],
-            partial(train_on, start, task, options.train_steps, 4 * options.batch),
+        print(f"exact gradient of {len(subject.ids)} sequences, {error:.1e} from finite differences")
+        rows = measure_grid(
+            options.output / "rows.jsonl",
+            [{"gradient": name} for name in options.gradients],
+            partial(measure, subject, exact, options.device),
         )
+        trained = []
+        if options.train_steps:
+            start, task = half_trained(options)
+            trained = measure_grid(
+                options.output / "trained.jsonl",
+                [{"gradient": name} for name in options.trained],
+                partial(train_on, start, task, options.train_steps, 4 * options.batch),
+            )
+    except ValueError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     print_table(f"\n{settings.group}, {len(subject.ids)} x {length} tokens, {machine['device']}", rows)
     plot(rows, options.output / "gradients.png")
     if trained:

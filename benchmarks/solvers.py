@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import describe_machine, finish, measure_grid, peak_mib, print_table, stopwatch
+from common import checksum, describe_machine, finish, measure_grid, peak_mib, print_table, stopwatch
 from torch import Tensor
 from trained import (
     default_text,
@@ -76,6 +76,7 @@ class Case:
         metric, score: name of what a z (B, L, D) is worth, and its value.
         reference: (B, L, D) float64, the equilibrium.
         known: (B, L) bool, tokens whose reference, and that of all before them, converged.
+        checksum: of the model's weights and the inputs: rows of another model are not taken for its own.
         gain: distance over tolerance, the largest of any token, where Picard's iteration in float64 stops at
             1e-3: where contraction is slow, a small residual may be far from the equilibrium.
     """
@@ -84,6 +85,7 @@ class Case:
     x: Tensor
     metric: str
     score: Callable[[Tensor], float | None]
+    checksum: str
     reference: Tensor
     known: Tensor
     gain: float
@@ -145,7 +147,7 @@ def make_case(name: str, options: argparse.Namespace) -> Case:
         backbone = Mamba2Backbone(64, n_layer=2, d_state=16, headdim=32)
         layer = ImplicitSequenceLayer(backbone).eval().to(options.device)
         x = torch.randn(rows, length, 64).to(options.device)
-        return Case(layer, x, "score", lambda z: None, *solve_reference(layer, x))
+        return Case(layer, x, "score", lambda z: None, checksum(layer, x), *solve_reference(layer, x))
     folder = Path(name)
     if name == "A5":
         folder = word_problem(options.models, options.quick)
@@ -166,8 +168,24 @@ def make_case(name: str, options: argparse.Namespace) -> Case:
     x, layer = model.model.embed_tokens(ids).detach(), model.model.layer
     assert isinstance(layer, ImplicitSequenceLayer)
     if name in ("mamba2", "llama") or not (folder / "training.json").exists():
-        return Case(layer, x, "perplexity", partial(perplexity, model, ids), *solve_reference(layer, x))
-    return Case(layer, x, "accuracy", partial(accuracy, model, targets), *solve_reference(layer, x))
+        score, inputs = partial(perplexity, model, ids), (ids,)
+        return Case(layer, x, "perplexity", score, checksum(model, *inputs), *solve_reference(layer, x))
+    score, inputs = partial(accuracy, model, targets), (ids, targets)
+    return Case(layer, x, "accuracy", score, checksum(model, *inputs), *solve_reference(layer, x))
+
+
+def change_token(x: Tensor, t: int) -> Tensor:
+    """x (B, L, D) with noise as large as x at token t.
+
+    Raises:
+        ValueError: nothing changed, as where x is zero: no leak would show.
+    """
+    noise = torch.randn(x[:, t].shape, generator=torch.Generator().manual_seed(0))
+    changed = x.clone()
+    changed[:, t] = noise.to(x) * x.square().mean().sqrt()
+    if bool((changed[:, t] == x[:, t]).all(-1).any()):
+        raise ValueError(f"token {t} must change in every sequence for a leak to show")
+    return changed
 
 
 @torch.no_grad()
@@ -179,8 +197,7 @@ def measure(cases: Mapping[str, Case], max_iter: int, device: str, key: Mapping[
     window = None if key["window"] == "all" else int(key["window"])
     solver = SOLVERS[key["solver"]]()
     t = case.x.shape[1] * 3 // 4
-    changed = case.x.clone()
-    changed[:, t] = case.x[:, t].roll(1, 0)
+    changed = change_token(case.x, t)
     outs: list[LayerOutput] = []
 
     def solve(x: Tensor) -> None:
@@ -219,13 +236,20 @@ def measure(cases: Mapping[str, Case], max_iter: int, device: str, key: Mapping[
     }
 
 
-def grid(options: argparse.Namespace, names: Sequence[str]) -> list[dict[str, Any]]:
+def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[dict[str, Any]]:
     """The rows to measure. bfloat16 has the loosest tolerance only: its rounding is above others."""
     loosest = max(options.tolerances)
     return [
-        {"case": case, "dtype": dtype, "solver": solver, "window": window, "tolerance": tolerance}
+        {
+            "case": case,
+            "checksum": cases[case].checksum,
+            "dtype": dtype,
+            "solver": solver,
+            "window": window,
+            "tolerance": tolerance,
+        }
         for case, dtype, solver, window, tolerance in product(
-            names, options.dtypes, options.solvers, options.windows, options.tolerances
+            cases, options.dtypes, options.solvers, options.windows, options.tolerances
         )
         if (window == "all" or solver not in WINDOWLESS) and (dtype == "float32" or tolerance == loosest)
     ]
@@ -308,6 +332,13 @@ def family(row: Mapping[str, Any]) -> str:
     return f"{name}, sequence" if "sequence" in row["solver"] else name
 
 
+def window_size(text: str) -> str:
+    """A positive number, or all."""
+    if text != "all" and not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"a window must be at least 1, or all, got {text!r}")
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -320,7 +351,13 @@ def main() -> int:
     add("--solvers", nargs="+", choices=SOLVERS, default=list(SOLVERS), metavar="NAME",
         help=f"of {', '.join(SOLVERS)} (default: all)")  # fmt: skip
     add("--tolerances", nargs="+", type=float, default=[0.05, 1e-3], help="default: 0.05 1e-3")
-    add("--windows", nargs="+", help="tokens solved at a time, or all (default: all 16 4; quick: all 8)")
+    add(
+        "--windows",
+        nargs="+",
+        type=window_size,
+        metavar="N",
+        help="tokens solved at a time, or all (default: all 16 4; quick: all 8)",
+    )
     add("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     add("--batch", type=int, help="sequences (default: 32; quick: 4)")
     add("--length", type=int, help="tokens of each (default: 64; quick: 32)")
@@ -336,22 +373,24 @@ def main() -> int:
     names = options.model or options.cases or [name for name in CASES if not (quick and name == "llama")]
     machine = describe_machine(options.device)
     same = {"batch": options.batch, "length": options.length, "max_iter": options.max_iter, "quick": quick}
+    labels = [Path(name).resolve().name for name in names]  # of figures
     try:
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"models must be in folders of different names, got {', '.join(names)}")
         folder = RunFolder(options.output, {**same, "machine": machine["device"]})
         cases = {name: make_case(name, options) for name in names}
         folder.start()
         measured = partial(measure, cases, options.max_iter, options.device)
-        rows = measure_grid(options.output / "rows.jsonl", grid(options, names), measured)
+        rows = measure_grid(options.output / "rows.jsonl", grid(options, cases), measured)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name, dtype in product(names, options.dtypes):
+    for (name, label), dtype in product(zip(names, labels, strict=True), options.dtypes):
         mine = [row for row in rows if (row["case"], row["dtype"]) == (name, dtype)]
-        shown = [{k: row.get(k) for k in mine[0] if k not in ("case", "dtype")} for row in mine]
+        shown = [{k: row.get(k) for k in mine[0] if k not in ("case", "checksum", "dtype")} for row in mine]
         print_table(
             f"\n{name}, {dtype}, {options.batch} x {options.length} tokens, {machine['device']}", shown
         )
-        label = Path(name).name
         plot_heat(
             mine, f"{label}, {dtype}: evaluations a token", options.output / f"heat-{label}-{dtype}.png"
         )

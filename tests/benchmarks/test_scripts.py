@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -12,8 +13,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from deqseq.solvers import Picard
+from deqseq.solvers import Broyden, Picard
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
@@ -104,15 +107,53 @@ def test_a_row_that_raises_or_is_wrong_names_its_problem(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--model", str(trained), "--models", str(tmp_path), "--output", str(tmp_path / "out")]
-    arguments += ["--batch", "2", "--length", "4", "--windows", "all", "0", "--solvers", "picard-0.7"]
+    arguments += ["--batch", "1", "--length", "4", "--windows", "all"]
+    arguments += ["--solvers", "picard-0.7", "broyden-4"]
     arguments += ["--device", "cpu", "--dtypes", "float32", "--tolerances", "1e-2"]
     monkeypatch.setattr(Picard, "causal", True)
     monkeypatch.setattr(Picard, "step", lambda self, z, fz, state, progress: (fz.flip(1), state))
-    done = run("solvers.py", *arguments)
+    with monkeypatch.context() as broken:
+        broken.setattr(Broyden, "step", lambda *_: torch.zeros(2) @ torch.zeros(3))
+        done = run("solvers.py", *arguments)
     assert done.returncode == 0, done.stderr
     leaks, raises = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert "leak" in leaks["problem"]
-    assert "window must be" in raises["problem"]
+    assert "leak" in leaks["problem"]  # of one sequence, too
+    assert raises["problem"].startswith("RuntimeError")
+
+    file = tmp_path / "out" / "rows.jsonl"
+    (line,) = file.read_text().splitlines()
+    file.write_text(f'{line}\n{{"case": "to')  # interrupted while writing
+    done = run("solvers.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    first, second = file.read_text().splitlines()
+    assert first == line and json.loads(second)["problem"] is None  # what raised was tried again
+    file.write_text(f"no row\n{line}\n")
+    done = run("solvers.py", *arguments)
+    assert done.returncode == 2 and f"{file} cannot be read, line 1" in done.stderr
+
+
+def test_rows_are_of_one_model(trained: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "run"
+    shutil.copytree(trained, mine)
+    small = ["--models", str(tmp_path), "--device", "cpu", "--batch", "2", "--length", "4"]
+    one = [*small, "--dtypes", "float32", "--tolerances", "0.05", "--windows", "all"]
+    one += ["--solvers", "picard-0.7", "--output", str(tmp_path / "out")]
+    two = [*small, "--gradients", "phantom-1-1.0", "--train-steps", "0", "--output", str(tmp_path / "two")]
+    scripts = [("solvers.py", one), ("gradients.py", two)]
+    for script, arguments in scripts:
+        done = run(script, "--model", str(mine), *arguments)
+        assert done.returncode == 0, done.stderr
+    weights = load_file(mine / "model.safetensors")
+    changed = {name: 1.01 * values for name, values in weights.items()}
+    save_file(changed, mine / "model.safetensors", metadata={"format": "pt"})
+    anew, refused = (run(script, "--model", str(mine), *arguments) for script, arguments in scripts)
+    assert anew.returncode == 0, anew.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert len({row["checksum"] for row in rows}) == len(rows) == 2
+    assert refused.returncode == 2 and "other settings (checksum" in refused.stderr
+    same = run("solvers.py", "--model", str(mine), str(trained), *one)
+    assert same.returncode == 2 and "different names" in same.stderr
+    assert run("solvers.py", "--model", str(mine), *one, "--windows", "0").returncode == 2
 
 
 def test_gradients(trained: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ pretrain-demo: $(STAMP) ## pretrain small language models on a text (ARGS="--tex
 
 # Two workers with one thread each: they would otherwise fight over the same cores.
 test: $(STAMP) ## run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 docs: $(VENV)/.installed-docs ## build the pages of docs/ into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

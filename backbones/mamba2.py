@@ -84,7 +84,7 @@ class Mamba2Mixer(nn.Module):
 
     def __init__(
         self, d_model: int, d_state: int, expand: int, headdim: int, d_conv: int, n_groups: int,
-        chunk_size: int, norm_groups: int, norm_eps: float,
+        chunk_size: int, norm_groups: int, norm_eps: float, dt_min: float, dt_max: float,
     ) -> None:  # fmt: skip
         super().__init__()
         heads = expand * d_model // headdim
@@ -92,8 +92,8 @@ class Mamba2Mixer(nn.Module):
         inner, width = self.sizes.inner, self.sizes.conv_width
         self.in_proj = nn.Linear(d_model, inner + width + heads, bias=False)
         self.conv1d = nn.Conv1d(width, width, d_conv, groups=width, padding=d_conv - 1)
-        # Step sizes start log-uniform in [1e-3, 1e-1], decay rates uniform in [1, 16], as in Mamba2.
-        dt = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(1e-1)))
+        # Step sizes start log-uniform, decay rates uniform in [1, 16], as in Mamba2.
+        dt = torch.exp(torch.empty(heads).uniform_(math.log(dt_min), math.log(dt_max)))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(heads))
@@ -246,13 +246,15 @@ class Mamba2Backbone(Backbone):
             width. The original Mamba2 has ``n_groups`` of them.
         norm_eps: added to the mean square by every norm.
         chunk_size: tokens handled quadratically at a time by the recurrence; speed only.
+        dt_min, dt_max: range of the first step sizes, log-uniform, with the original's defaults. A head
+            forgets in some ``1 / (dt * A)`` tokens, its decay rate A starting in [1, 16].
         weight_norm: weight normalisation of every linear map and convolution.
         injection: ``False`` for explicit use, where x enters as z.
         input_skip: x also enters the residual stream, which starts from ``gain * z + x`` with a learned
             gain (D,) that starts at 0: f(z, x) then starts without memory of z (see ``to_implicit``).
 
     Raises:
-        ValueError: sizes below 1, or that do not divide as said.
+        ValueError: sizes below 1, or that do not divide as said; an empty range of step sizes.
     """
 
     d_model: int
@@ -271,6 +273,8 @@ class Mamba2Backbone(Backbone):
         norm_groups: int = 1,
         norm_eps: float = RMS_EPS,
         chunk_size: int = 64,
+        dt_min: float = 1e-3,
+        dt_max: float = 1e-1,
         weight_norm: bool = True,
         injection: bool = True,
         input_skip: bool = False,
@@ -291,11 +295,23 @@ class Mamba2Backbone(Backbone):
                 f"norm_groups must divide expand * d_model = {expand * d_model}, got {norm_groups}"
             )
         check_norm_eps(norm_eps)
+        if not 0 < dt_min <= dt_max < math.inf:
+            raise ValueError(f"dt_min and dt_max must be 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
         self.d_model = d_model
         self.layers = nn.ModuleList(
             Mamba2Block(
                 Mamba2Mixer(
-                    d_model, d_state, expand, headdim, d_conv, n_groups, chunk_size, norm_groups, norm_eps
+                    d_model,
+                    d_state,
+                    expand,
+                    headdim,
+                    d_conv,
+                    n_groups,
+                    chunk_size,
+                    norm_groups,
+                    norm_eps,
+                    dt_min,
+                    dt_max,
                 ),
                 d_model,
                 d_inner,

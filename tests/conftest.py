@@ -20,6 +20,12 @@ if not torch.cuda.is_available():  # read when a kernel is defined
 if device := os.environ.get("DEQSEQ_TEST_DEVICE"):
     torch.set_default_device(device)
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes longest comes first: a worker left alone with it would end late."""
+    items.sort(key=lambda item: item.path.name != "test_pretrain_scale.py")
+
+
 D_MODEL = 16
 
 MakeBackbone = Callable[..., Backbone]

@@ -91,7 +91,8 @@ def evaluate(
         batch_size: streams.
 
     Raises:
-        ValueError: another vocabulary; no such split; a batch size below 1.
+        ValueError: another vocabulary; no such split, or one without questions of the run's tasks; a batch
+            size below 1.
     """
     model, settings, trained_on = run
     if trained_on.fingerprint != data.fingerprint and trained_on.vocabulary != data.vocabulary_sum:
@@ -105,6 +106,8 @@ def evaluate(
         raise ValueError(f"split must be {', '.join(data.splits)}, got {split!r}")
     stories = data.splits[split]
     stories = stories if settings.tasks is None else stories.of_tasks(settings.tasks)
+    if not (stories.tokens == data.question).any():
+        raise ValueError(f"split {split} must have questions of the run's tasks: {settings.tasks or 'all'}")
     model.eval()
     backbone = model.model.layer.backbone
     score = _Score(data.question, model.device)

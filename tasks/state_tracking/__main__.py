@@ -117,6 +117,9 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--tolerance", type=float, help="relative residual (default: the model's)")
     parser.add_argument("--max-iter", type=int, help="evaluations a token may take (default: the model's)")
+    parser.add_argument(
+        "--damping", type=float, help="of the solver, in (0, 1]; 1 is none (default: the model's)"
+    )
     parser.add_argument("--batch-size", type=int, default=256, help="solved together (default: 256)")
     parser.add_argument("--csv", metavar="FILE", help="test on this file instead")
     parser.add_argument("--output", metavar="DIR", help="folder for results (default: RUN/evaluation)")
@@ -125,8 +128,8 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     name = "explicit" if settings.explicit else "implicit"
     windows = [None] if settings.explicit else options.window
     search = {
-        "tolerance": options.tolerance, "max_iter": options.max_iter, "batch_size": options.batch_size,
-        "progress": True,
+        "tolerance": options.tolerance, "max_iter": options.max_iter, "damping": options.damping,
+        "batch_size": options.batch_size, "progress": True,
     }  # fmt: skip
     rows: list[tuple[str, Evaluation]] = []
     if options.csv:

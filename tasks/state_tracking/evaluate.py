@@ -19,6 +19,7 @@ from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.convergence import Residual, check_count
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Status
+from deqseq.solvers import Picard
 from deqseq.tasks.state_tracking.data import WordProblemDataset
 from deqseq.tasks.state_tracking.lstm import LSTM
 from deqseq.tasks.state_tracking.metrics import Accuracies
@@ -92,6 +93,7 @@ def evaluate(
     window: int | None = None,
     tolerance: float | None = None,
     max_iter: int | None = None,
+    damping: float | None = None,
     batch_size: int = 256,
     progress: bool = False,
 ) -> Evaluation:
@@ -100,11 +102,13 @@ def evaluate(
     Args:
         window: tokens solved at a time; all by default. No matter for explicit models.
         tolerance, max_iter: of the search; the model's evaluation policy by default.
+        damping: of Picard's iteration; the model's by default. Tokens that swing between two values for
+            ever come to rest under more damping, a smaller value.
         batch_size: sequences solved together; results do not depend on it.
 
     Raises:
-        ValueError: shapes that differ, tokens outside the vocabulary, a window, tolerance or budget
-            out of range.
+        ValueError: shapes that differ, tokens outside the vocabulary, a window, tolerance, budget or
+            damping out of range.
     """
     if tokens.shape != targets.shape or tokens.dim() != 2:
         raise ValueError(
@@ -128,7 +132,7 @@ def evaluate(
     start = time.perf_counter()
     batches = range(0, len(tokens), batch_size)
     description = f"length {tokens.shape[1]}, window {window or 'all'}"
-    with _policy(layer, tolerance, max_iter):
+    with _search(layer, tolerance, max_iter, damping):
         for i in tqdm(batches, desc=description, leave=False, disable=not progress):
             out = model(tokens[i : i + batch_size].to(model.device), **options)
             accuracies.update(out.logits, targets[i : i + batch_size].to(model.device))
@@ -179,24 +183,30 @@ def evaluate_fresh(
 
 
 @contextmanager
-def _policy(
-    layer: ImplicitSequenceLayer | None, tolerance: float | None, max_iter: int | None
+def _search(
+    layer: ImplicitSequenceLayer | None,
+    tolerance: float | None,
+    max_iter: int | None,
+    damping: float | None,
 ) -> Iterator[None]:
-    """The layer with another tolerance or budget for evaluation, for a while."""
-    if layer is None or (tolerance is None and max_iter is None):
+    """The layer with another tolerance, budget or damping for evaluation, for a while."""
+    if layer is None:
         yield
         return
-    policy = layer.eval_convergence
-    base = policy if isinstance(policy, Residual) else Residual(rtol=1e-3, max_iter=policy.max_iter)
-    layer.eval_convergence = replace(
-        base,
-        rtol=base.rtol if tolerance is None else tolerance,
-        max_iter=base.max_iter if max_iter is None else max_iter,
-    )
+    policy, solver = layer.eval_convergence, layer.solver
+    if tolerance is not None or max_iter is not None:
+        base = policy if isinstance(policy, Residual) else Residual(rtol=1e-3, max_iter=policy.max_iter)
+        layer.eval_convergence = replace(
+            base,
+            rtol=base.rtol if tolerance is None else tolerance,
+            max_iter=base.max_iter if max_iter is None else max_iter,
+        )
+    if damping is not None:
+        layer.solver = Picard(damping)
     try:
         yield
     finally:
-        layer.eval_convergence = policy
+        layer.eval_convergence, layer.solver = policy, solver
 
 
 def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblemDataset:

@@ -28,7 +28,7 @@ class TrainSettings:
     Training has two stages: first a few iterations are unrolled from zero and differentiated through,
     which is cheap and finds the task; then the fixed point is searched for, and a few phantom steps carry
     the gradient. Where ``short_share`` is above 0, that search begins on short sequences, which may be
-    denser in hard tokens than the others.
+    denser in hard tokens than the others, and comes back to them where ``rehearsal`` is.
 
     Raises:
         ValueError: a value out of its range, with the rule.
@@ -44,7 +44,12 @@ class TrainSettings:
         8,
     )
     short_identity_probability: float | None = _help(
-        "identity_probability up to short_share; the same by default", None
+        "identity_probability of the steps up to short_share and of rehearsal; the same by default", None
+    )
+    rehearsal: float = _help(
+        "share of the steps after short_share that take sequences like those before it, so that they are "
+        "not forgotten",
+        0.0,
     )
     identity_probability: float = _help(
         "probability that a token is the group's identity, which changes nothing; "
@@ -60,6 +65,8 @@ class TrainSettings:
     d_state: int = _help("state dim of a head; Mamba2", 32)
     expand: int = _help("inner width over width; Mamba2", 2)
     headdim: int = _help("width of a head; Mamba2 and Llama", 32)
+    dt_min: float = _help("least of the first step sizes, log-uniform up to dt_max; Mamba2", 1e-3)
+    dt_max: float = _help("largest of them; heads of large steps soon forget", 1e-1)
     damping: float = _help("of the solver, Picard's iteration; 1 is none", 0.7)
     steps: int = _help("optimiser steps", 1800)
     batch_size: int = _help("sequences a step", 64)
@@ -109,10 +116,12 @@ class TrainSettings:
                 f"short_share must be 0 or between unrolled_share = {self.unrolled_share} and 1, "
                 f"got {self.short_share}"
             )
-        for name in ("identity_probability", "short_identity_probability"):
+        for name in ("identity_probability", "short_identity_probability", "rehearsal"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {value}")
+        if self.rehearsal and not self.short_share:
+            raise ValueError(f"rehearsal needs short sequences, a short_share above 0; got {self.rehearsal}")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
         if not self.tolerance > 0:
@@ -136,6 +145,7 @@ class TrainSettings:
         body: dict[str, Any] = {"name": self.backbone, "d_model": self.d_model, "n_layer": self.n_layer}
         if self.backbone == "mamba2":
             body |= {"d_state": self.d_state, "expand": self.expand, "headdim": self.headdim}
+            body |= {"dt_min": self.dt_min, "dt_max": self.dt_max}
         else:
             body |= {"n_head": self.d_model // self.headdim}
         return ImplicitConfig(

@@ -14,6 +14,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from deqseq.convergence import check_count
+from deqseq.solvers.picard import check_damping
 from deqseq.tasks.evaluate.results import Column, table
 from deqseq.tasks.runs import read_yaml
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh
@@ -35,6 +36,7 @@ class Test:
         identity_probability, length: of the sequences.
         window: tokens solved at a time, or ``"all"``; explicit models are tested once.
         max_iter: evaluations a token may take part in; the model's by default.
+        damping: of the solver; the model's by default.
         sequences: how many.
     """
 
@@ -44,6 +46,7 @@ class Test:
     length: Sequence[int]
     window: Sequence[int | str] = (8,)
     max_iter: int | None = None
+    damping: float | None = None
     sequences: int = 512
 
     def __post_init__(self) -> None:
@@ -62,6 +65,8 @@ class Test:
         counts += [("max_iter", self.max_iter)] if self.max_iter is not None else []
         for name, count in counts:
             check_count(name, count)
+        if self.damping is not None:
+            check_damping(self.damping)
 
     def cases(self, explicit: bool) -> Iterator[dict[str, Any]]:
         """What :func:`evaluate_fresh` takes, for every evaluation."""
@@ -73,7 +78,7 @@ class Test:
                 else:
                     for window in self.window:
                         tokens = None if window == "all" else int(window)
-                        yield {**case, "window": tokens, "max_iter": self.max_iter}
+                        yield {**case, "window": tokens, "max_iter": self.max_iter, "damping": self.damping}
 
 
 @dataclass(frozen=True)

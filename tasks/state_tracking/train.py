@@ -76,7 +76,10 @@ def train(
 
 
 class _Batches(IterableDataset[Batch]):
-    """The batches of all stages, the shortest sequences first; made on the device that trains on them."""
+    """The batches of all stages, the shortest sequences first; made on the device that trains on them.
+
+    Of the last stage's a share is like those before it, rehearsal.
+    """
 
     def __init__(self, settings: TrainSettings, device: torch.device) -> None:
         super().__init__()
@@ -89,6 +92,7 @@ class _Batches(IterableDataset[Batch]):
             (1.0, (s.min_length, s.length), p),
         )
         self.ends = [round(end * s.steps) for end, _, _ in stages]
+        self.rehearsal = s.rehearsal
         self.streams = [
             WordProblemStream(
                 s.algebra,
@@ -103,5 +107,10 @@ class _Batches(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         for index in count(self.start):
-            stage = next((i for i, end in enumerate(self.ends) if index < end), len(self.ends) - 1)
-            yield self.streams[stage].batch(index)
+            yield self.streams[self._stage(index)].batch(index)
+
+    def _stage(self, index: int) -> int:
+        last = len(self.ends) - 1
+        stage = next((i for i, end in enumerate(self.ends) if index < end), last)
+        rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)  # evenly spread
+        return last - 1 if stage == last and rehearses else stage

@@ -335,6 +335,14 @@ def test_streams_of_evaluation_do_not_matter(run: Path, data: CatBabi) -> None:
     assert list(some[0].accuracy_by_task) == [3]
 
 
+def test_a_split_without_questions_is_named(run: Path, data: CatBabi) -> None:
+    trained = load_run(run)
+    trained.settings.tasks = [3]
+    other = replace(data, splits={"valid": data.splits["valid"].of_tasks([2])})
+    with pytest.raises(ValueError, match=r"valid must have questions of the run's tasks: \[3\]"):
+        evaluate(trained, other, "valid")
+
+
 def test_from_the_command_line(
     run: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> No
         ("identity_probability", 1.5), ("learning_rate", 0.0), ("tolerance", 0.0), ("max_iter", 0),
         ("phantom_steps", 0), ("phantom_damping", 1.2), ("damping", 0.0), ("label_smoothing", 1.0),
         ("unrolled_share", 2.0), ("train_window", 0), ("headdim", 7), ("batch_size", 0), ("short_share", 0.2),
-        ("short_identity_probability", -0.5), ("backbone", "lstm"), ("eval_max_iter", 0),
+        ("short_identity_probability", -0.5), ("backbone", "lstm"), ("eval_max_iter", 0), ("rehearsal", 1.5),
+        ("rehearsal", 0.25), ("dt_min", 0.7),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(name: str, value: Any) -> None:
@@ -140,7 +142,7 @@ def test_windows_agree_and_batch_size_does_not_matter(run: Path) -> None:
     model, settings = load(run)
     fresh = held_out(settings, 12, sequences=6, seed=0)
     results = [
-        evaluate(model, fresh.tokens, fresh.targets, window, 1e-4, 1000, batch_size)
+        evaluate(model, fresh.tokens, fresh.targets, window, 1e-4, 1000, batch_size=batch_size)
         for window, batch_size in ((None, 6), (4, 6), (1, 6), (4, 1))
     ]
     assert all(e.converged == 1 for e in results)
@@ -149,12 +151,25 @@ def test_windows_agree_and_batch_size_does_not_matter(run: Path) -> None:
     assert results[1].iterations_by_position == pytest.approx(results[3].iterations_by_position)
 
 
-def test_evaluation_leaves_the_models_policy_alone(run: Path) -> None:
+def test_evaluation_leaves_the_model_alone(run: Path) -> None:
     model, settings = load(run)
-    before = model.model.layer.eval_convergence
+    layer = model.model.layer
+    before = layer.eval_convergence, layer.solver
     fresh = held_out(settings, 4, sequences=2, seed=0)
-    evaluate(model, fresh.tokens, fresh.targets, tolerance=0.1, max_iter=3)
-    assert model.model.layer.eval_convergence is before
+    evaluate(model, fresh.tokens, fresh.targets, tolerance=0.1, max_iter=3, damping=0.2)
+    assert layer.eval_convergence is before[0] and layer.solver is before[1]
+
+
+def test_damping_changes_the_way_and_not_the_answer(run: Path) -> None:
+    model, settings = load(run)
+    fresh = held_out(settings, 8, sequences=4, seed=0)
+    plain, damped = (
+        evaluate(model, fresh.tokens, fresh.targets, tolerance=1e-4, max_iter=1000, damping=damping)
+        for damping in (settings.damping, 0.2)
+    )
+    assert plain.converged == damped.converged == 1
+    assert damped.iterations > 1.5 * plain.iterations
+    assert damped.accuracy_by_position == plain.accuracy_by_position
 
 
 def test_evaluate_refuses_wrong_input(run: Path) -> None:
@@ -253,6 +268,19 @@ def test_stages_have_their_lengths_and_probabilities() -> None:
     assert all((batch["input_ids"] == settings.algebra.identity).all() for batch in batches[20:])
 
 
+def test_rehearsal_is_spread_over_the_last_stage() -> None:
+    settings = small(
+        length=64, min_length=32, unrolled_length=4, short_length=16, unrolled_share=0.25, short_share=0.5,
+        identity_probability=1.0, short_identity_probability=0.0, steps=40, group="Z60", rehearsal=0.3,
+    )  # fmt: skip
+    batches = [batch for batch, _ in zip(_Batches(settings, torch.device("cpu")), range(40), strict=False)]
+    short = [batch["input_ids"].shape[1] <= 16 for batch in batches]
+    assert all(short[:20]) and sum(short[20:]) == 6
+    assert not any(a and b for a, b in pairwise(short[20:]))
+    for batch, is_short in zip(batches, short, strict=True):
+        assert (batch["input_ids"] != settings.algebra.identity).all() == is_short
+
+
 def test_a_run_file_gives_defaults_that_flags_change(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump({**SMALL, "learning_rate": 1e-3}))
@@ -344,6 +372,7 @@ def test_a_study_gives_what_evaluate_gives(study_file: str, tmp_path: Path) -> N
         ({"tests": [{"identity_probability": [0.5], "length": [4], "window": [0]}]}, "window"),
         ({"tests": [{"identity_probability": [1.5], "length": [4]}]}, "1.5"),
         ({"tests": [{"identity_probability": 0.5, "length": [4]}]}, "must be a list"),
+        ({"tests": [{"identity_probability": [0.5], "length": [4], "damping": 0.0}]}, "damping"),
         ({"tests": []}, "tests of a study"),
         ({"variants": {}}, "variants of a study"),
         ({"variants": {"../out": {}}}, "name"),

@@ -176,6 +176,8 @@ def test_evaluate_refuses_wrong_input(run: Path) -> None:
     model, _ = load(run)
     with pytest.raises(ValueError, match="one shape"):
         evaluate(model, torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"damping must be in \(0, 1\], got 1\.5"):
+        evaluate(model, *torch.zeros(2, 2, 3, dtype=torch.long), damping=1.5)
     with pytest.raises(ValueError, match="nothing to evaluate"):
         evaluate(model, torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long))
     with pytest.raises(ValueError, match="batch_size must be a whole number >= 1, got 0"):

@@ -23,7 +23,6 @@ class _State(NamedTuple):
     residual: Tensor  # (B, W, D) r of the step before
     iterate: Tensor  # (B, W, D) u of the step before
     pairs: Tensor  # (B, W) evaluations since the last restart
-    written: int
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Anderson(Solver):
         count = torch.zeros(z.shape[:2], dtype=torch.int64, device=z.device)
         gram = torch.zeros(*z.shape[:2], self.memory, self.memory, dtype=dtype, device=z.device)
         slots = [nothing] * self.memory
-        return _State(slots, slots, gram, count, nothing, nothing, count, 0)
+        return _State(slots, slots, gram, count, nothing, nothing, count)
 
     def step(
         self, z: Tensor, fz: Tensor, state: SolverState, progress: Progress
@@ -81,22 +80,19 @@ class Anderson(Solver):
         picard = damped(z, fz, self.damping)
         with torch.no_grad():
             pairs = state.pairs.where(~restarted(progress, self.scope), state.pairs.new_zeros(()))
-        slot = state.written % self.memory
-        residuals, iterates = list(state.residuals), list(state.iterates)
-        residuals[slot] = residual - state.residual
-        iterates[slot] = picard - state.iterate
+        residuals = [residual - state.residual, *state.residuals[:-1]]
+        iterates = [picard - state.iterate, *state.iterates[:-1]]
         with torch.no_grad():
-            row = dots(residuals, residuals[slot], self.scope)
-            gram = state.gram.clone()
-            gram[..., slot, :] = row
-            gram[..., :, slot] = row
+            row = dots(residuals, residuals[0], self.scope)
+            older = state.gram[..., :-1, :-1]
+            gram = torch.cat([row[..., None, :], torch.cat([row[..., 1:, None], older], -1)], -2)
             age = pairs.clamp_max(self.memory)
-            mine = valid_slots(age, state.written + 1, self.memory)
+            mine = valid_slots(age, self.memory)
             weights = self._weights(gram, dots(residuals, residual, self.scope), mine)
             size = torch.linalg.vector_norm(residual, dim=-1, dtype=gram.dtype)
         proposal = picard - combine(iterates, weights)
         z_next = guarded(z, proposal, picard, REACH * size)
-        state = _State(residuals, iterates, gram, age, residual, picard, pairs + 1, state.written + 1)
+        state = _State(residuals, iterates, gram, age, residual, picard, pairs + 1)
         return z_next, state
 
     def _weights(self, gram: Tensor, target: Tensor, mine: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ class _State(NamedTuple):
     residual: Tensor  # (B, W, D) g = f(z) - z of the step before
     z: Tensor  # (B, W, D) z of the step before
     known: Tensor  # (B, W) bool, whether there was a step before since the last restart
-    written: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Broyden(Solver):
         nothing = torch.zeros_like(z)
         count = torch.zeros(z.shape[:2], dtype=torch.int64, device=z.device)
         slots = [nothing] * self.memory
-        return _State(slots, slots, count, nothing, nothing, count.bool(), 0)
+        return _State(slots, slots, count, nothing, nothing, count.bool())
 
     def step(
         self, z: Tensor, fz: Tensor, state: SolverState, progress: Progress
@@ -67,7 +66,7 @@ class Broyden(Solver):
         known = state.known & ~again
         full = state.age >= self.memory
         age = state.age.where(known & ~full, state.age.new_zeros(()))
-        mine = valid_slots(age, state.written, self.memory)
+        mine = valid_slots(age, self.memory)
 
         moved, changed = z - state.z, residual - state.residual
         with torch.no_grad():
@@ -81,15 +80,13 @@ class Broyden(Solver):
             usable = known[..., None] & (slope.abs() > 1e-6 * size) & torch.isfinite(slope)
             inverse = torch.where(usable, slope.reciprocal(), 0.0)
         right = moved + changed - combine(state.u, on_changed)
-        slot = state.written % self.memory
-        u, v = list(state.u), list(state.v)
-        u[slot] = right * inverse.to(right.dtype)
-        v[slot] = torch.where(usable, left, left.new_zeros(()))
+        u = [right * inverse.to(right.dtype), *state.u[:-1]]
+        v = [torch.where(usable, left, left.new_zeros(())), *state.v[:-1]]
         with torch.no_grad():
             age = torch.where(known, age + 1, age)
-            mine = valid_slots(age, state.written + 1, self.memory)
+            mine = valid_slots(age, self.memory)
             on_residual = torch.where(mine, dots(v, residual, self.scope), 0.0)
             limit = REACH * torch.linalg.vector_norm(residual, dim=-1, dtype=on_residual.dtype)
         z_next = guarded(z, fz - combine(u, on_residual), fz, limit)
-        state = _State(u, v, age, residual, z, torch.ones_like(known), state.written + 1)
+        state = _State(u, v, age, residual, z, torch.ones_like(known))
         return z_next, state

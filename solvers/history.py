@@ -1,9 +1,10 @@
 """What the solvers with a memory share: per-token slots, masked dot products, a guarded step.
 
-The memory is a list of ``memory`` slots, each a tensor (B, W, D), written in turn. Every token has an age,
+The memory is a list of ``memory`` slots, each a tensor (B, W, D), the latest first. Every token has an age,
 the number of slots that hold valid entries of its own: a token that starts afresh drops to zero, and its
-old slots are masked out of the small systems. Lists instead of one buffer keep a step free of in-place
-writes, so that it can be unrolled with a graph.
+old slots are masked out of the small systems. Lists instead of one buffer keep a step free of copies and of
+in-place writes, so that it can be unrolled with a graph; no counter says which slot is next, so that every step
+is the same work, on tensors alone.
 
 Shapes: B sequences, W tokens in the window, D width, M memory.
 """
@@ -40,11 +41,9 @@ def combine(slots: list[Tensor], weights: Tensor) -> Tensor:
     return total
 
 
-def valid_slots(age: Tensor, written: int, memory: int) -> Tensor:
-    """(B, W, M) bool: which slots are a token's own, ``written`` being the number written so far."""
-    slot = torch.arange(memory, device=age.device)
-    distance = (written - 1 - slot) % memory  # 0 for the latest
-    return distance < age[..., None]
+def valid_slots(age: Tensor, memory: int) -> Tensor:
+    """(B, W, M) bool: which slots are a token's own."""
+    return torch.arange(memory, device=age.device) < age[..., None]
 
 
 CALM = 0.3

@@ -14,10 +14,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deqseq import Backbone, FixedIterations, ImplicitSequenceLayer, Residual, State, graphs, loop, replay
+from deqseq import (
+    Backbone,
+    FixedIterations,
+    ImplicitSequenceLayer,
+    Residual,
+    Solver,
+    State,
+    graphs,
+    loop,
+    replay,
+)
 from deqseq.convergence import Quantile
 from deqseq.layer import LayerOutput
-from deqseq.solvers import Anderson, Picard
+from deqseq.solvers import Anderson, Broyden, Picard
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
 BODIES = ("mamba2", "llama")
@@ -228,13 +238,13 @@ def test_few_shapes_are_kept(make_layer: MakeLayer, recorded: list[Any]) -> None
 
 
 @pytest.mark.parametrize("name", BODIES)
-@pytest.mark.parametrize("damping", [1.0, 0.7])
+@pytest.mark.parametrize("solver", [Picard(1.0), Picard(0.7), Anderson(), Anderson(1), Broyden()], ids=str)
 @pytest.mark.parametrize("window", [1, 4])
 def test_windows(
-    name: str, damping: float, window: int, make_layer: MakeLayer, recorded: list[Any],
+    name: str, solver: Solver, window: int, make_layer: MakeLayer, recorded: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    layer = make_layer(name, solver=Picard(damping), window=window, convergence=tight()).eval()
+    layer = make_layer(name, solver=solver, window=window, convergence=tight()).eval()
     x, start = torch.randn(3, 14, 16), layer.backbone.initial_state(3)
     mask = torch.ones(3, 14)
     mask[1, 9:] = 0

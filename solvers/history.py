@@ -3,8 +3,8 @@
 The memory is a list of ``memory`` slots, each a tensor (B, W, D), the latest first. Every token has an age,
 the number of slots that hold valid entries of its own: a token that starts afresh drops to zero, and its
 old slots are masked out of the small systems. Lists instead of one buffer keep a step free of copies and of
-in-place writes, so that it can be unrolled with a graph. No counter says which slot is next: every step is the
-same work, on tensors alone, and can be recorded.
+in-place writes, so that it can be unrolled with a graph. No counter says which slot is next: a step works on
+tensors alone, and can be recorded.
 
 Shapes: B sequences, W tokens in the window, D width, M memory.
 """

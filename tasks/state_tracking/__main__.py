@@ -131,23 +131,28 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
         "tolerance": options.tolerance, "max_iter": options.max_iter, "damping": options.damping,
         "batch_size": options.batch_size, "progress": True,
     }  # fmt: skip
+    folder = Path(options.output or Path(options.run) / "evaluation")
     rows: list[tuple[str, Evaluation]] = []
+
+    def keep(found: Evaluation) -> None:  # at once: the next test may take an hour
+        rows.append((name, found))
+        save(rows, folder / "evaluation.json")
+
     if options.csv:
         if len(algebra_of_csv(options.csv)) != len(settings.algebra):
             raise ValueError(
                 f"{options.csv} is of {algebra_of_csv(options.csv).name}, the model of {settings.group}"
             )
         tokens, targets, _ = read_csv(options.csv, algebra_of_csv(options.csv))
-        rows = [(name, evaluate(model, tokens, targets, window, **search)) for window in windows]
+        for window in windows:
+            keep(evaluate(model, tokens, targets, window, **search))
     else:
         for p in options.identity_probability or [settings.identity_probability]:
             for length in options.length or (settings.length, 4 * settings.length):
                 for window in windows:
                     test = (length, options.sequences, options.seed, p)
-                    rows.append((name, evaluate_fresh(model, settings, *test, window=window, **search)))
+                    keep(evaluate_fresh(model, settings, *test, window=window, **search))
     print(table(rows))
-    folder = Path(options.output or Path(options.run) / "evaluation")
-    save(rows, folder / "evaluation.json")
     plot_by_position(rows, folder / "by_position.png", 1 / len(settings.algebra), settings.length)
     print(f"wrote {folder / 'evaluation.json'} and {folder / 'by_position.png'}")
 

@@ -14,9 +14,10 @@ import yaml
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.runs import RunFolder
+from deqseq.tasks.state_tracking import __main__ as command_line
 from deqseq.tasks.state_tracking import study as study_module
 from deqseq.tasks.state_tracking.__main__ import main
-from deqseq.tasks.state_tracking.evaluate import evaluate, held_out, load
+from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out, load
 from deqseq.tasks.state_tracking.settings import TrainSettings, load_settings, run_fields
 from deqseq.tasks.state_tracking.study import STUDIES, conduct, load_study, summary
 from deqseq.tasks.state_tracking.train import _Batches, train
@@ -217,6 +218,25 @@ def test_command_line_from_training_to_figures(tmp_path: Path, capsys: pytest.Ca
     assert main(["data", csv, "--check"]) == 0
     assert "5 sequences of 9, all products right" in capsys.readouterr().out
     assert main(["evaluate", str(tmp_path / "run"), "--csv", csv]) == 0
+
+
+def test_an_interrupted_evaluation_keeps_the_tests_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [f"--{name}={value}" for name, value in {**SMALL, "steps": 2}.items()]
+    assert main(["train", "--output", str(tmp_path), *flags]) == 0
+    whole = command_line.evaluate_fresh
+
+    def interrupted(model: Any, settings: Any, length: int, *rest: Any, **options: Any) -> Evaluation:
+        if length == 12:
+            raise KeyboardInterrupt
+        return whole(model, settings, length, *rest, **options)
+
+    monkeypatch.setattr(command_line, "evaluate_fresh", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(["evaluate", str(tmp_path), "--length", "8", "12", "--window", "3", "--sequences", "4"])
+    (row,) = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())
+    assert (row["length"], row["window"]) == (8, 3)
 
 
 def test_explicit_twin_trains_and_has_no_search(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,29 @@ def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         yield from flat(value, f"{name}.{key}" if name else str(key))
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a name"),
+}
+
+
+def check_types(settings: Any) -> None:
+    """Raise ``ValueError`` for fields of a dataclass that are not what their annotations say.
+
+    Run files are text that people write: ``explicit: "false"`` would be true otherwise.
+    """
+    for f in fields(settings):
+        name, value = str(f.type), getattr(settings, f.name)
+        kind, what = _KINDS.get(name.removesuffix(" | None"), (object, ""))
+        if value is None and name.endswith(" | None"):
+            continue
+        wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object))
+        if wrong or (kind is not object and value != value):  # not a number
+            raise ValueError(f"{f.name} must be {what}, got {value!r}")
 
 
 class Loader(yaml.SafeLoader):

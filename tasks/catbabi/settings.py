@@ -12,7 +12,7 @@ from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.convergence import check_count
 from deqseq.curriculum import Curriculum, Stage
 from deqseq.tasks.catbabi.stories import TASKS
-from deqseq.tasks.runs import read_settings
+from deqseq.tasks.runs import check_types, read_settings
 
 
 def _help(text: str, default: Any) -> Any:
@@ -65,6 +65,7 @@ class TrainSettings:
     seed: int = _help("of weights and data", 1)
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("steps", "batch_size", "cut", "unrolled_iterations", "max_iter", "eval_max_iter"):
             check_count(name, getattr(self, name))
         for name, known in (("mode", ("qa", "lm")), ("backbone", ("mamba2", "llama"))):

@@ -75,19 +75,26 @@ class TokenFolder:
         return AutoTokenizer.from_pretrained(self.path / TOKENIZER)
 
     def verify(self, progress: bool = False) -> None:
-        """Compare all shards with their checksums.
+        """Compare the tokenizer and all shards with their checksums.
 
         Raises:
-            ValueError: a shard is not what was written.
+            ValueError: one is not what was written.
         """
+        self._verify("tokenizer", f"{TOKENIZER}/tokenizer.json", self._manifest.head["tokenizer"]["sha256"])
         for shard in tqdm(self._manifest.shards, desc="verify", unit="shard", disable=not progress):
-            with (self.path / shard.file).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != shard.sha256:
-                raise ValueError(
-                    f"the shard {self.path / shard.file} is corrupted (its checksum is not the manifest's): "
-                    "copy it again, or prepare anew with --force"
-                )
+            self._verify("shard", shard.file, shard.sha256)
+
+    def _verify(self, what: str, name: str, checksum: str) -> None:
+        file = self.path / name
+        if not file.exists():
+            raise ValueError(f"the {what} {file} is missing: copy it again, or prepare anew with --force")
+        with file.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != checksum:
+            raise ValueError(
+                f"the {what} {file} is corrupted (its checksum is not the manifest's): "
+                "copy it again, or prepare anew with --force"
+            )
 
     def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
         """A split, cut into rows of ``length`` tokens; what is left at its end is dropped.

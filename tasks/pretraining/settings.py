@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -14,15 +15,9 @@ from huggingface_hub.errors import StrictDataclassError
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, presets
 from deqseq.convergence import check_count
 from deqseq.curriculum import Curriculum, Stage
+from deqseq.tasks.runs import check_types
 
 Tree = dict[str, Any]
-
-_KINDS: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
-    "bool": (bool, "true or false"),
-    "str": (str, "a name"),
-}
 
 
 def _setting(text: str, default: Any = MISSING, resumes: bool = False) -> Any:
@@ -98,11 +93,7 @@ class RunSettings:
     )
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            kind, what = _KINDS.get(str(f.type), (object, ""))
-            value = getattr(self, f.name)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-                raise ValueError(f"{f.name} must be {what}, got {value!r}")
+        check_types(self)
         if not isinstance(self.data, (str, Mapping, type(None))):
             raise ValueError(f"data must be a folder, or a mapping with a dataset, got {self.data!r}")
         counts = ("length", "batch_tokens", "per_device_batch_size", "log_steps", "eval_steps", "save_steps")
@@ -154,7 +145,7 @@ class RunSettings:
             )
         if self.documents not in ("joined", "separate"):
             raise ValueError(f"documents must be 'joined' or 'separate', got {self.documents!r}")
-        self.curriculum()
+        self._check_stages()
         config = self.config()
         if self.compile and config.backbone["name"] != "llama":
             raise ValueError(f"compile is for Llama: {config.backbone['name']} has kernels of its own")
@@ -236,12 +227,23 @@ class RunSettings:
             stages.append(Stage(**{**own, "until": self._share(entry.get("until"), number)}))
         return Curriculum(stages)
 
+    def _check_stages(self) -> None:
+        curriculum, begin = self.curriculum(), 0
+        for number, stage in enumerate([] if curriculum is None else curriculum.stages):
+            end = Curriculum.end(stage, self.total_steps)
+            if end <= begin:
+                raise ValueError(
+                    f"stages.{number} would have none of {self.total_steps} steps: it ends with step {end}, "
+                    f"and {begin} are over before it"
+                )
+            begin = end
+
     def _share(self, until: Any, number: int) -> float:
         if isinstance(until, Mapping) and len(until) == 1:
             (unit, amount), steps = *until.items(), self.total_steps
             if unit == "steps" and isinstance(amount, int):
                 return amount / steps
-            if unit == "tokens" and isinstance(amount, (int, float)):
+            if unit == "tokens" and isinstance(amount, (int, float)) and math.isfinite(amount):
                 return round(amount / self.batch_tokens) / steps
         elif isinstance(until, (int, float)):
             return float(until)

@@ -53,6 +53,11 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     folder = RunFolder(output, kept, RESUMES)
     final = folder.path / "model"
     if folder.finished:
+        if not final.exists():
+            raise ValueError(
+                f"the run in {folder.path} is finished, and its model is gone: remove training.json there, "
+                "and the same command makes it again from the last checkpoint"
+            )
         if state.is_main_process:
             logger.info("%s is trained already", folder.path)
         return final

@@ -12,7 +12,7 @@ import torch
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.convergence import check_count
 from deqseq.curriculum import Curriculum, Stage
-from deqseq.tasks.runs import read_settings, read_yaml
+from deqseq.tasks.runs import check_types, read_settings, read_yaml
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra
 from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig
 
@@ -91,6 +91,7 @@ class TrainSettings:
     seed: int = _help("of weights and data", 1)
 
     def __post_init__(self) -> None:
+        check_types(self)
         algebra(self.group)
         for name in ("length", "steps", "batch_size", "unrolled_iterations", "max_iter", "eval_max_iter"):
             check_count(name, getattr(self, name))
@@ -124,6 +125,9 @@ class TrainSettings:
             raise ValueError(f"rehearsal needs short sequences, a short_share above 0; got {self.rehearsal}")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        for name in ("weight_decay", "max_grad_norm", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
         self.curriculum()

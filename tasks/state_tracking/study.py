@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from deqseq.convergence import check_count
 from deqseq.solvers.picard import check_damping
 from deqseq.tasks.evaluate.results import Column, table
-from deqseq.tasks.runs import read_yaml
+from deqseq.tasks.runs import RunFolder, read_yaml
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh
 from deqseq.tasks.state_tracking.plots import plot_by_length, plot_by_position
 from deqseq.tasks.state_tracking.settings import TrainSettings, check_fields, run_fields
@@ -104,11 +104,17 @@ class Study:
         for name, kind in (("variants", Mapping), ("seeds", Sequence), ("tests", Sequence)):
             if not isinstance(getattr(self, name), kind) or not getattr(self, name):
                 raise ValueError(f"{name} of a study must not be empty, got {getattr(self, name)!r}")
+        if not all(type(seed) is int and seed >= 0 for seed in self.seeds):
+            raise ValueError(f"seeds of a study must be whole numbers from 0, got {self.seeds!r}")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds of a study must differ, got {self.seeds!r}")
         for name, changes in self.variants.items():
-            if not re.fullmatch(r"[\w.=+-]*\w", str(name)):
+            if not re.fullmatch(r"[\w.=+-]*\w", str(name)) or str(name).endswith((".json", ".png")):
                 raise ValueError(
                     f"a variant's name is that of a folder: letters, digits and -_.=+, got {name!r}"
                 )
+            if not isinstance(name, str):
+                raise ValueError(f"a variant's name must be text, in quotes, got {name!r}")
             if not isinstance(changes, Mapping) or "seed" in changes:
                 raise ValueError(
                     f"variant {name} must be a mapping of fields without a seed, got {changes!r}"
@@ -175,10 +181,17 @@ def conduct(
         if unknown := sorted(set(asked or ()) - set(known)):  # type: ignore[type-var]
             there = ", ".join(map(str, known))
             raise ValueError(f"no {name} {', '.join(map(str, unknown))}: the study has {there}")
+    runs = {
+        (name, seed): (study.settings(name, seed), output / name / f"seed-{seed}")
+        for name in study.variants
+        for seed in study.seeds
+    }
+    for settings, folder in runs.values():  # those only shown as well, and before anything is trained
+        RunFolder(folder, asdict(settings))
     results = []
     for name in study.variants:
         for seed in study.seeds:
-            settings, folder = study.settings(name, seed), output / name / f"seed-{seed}"
+            settings, folder = runs[name, seed]
             cases = {json.dumps(case): case for test in study.tests for case in test.cases(settings.explicit)}
             if (variants is None or name in variants) and (seeds is None or seed in seeds):
                 logger.info("%s, seed %d: %s", name, seed, folder)

@@ -33,7 +33,8 @@ def train(
 
     Writes the model (``config.json``, ``model.safetensors``), ``settings.json`` and ``training.json``
     (seconds, and the log: loss, iterations and residual of the search against the step). A finished run
-    is loaded, not repeated.
+    is not repeated. What is returned is what was saved, in float32: the trainer leaves its autocast on the
+    model that it trained.
 
     Args:
         settings: what to train.
@@ -47,7 +48,12 @@ def train(
     folder = RunFolder(output, asdict(settings))
     if folder.finished:
         logger.info("%s is trained already", folder.path)
-        return load(folder.path)[0]
+    else:
+        _train(settings, folder, save_steps, progress)
+    return load(folder.path)[0]
+
+
+def _train(settings: TrainSettings, folder: RunFolder, save_steps: int, progress: bool) -> None:
     folder.start()
     set_seed(settings.seed)
     model = settings.model()
@@ -72,7 +78,6 @@ def train(
         label_smoothing=settings.label_smoothing,
     )
     trainer.train_in(folder)
-    return model
 
 
 class _Batches(IterableDataset[Batch]):

@@ -102,6 +102,9 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("model.backbone.n_head", "5")], "n_head must divide"),
         ([("stages.0.until", "1.5")], "growing shares"),
         ([("stages.0.until", "{epochs: 1}")], "a share of the training"),
+        ([("stages.0.until", "{tokens: .inf}")], "a share of the training"),
+        ([("stages.0.until", "0.001")], r"stages\.0 would have none"),
+        ([("stages.0.until", "0.999")], r"stages\.1 would have none"),
         ([("stages.1.convergence.rtol", "-1")], "tolerance|rtol"),
         ([("batch_tokens", "100")], "whole rows of length = 16 tokens, got 100; 96 would be"),
         ([("tokens", "10")], "fill a batch"),
@@ -239,6 +242,24 @@ def test_corrupted_shard_is_named(token_folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "settings.json").exists()  # so that the run can begin once it is mended
 
 
+def test_changed_tokenizer_is_named(token_folder: Path, tmp_path: Path) -> None:
+    """Two words swapped: what was learned would be read out as others."""
+    shutil.copytree(token_folder, tmp_path / "data")
+    TokenFolder(tmp_path / "data").verify()
+    file = tmp_path / "data" / "tokenizer" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = list(vocabulary)[-2:]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    file.write_text(json.dumps(tokenizer, indent=2, ensure_ascii=False))
+    with pytest.raises(ValueError, match=r"tokenizer\.json is corrupted"):
+        pretrain(small(("data", str(tmp_path / "data"))), tmp_path / "run", progress=False)
+    assert not (tmp_path / "run" / "settings.json").exists()
+    file.unlink()
+    with pytest.raises(ValueError, match="missing"):
+        TokenFolder(tmp_path / "data").verify()
+
+
 def test_shard_that_broke_meanwhile_is_not_trained_on(run: Path, token_folder: Path, tmp_path: Path) -> None:
     data = Path(shutil.copytree(token_folder, tmp_path / "data"))
     half = Path(shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("training.json")))
@@ -353,6 +374,19 @@ def test_finished_run_is_left_alone_and_other_settings_are_refused(
         pretrain(small(data, ("learning_rate", "0.1"), ("stages.0.until", "0.5")), run, progress=False)
     with pytest.raises(ValueError, match="fingerprint"):
         RunFolder(run, {**small(data).to_dict(), "fingerprint": "other"})
+
+
+def test_finished_run_without_its_model_says_so_and_makes_it_again(
+    run: Path, token_folder: Path, tmp_path: Path
+) -> None:
+    settings, again = small(("data", str(token_folder))), tmp_path / "run"
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "model")
+    with pytest.raises(ValueError, match=r"model is gone: remove training\.json"):
+        pretrain(settings, again, progress=False)
+    (again / "training.json").unlink()
+    made = pretrain(settings, again, progress=False)
+    assert (made / "model.safetensors").read_bytes() == (run / "model" / "model.safetensors").read_bytes()
 
 
 def test_free_stage_starts_from_a_bounded_model(run: Path, token_folder: Path, tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> No
         ("phantom_steps", 0), ("phantom_damping", 1.2), ("damping", 0.0), ("label_smoothing", 1.0),
         ("unrolled_share", 2.0), ("train_window", 0), ("headdim", 7), ("batch_size", 0), ("short_share", 0.2),
         ("short_identity_probability", -0.5), ("backbone", "lstm"), ("eval_max_iter", 0), ("rehearsal", 1.5),
-        ("rehearsal", 0.25), ("dt_min", 0.7),
+        ("rehearsal", 0.25), ("dt_min", 0.7), ("explicit", "false"), ("bf16", 1), ("d_model", 16.5),
+        ("learning_rate", float("nan")), ("weight_decay", -1.0), ("max_grad_norm", "x"), ("seed", -1),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(name: str, value: Any) -> None:
@@ -371,7 +372,11 @@ def test_study_goes_on_and_gives_what_one_go_gives(
     assert main(["study", study_file, "--output", str(tmp_path / "whole")]) == 0
 
 
-def test_a_study_gives_what_evaluate_gives(study_file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_study_gives_what_evaluate_gives(bf16: bool, study_file: str, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(
+        yaml.safe_dump({**SMALL, "steps": 2, "eval_max_iter": 6, "bf16": bf16})
+    )
     assert main(["study", study_file, "--output", str(tmp_path / "out"), "--variants", "implicit"]) == 0
     run = tmp_path / "out" / "implicit" / "seed-2"
     options = ["--length", "6", "--window", "all", "4", "--sequences", "3"]
@@ -402,6 +407,12 @@ def test_a_study_gives_what_evaluate_gives(study_file: str, tmp_path: Path) -> N
         ({"variants": {"a": {"seed": 3}}}, "without a seed"),
         ({"variants": {"a": {"learning_rate": "fast"}}}, "variant a"),
         ({"seeds": []}, "seeds of a study"),
+        ({"seeds": [1, 2, 1]}, "must differ"),
+        ({"seeds": "12"}, "whole numbers"),
+        ({"seeds": [True]}, "whole numbers"),
+        ({"seeds": [-1]}, "whole numbers"),
+        ({"variants": {1: {}}}, "in quotes"),
+        ({"variants": {"study.json": {}}}, "name"),
         ({"sedes": [1]}, "sedes"),
     ],
 )
@@ -412,6 +423,16 @@ def test_wrong_studies_are_named(
     Path(study_file).write_text(yaml.safe_dump({**study, **changes}))
     with pytest.raises(ValueError, match=message):
         load_study(study_file)
+
+
+def test_variants_of_other_settings_are_not_shown(study_file: str, tmp_path: Path) -> None:
+    conduct(load_study(study_file), tmp_path / "out", ["lstm"], [1])
+    changed = {**STUDY["variants"], "lstm": {**STUDY["variants"]["lstm"], "learning_rate": 0.5}}
+    study = yaml.safe_load(Path(study_file).read_text())
+    Path(study_file).write_text(yaml.safe_dump({**study, "variants": changed}))
+    with pytest.raises(ValueError, match="lstm/seed-1 holds a run with other settings"):
+        conduct(load_study(study_file), tmp_path / "out", ["implicit"])
+    assert not (tmp_path / "out" / "implicit").exists()
 
 
 def test_tests_of_other_sizes_are_no_seeds(study_file: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +115,15 @@ def check_types(settings: Any) -> None:
 
     Run files are text that people write: ``explicit: "false"`` would be true otherwise.
     """
-    for f in fields(settings):
-        name, value = str(f.type), getattr(settings, f.name)
-        kind, what = _KINDS.get(name.removesuffix(" | None"), (object, ""))
-        if value is None and name.endswith(" | None"):
+    # As they are written: parsers of the command line replace the types of the fields.
+    for name, annotation in get_annotations(type(settings)).items():
+        kind, what = _KINDS.get(annotation.removesuffix(" | None"), (object, ""))
+        value = getattr(settings, name)
+        if value is None and annotation.endswith(" | None"):
             continue
         wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object))
         if wrong or (kind is not object and value != value):  # not a number
-            raise ValueError(f"{f.name} must be {what}, got {value!r}")
+            raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
 class Loader(yaml.SafeLoader):

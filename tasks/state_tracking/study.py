@@ -123,8 +123,8 @@ class Study:
             for seed in self.seeds:
                 try:
                     self.settings(name, seed)
-                except TypeError as error:
-                    raise ValueError(f"variant {name} cannot be read: {error}") from error
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"variant {name}: {error}") from error
 
     def settings(self, variant: str, seed: int) -> TrainSettings:
         """What to train for a variant and a seed."""

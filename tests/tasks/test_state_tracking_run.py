@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import HfArgumentParser
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.runs import RunFolder
@@ -124,6 +125,7 @@ def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> No
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(name: str, value: Any) -> None:
+    HfArgumentParser(TrainSettings)  # as the command line does, whatever it makes of the fields
     with pytest.raises(ValueError, match=str(value)):
         small(**{name: value})
 

@@ -51,6 +51,7 @@ class Anderson(Solver):
     damping: float = 1.0
     regularisation: float = 1e-5
     scope: Scope = "token"
+    capturable = True
 
     def __post_init__(self) -> None:
         check_count("memory", self.memory)

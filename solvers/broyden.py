@@ -41,6 +41,7 @@ class Broyden(Solver):
 
     memory: int = 8
     scope: Scope = "token"
+    capturable = True
 
     def __post_init__(self) -> None:
         check_count("memory", self.memory)

@@ -153,7 +153,7 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
                     test = (length, options.sequences, options.seed, p)
                     keep(evaluate_fresh(model, settings, *test, window=window, **search))
     print(table(rows))
-    plot_by_position(rows, folder / "by_position.png", 1 / len(settings.algebra), settings.length)
+    plot_by_position(rows, folder / "by_position.png", settings.algebra.chance, settings.length)
     print(f"wrote {folder / 'evaluation.json'} and {folder / 'by_position.png'}")
 
 

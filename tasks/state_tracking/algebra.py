@@ -76,6 +76,18 @@ class Algebra:
             monoid = (monoid[:, None] * len(factor) + monoid_digit).flatten()
         return group, monoid
 
+    @cached_property
+    def chance(self) -> float:
+        """Accuracy of a guess late in a sequence.
+
+        One over the size of the smallest ideal, where long products end up and which none leaves: all of a
+        group; the 60 elements of ``A5xM`` whose part in M is its zero.
+        """
+        if self.is_group:
+            return 1 / len(self)
+        inside = reduce(lambda a, b: int(self.table[a, b]), range(len(self)))  # it has every factor
+        return 1 / len(self.table[self.table[:, inside]].unique())
+
     def validate(self) -> None:
         """Check closure, the identity and associativity; O(N³) time, so meant for tests.
 

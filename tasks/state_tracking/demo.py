@@ -40,7 +40,7 @@ def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
     save(rows, output / "demo.json")
     settings = TrainSettings()
     longest = [(name, e) for name, e in rows if e.length > settings.length]
-    chance = 1 / len(settings.algebra)
+    chance = settings.algebra.chance
     print()
     print(table(rows))
     plot_by_position(longest, output / "demo.png", chance, settings.length)

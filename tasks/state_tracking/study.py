@@ -227,7 +227,7 @@ def _read(file: Path) -> dict[str, Evaluation]:
 
 def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
     run = study.settings(next(iter(study.variants)), study.seeds[0])
-    chance = 1 / len(run.algebra)
+    chance = run.algebra.chance
     by_window: dict[tuple[float, str], dict[str, dict[int, list[float]]]] = {}
     models: dict[tuple[str, int, float, int], dict[str, Evaluation]] = {}
     for r in results:

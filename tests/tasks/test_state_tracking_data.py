@@ -111,6 +111,11 @@ class TestAlgebra:
         assert torch.equal(chosen.table[monoid, group[:, None]], together)
         assert (len(monoid) == 1) == chosen.is_group
 
+    @pytest.mark.parametrize("name", ["Z7", "S3", "A5", "M", "A5xM", "MxZ3", "MxM"])
+    def test_chance_is_that_of_where_long_products_end(self, name: str) -> None:
+        ends = prefix_products(algebra(name), random_tokens(name, 4000, 100))[:, -1]
+        assert algebra(name).chance == 1 / len(ends.unique())
+
     @pytest.mark.parametrize(
         "name", ["", "A5x", "xM", "Q8", "Z0", "Z1", "S1", "A2", "a5", "Z05", "A5 x M", "M4", "A5*M"]
     )

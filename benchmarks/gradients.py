@@ -249,11 +249,20 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             mine = [row for row in rows if row["gradient"].startswith(family)]
             errors = [max(1 - row["median in use"], 1e-9) for row in mine]
             axis.plot([row[cost] for row in mine], errors, "osD"[i], color=f"C{i}", label=family)
+            labels: list[list[Any]] = []  # x, y and the names of points that lie on each other
             for row, error in zip(mine, errors, strict=True):
-                name = row["gradient"].partition("-")[2]
-                axis.annotate(name, (row[cost], error), (3, 2), textcoords="offset points", fontsize=6)
+                x, name = row[cost], row["gradient"].partition("-")[2]
+                near = (g for g in labels if max(x / g[0], g[0] / x) < 1.15 and 0.6 < error / g[1] < 1.7)
+                if (group := next(near, None)) is None:
+                    labels.append([x, error, name])
+                else:
+                    group.append(name)
+            for x, y, *names in labels:
+                text = "\n".join(names)
+                axis.annotate(text, (x, y), (5, 0), textcoords="offset points", fontsize=6, va="center")
         log_scale(axis.xaxis)
         axis.set(xlabel=cost, yscale="log")
+        axis.margins(x=0.1)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("1 - median cosine to the exact gradient, in use")
     axes[0].legend(fontsize=8)

@@ -86,10 +86,31 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "settings.json"
     if not file.exists():
         raise ValueError(f"{path} holds no run: {file} does not exist")
+    return _read_json(file)
+
+
+def read_record(path: str | Path) -> dict[str, Any]:
+    """How training went: what the run in folder ``path`` wrote down when it was finished, with its ``log``.
+
+    Raises:
+        ValueError: no finished run there, or a record that cannot be read.
+    """
+    file = Path(path) / "training.json"
+    if not file.is_file():
+        raise ValueError(f"{path} holds no finished run: repeat its command to finish it")
+    found = _read_json(file)
+    if not isinstance(found.get("log"), list):
+        raise ValueError(f"{file} cannot be read: it has no log")
+    return found
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        found = json.loads(file.read_text())
+    except ValueError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} cannot be read: it must be a mapping, got {found!r}")
     return found
 
 

@@ -23,6 +23,7 @@ from deqseq.tasks.catbabi.train import train
 from deqseq.tasks.command_line import run
 from deqseq.tasks.evaluate.models import Window, quiet_transformers, solving, tolerance_and_budget
 from deqseq.tasks.evaluate.results import column, table
+from deqseq.tasks.runs import read_record
 
 _ABOUT = """\
 CatbAbI: the twenty bAbI tasks as streams of stories with questions and answers in line. A model reads 200
@@ -94,7 +95,7 @@ def _train(prog: str, arguments: Sequence[str]) -> None:
     )
     settings, rest = parser.parse_args_into_dataclasses(args=list(arguments))
     train(settings, rest.output, save_steps=rest.save_steps)
-    record = json.loads((Path(rest.output) / "training.json").read_text())
+    record = read_record(rest.output)
     print(f"trained in {record['seconds']:.0f} s; model and log in {rest.output}")
 
 

@@ -83,6 +83,7 @@ class Manifest:
             version = found.pop("version")
             place, shards = found.pop("next"), [Shard(**shard) for shard in found.pop("shards")]
             item = np.dtype(found["dtype"]).itemsize
+            int(found["tokenizer"]["vocab_size"]), int(found["tokenizer"]["end_of_text"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not a manifest of token shards") from error
         if version != VERSION:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ def compare(folders: Sequence[Path], figure: Path) -> str:
     """
     from deqseq.tasks.pretraining.card import plot_curves
     from deqseq.tasks.pretraining.settings import RunSettings
-    from deqseq.tasks.runs import read_settings
+    from deqseq.tasks.runs import read_record, read_settings
 
     lines, runs = [], []
     for folder in folders:
@@ -75,9 +74,7 @@ def compare(folders: Sequence[Path], figure: Path) -> str:
             settings = RunSettings(**given)
         except TypeError as error:
             raise ValueError(f"{folder} holds a run of another kind: it has other settings") from error
-        if not (folder / "training.json").is_file():
-            raise ValueError(f"{folder} holds no finished run: repeat its command to finish it")
-        log = json.loads((folder / "training.json").read_text())["log"]
+        log = read_record(folder)["log"]
         runs.append((folder.name, log, settings))
         curriculum = settings.curriculum()
         ends = [settings.total_steps]

@@ -17,7 +17,7 @@ from deqseq.tasks.corpus import HoldOut, TokenFolder, token_rows
 from deqseq.tasks.corpus.documents import stamps, stream
 from deqseq.tasks.corpus.encoder import Encoder
 from deqseq.tasks.corpus.rows import Row
-from deqseq.tasks.pretraining.settings import RunSettings, check_known
+from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.tokenizer import load_tokenizer
 
 
@@ -132,23 +132,12 @@ class Passes(IterableDataset[Row]):
             yield from self.rows
 
 
-_STREAM = (
-    "dataset", "subset", "split", "validation_split", "validation_share", "files", "column", "tokenizer",
-)  # fmt: skip
-
-
 def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
     """The rows of a Hugging Face dataset, tokenised as they come, without what ``prepare`` would hold out.
 
     The first ``eval_rows`` rows of its ``validation_split`` are for evaluation, or, without one, of the
     documents held out.
     """
-    for name in given:
-        check_known(name, _STREAM, "data.")
-    if "dataset" not in given:
-        raise ValueError(f"data needs a folder, or a mapping with a dataset, got {given}")
-    if settings.eval_rows is None:
-        raise ValueError("eval_rows must be a number where the data is a stream, got None")
     tokenizer = load_tokenizer(given.get("tokenizer", "EleutherAI/gpt-neox-20b"))
     column = given.get("column", "text")
     documents: Any = settings.documents

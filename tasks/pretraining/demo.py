@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deqseq.tasks.evaluate.results import Column, column, table
+from deqseq.tasks.runs import read_record
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
             settings = load_run(run, [("data", str(data)), *changes])
             print(f"\n{run}, {settings.total_steps} steps of {settings.batch_tokens} tokens: {output / run}")
             pretrain(settings, output / run)
-            log = json.loads((output / run / "training.json").read_text())["log"]
+            log = read_record(output / run)["log"]
             logs.append({e["step"]: e for e in log if "eval_loss" in e})
             runs.append((run.removesuffix("-tiny").replace("-tiny", ""), log, settings))
         settings = runs[-2][2]

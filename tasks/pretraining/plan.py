@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.optimization import get_wsd_schedule
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.convergence import policies
+from deqseq.convergence import check_count, policies
 from deqseq.curriculum import Stage
 from deqseq.gradients import gradients
 from deqseq.tasks.figures import pyplot
@@ -129,9 +129,10 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
     """A table of what the run would take.
 
     Raises:
-        ValueError: a step does not divide among the processes.
+        ValueError: no process, or a step that does not divide among them.
     """
-    processes = processes or 1
+    processes = 1 if processes is None else processes
+    check_count("processes", processes)
     accumulation = settings.accumulation(processes)
     config = settings.config()
     with torch.device("meta"):

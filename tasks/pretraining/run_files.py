@@ -69,15 +69,18 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in RUNS.glob("*.yaml"))
 
 
-def _read(source: str) -> Tree:
+def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
+    """A run file with its bases below it; ``above``: the files whose base it is."""
+    if source in above:
+        raise ValueError(f"run files must not be their own base: {' -> '.join((*above, source))}")
     name, explicit = source.removesuffix("-explicit"), source.endswith("-explicit")
     tree = read_yaml(name if name in shipped() else source, RUNS)
     if base := tree.pop("base", None):
-        under = _read(str(base))
+        under = _read(str(base), (*above, source))
         for one, other in _EITHER:
             if tree.get(one) is not None:
                 under.pop(other, None)
-        if isinstance(tree.get("model"), dict) and "preset" not in tree["model"]:
+        if isinstance(tree.get("model"), dict) and "preset" not in tree["model"] and "model" in under:
             tree["model"] = merged(model_options(under["model"]), tree["model"])
         tree = {**under, **tree}
     if explicit and name in shipped():

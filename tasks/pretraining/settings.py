@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, presets
 from deqseq.convergence import check_count
 from deqseq.curriculum import Curriculum, Stage
+from deqseq.tasks.corpus import HoldOut
 from deqseq.tasks.runs import check_types
 
 Tree = dict[str, Any]
@@ -94,7 +95,9 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not isinstance(self.data, (str, Mapping, type(None))):
+        if isinstance(self.data, Mapping):
+            self._check_stream(self.data)
+        elif not isinstance(self.data, (str, type(None))):
             raise ValueError(f"data must be a folder, or a mapping with a dataset, got {self.data!r}")
         counts = ("length", "batch_tokens", "per_device_batch_size", "log_steps", "eval_steps", "save_steps")
         for name in counts:
@@ -116,14 +119,16 @@ class RunSettings:
             raise ValueError(
                 f"tokens must fill a batch of {self.batch_tokens} tokens at least once, got {self.tokens}"
             )
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate:g}")
         if not 0 < self.min_learning_rate <= self.learning_rate:
             raise ValueError(
                 f"min_learning_rate must be in (0, learning_rate = {self.learning_rate:g}], "
                 f"got {self.min_learning_rate:g}"
             )
         for name in ("warmup_share", "decay_share", "weight_decay", "spectral_every", "workers"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         if self.warmup_share + self.decay_share > 1:
             raise ValueError(
                 "warmup_share and decay_share must not be more than 1 together, got "
@@ -227,6 +232,18 @@ class RunSettings:
             stages.append(Stage(**{**own, "until": self._share(entry.get("until"), number)}))
         return Curriculum(stages)
 
+    def _check_stream(self, data: Mapping[str, Any]) -> None:
+        for name in data:
+            check_known(name, STREAM, "data.")
+        if "dataset" not in data:
+            raise ValueError(f"data needs a folder, or a mapping with a dataset, got {dict(data)}")
+        share = data.get("validation_share", HoldOut().share)
+        if isinstance(share, bool) or not isinstance(share, (int, float)):
+            raise ValueError(f"data.validation_share must be a number, got {share!r}")
+        HoldOut(share)
+        if self.eval_rows is None:
+            raise ValueError("eval_rows must be a number where the data is a stream, got None")
+
     def _check_stages(self) -> None:
         curriculum, begin = self.curriculum(), 0
         for number, stage in enumerate([] if curriculum is None else curriculum.stages):
@@ -263,6 +280,11 @@ def _config(options: Tree) -> ImplicitConfig:
     except StrictDataclassError as error:  # no ValueError
         raise ValueError(" ".join(str(error).split())) from error
 
+
+STREAM = (
+    "dataset", "subset", "split", "validation_split", "validation_share", "files", "column", "tokenizer",
+)  # fmt: skip
+"""Fields of ``data`` where it is a dataset that streams."""
 
 RESUMES = {f.name for f in fields(RunSettings) if f.metadata["resumes"]}
 """Settings that a run may be resumed with when they differ."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from deqseq.convergence import check_count
 from deqseq.tasks.command_line import run
+from deqseq.tasks.runs import read_record
 from deqseq.tasks.state_tracking.algebra import algebra
 from deqseq.tasks.state_tracking.data import WordProblemDataset, algebra_of_csv, read_csv, write_csv
 from deqseq.tasks.state_tracking.demo import demo
@@ -86,7 +86,7 @@ def _train(prog: str, arguments: Sequence[str]) -> None:
     settings, rest = parser.parse_args_into_dataclasses(args=list(arguments))
     train(settings, rest.output, save_steps=rest.save_steps)
     output = Path(rest.output)
-    record = json.loads((output / "training.json").read_text())
+    record = read_record(output)
     plot_training(record["log"], output / "training.png")
     print(f"trained in {record['seconds']:.0f} s; model, log and figure in {output}")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from deqseq.tasks.runs import read_record
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, save, table
 from deqseq.tasks.state_tracking.plots import plot_by_position
 from deqseq.tasks.state_tracking.settings import TrainSettings
@@ -29,7 +29,7 @@ def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
             folder = output / f"{name}-seed{seed}"
             print(f"{name} Mamba2, {settings.group}, length {settings.length}, seed {seed}: {folder}")
             model = train(settings, folder)
-            trained = json.loads((folder / "training.json").read_text())["seconds"]
+            trained = read_record(folder)["seconds"]
             found = []
             for factor in (1, 4):
                 length = factor * settings.length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -123,8 +124,8 @@ class TrainSettings:
                 raise ValueError(f"{name} must be in [0, 1], got {value}")
         if self.rehearsal and not self.short_share:
             raise ValueError(f"rehearsal needs short sequences, a short_share above 0; got {self.rehearsal}")
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
         for name in ("weight_decay", "max_grad_norm", "seed"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")

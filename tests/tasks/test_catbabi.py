@@ -411,7 +411,8 @@ def test_errors_end_with_a_sentence_and_status_2(
     ("name", "value"),
     [
         ("mode", "mt"), ("backbone", "rnn"), ("steps", 0), ("cut", 0), ("tasks", [21]), ("headdim", 7),
-        ("label_smoothing", 1.0), ("unrolled_share", 2.0), ("learning_rate", 0.0), ("tolerance", 0.0),
+        ("label_smoothing", 1.0), ("unrolled_share", 2.0), ("learning_rate", 0.0),
+        ("learning_rate", float("inf")), ("tolerance", 0.0),
         ("phantom_damping", 1.2), ("damping", 0.0), ("eval_max_iter", 0),
         ("weight_decay", -1.0), ("max_grad_norm", -1.0),
     ],

@@ -351,6 +351,10 @@ def test_damage_is_named(tmp_path: Path, book: Path, tokenizer: Any) -> None:
         TokenFolder(folder.path)
     with pytest.raises(ValueError, match="no token shards"):
         TokenFolder(tmp_path)
+    whole = json.loads((folder.path / "manifest.json").read_text())
+    (folder.path / "manifest.json").write_text(json.dumps({**whole, "tokenizer": {}}))
+    with pytest.raises(ValueError, match="not a manifest"):
+        TokenFolder(folder.path)
     (folder.path / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="not a manifest"):
         TokenFolder(folder.path)

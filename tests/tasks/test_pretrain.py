@@ -60,6 +60,21 @@ def test_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "holds no run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [("settings.json", "[]", "must be a mapping"), ("training.json", '{"log', "cannot be read"),
+     ("training.json", "{}", "it has no log")],
+)  # fmt: skip
+def test_damaged_runs_are_named(
+    run: Path, tmp_path: Path, name: str, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in ("settings.json", "training.json"):
+        (tmp_path / file).write_text(text if file == name else (run / file).read_text())
+    assert main(["compare", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert str(tmp_path / name) in error and message in error
+
+
 # Run files
 
 
@@ -118,6 +133,13 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("length", "1")], "at least 2"),
         ([("learning_rate", "fast")], "learning_rate must be a number, got 'fast'"),
         ([("bf16", "1")], "bf16 must be true or false, got 1"),
+        ([("learning_rate", ".inf")], "learning_rate must be positive and finite, got inf"),
+        ([("weight_decay", ".inf")], "weight_decay must be finite and not negative, got inf"),
+        ([("data", "{name: x}")], r"did you mean data\.dataset"),
+        ([("data", "{files: [x]}")], "a mapping with a dataset"),
+        ([("data", "{dataset: x, validation_share: y}")], "validation_share must be a number, got 'y'"),
+        ([("data", "{dataset: x, validation_share: 1}")], r"must be in \[0, 1\), got 1"),
+        ([("data", "{dataset: x}"), ("eval_rows", "null")], "eval_rows must be a number"),
     ],
 )
 def test_wrong_fields_are_named(overrides: list[tuple[str, str]], message: str) -> None:
@@ -128,13 +150,26 @@ def test_wrong_fields_are_named(overrides: list[tuple[str, str]], message: str) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [("a: [", "no YAML"), ("- 1", "mapping of fields"), ("lr: 1", "unknown field lr"),
-     ("model: llama-130m", "no learning_rate")],
+     ("model: llama-130m", "no learning_rate"),
+     ("base: run.yaml", "must not be their own base: run.yaml -> run.yaml")],
 )  # fmt: skip
-def test_broken_run_files_are_named(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
+def test_broken_run_files_are_named(
+    tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
-        load_run(str(file))
+        load_run("run.yaml")
+
+
+def test_a_base_need_not_have_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("below.yaml").write_text("steps: 3\nlearning_rate: 1e-3")
+    Path("run.yaml").write_text("base: below.yaml\nmodel: {preset: mamba2-130m, window: 4}")
+    settings = load_run("run.yaml")
+    assert settings.steps == 3 and settings.config().window == 4
+    Path("run.yaml").write_text("base: below.yaml\nmodel: {window: 4}")
+    assert load_run("run.yaml").config().window == 4
 
 
 def test_rows_divide_among_processes_or_it_says_what_would() -> None:
@@ -483,6 +518,7 @@ def test_advice_is_given_once_and_only_where_it_is_due() -> None:
         (["llama-tiny", "stray"], "expected --field value, got 'stray'"),
         (["llama-tiny", "--data", "/nowhere"], "/nowhere"),
         (["llama-tiny", "--model.vocab_size", "x"], "vocab_size"),
+        (["llama-tiny", "--dry-run", "--processes", "0"], "processes must be a whole number >= 1, got 0"),
     ],
 )
 def test_user_errors_are_one_line(

@@ -116,7 +116,8 @@ def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> No
     ("name", "value"),
     [
         ("group", "B7"), ("length", 0), ("min_length", 9), ("unrolled_length", 1), ("steps", -1),
-        ("identity_probability", 1.5), ("learning_rate", 0.0), ("tolerance", 0.0), ("max_iter", 0),
+        ("identity_probability", 1.5), ("learning_rate", 0.0),
+        ("learning_rate", float("inf")), ("tolerance", 0.0), ("max_iter", 0),
         ("phantom_steps", 0), ("phantom_damping", 1.2), ("damping", 0.0), ("label_smoothing", 1.0),
         ("unrolled_share", 2.0), ("train_window", 0), ("headdim", 7), ("batch_size", 0), ("short_share", 0.2),
         ("short_identity_probability", -0.5), ("backbone", "lstm"), ("eval_max_iter", 0), ("rehearsal", 1.5),

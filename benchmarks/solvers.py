@@ -307,7 +307,7 @@ def plot_pareto(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         log_scale(axes.xaxis)
         axes.set_yscale("log")
         axes.set_xlabel("evaluations a token" if cost == "evaluations" else "seconds", fontsize=8)
-        axes.tick_params(labelsize=7)
+        axes.tick_params(which="both", labelsize=7)
         axes.grid(alpha=0.3)
         if i == 0:
             axes.set_title(case, fontsize=9)
@@ -320,6 +320,9 @@ def plot_pareto(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         Line2D([], [], color="grey", marker="osD^v<>P"[i % 8], ls="", label=f"window {window}")
         for i, window in enumerate(windows)
     ]
+    marks.append(
+        Line2D([], [], color="grey", marker="o", ls="", markerfacecolor="none", label="not all converged")
+    )
     figure.legend(handles=marks, loc="outside lower center", ncols=len(marks) // 2 + 1, fontsize=7)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -54,6 +54,7 @@ def known_rates(rates: list[list[float]]) -> Tensor:
 RATES = [[0.5, 0.1, 0.8, 0.3, 0.9, 0.2, 0.7], [0.2, 0.2, 0.2, 0.6, 0.1, 0.1, 0.1]]
 
 
+@pytest.mark.passes_of_a_cpu
 @pytest.mark.parametrize("damping", [1.0, 0.6])
 def test_iterations_are_those_of_the_slowest_token_so_far(rates: Backbone, damping: float) -> None:
     layer = ImplicitSequenceLayer(
@@ -69,6 +70,7 @@ def test_iterations_are_those_of_the_slowest_token_so_far(rates: Backbone, dampi
     assert (solution.residual <= 1e-3).all()
 
 
+@pytest.mark.passes_of_a_cpu
 def test_iterations_token_by_token_are_each_tokens_own(rates: Backbone) -> None:
     layer = ImplicitSequenceLayer(rates, convergence=Residual(rtol=1e-3, max_iter=200), window=1)
     with torch.no_grad():
@@ -78,6 +80,7 @@ def test_iterations_token_by_token_are_each_tokens_own(rates: Backbone) -> None:
     assert solution.nfe == max(map(sum, expected))
 
 
+@pytest.mark.passes_of_a_cpu
 def test_a_window_moves_on_as_its_first_tokens_settle(rates: Backbone) -> None:
     """Against a simulation of the rule: settled prefix leaves, as many enter."""
     width, rtol = 3, 1e-3
@@ -104,6 +107,7 @@ def test_a_window_moves_on_as_its_first_tokens_settle(rates: Backbone) -> None:
     assert solution.nfe == max(passes)
 
 
+@pytest.mark.passes_of_a_cpu
 @pytest.mark.parametrize("window", [None, 3, 1])
 @pytest.mark.parametrize("gradient", ["phantom", "implicit", {"name": "unrolled", "iterations": 5}])
 @pytest.mark.parametrize("backbone", BACKBONES)
@@ -213,6 +217,7 @@ def test_sequences_that_have_settled_leave_the_batch(
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), equal_nan=True)
 
 
+@pytest.mark.passes_of_a_cpu
 @pytest.mark.parametrize("check_every", [3, 50])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("solver", ["picard", "anderson", BestIterate("broyden")])

@@ -140,6 +140,7 @@ def test_window_of_the_call_overrides_the_layers(
             assert {shape[1] for shape in calls} == {width}
 
 
+@pytest.mark.passes_of_a_cpu
 @pytest.mark.parametrize("window", [5, 1])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_fixed_iterations_leave_together_in_a_window(

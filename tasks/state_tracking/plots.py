@@ -24,14 +24,15 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(3, 1, figsize=(8, 8), sharex=True, layout="constrained")
     top, middle, bottom = axes
-    for name, e in rows:
+    for i, (name, e) in enumerate(rows):
+        wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}  # lines that lie on each other show all the same
         position = range(1, e.length + 1)
         window = "" if e.iterations is None else f", window {e.window or 'all'}"
         label = f"{name}, length {e.length}{window}"
-        (line,) = top.plot(position, e.accuracy_by_position, label=label)
+        (line,) = top.plot(position, e.accuracy_by_position, label=label, **wide)
         if e.iterations_by_position is not None:
             middle.plot(position, e.iterations_by_position, color=line.get_color())
-            bottom.plot(position, e.converged_by_position, color=line.get_color())
+            bottom.plot(position, e.converged_by_position, color=line.get_color(), **wide)
     top.axhline(chance, color="grey", linestyle=":", label="chance")
     for axis in axes:
         axis.axvline(trained, color="grey", linestyle="--", label="longest in training")
@@ -40,7 +41,7 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
     middle.set(ylabel="iterations of the token")
     middle.set_ylim(bottom=0)
     bottom.set(ylabel="share converged", xlabel="position", ylim=(-0.02, 1.02))
-    top.legend(fontsize="small")
+    figure.legend(*top.get_legend_handles_labels(), fontsize="small", loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

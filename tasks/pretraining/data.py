@@ -159,7 +159,8 @@ def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
             "data.validation_split, or a larger data.validation_share"
         )
     encoder = Encoder(tokenizer)
-    content = [encoder.sha256(), hold_out.share, *stamps(name, files)]
+    reading = [name, given.get("subset"), split, other, column, hold_out.share]
+    content = [encoder.sha256(), *reading, *stamps(name, files)]
     return Data(
         Passes(rows(split, "train"), max(1, int(settings.passes))),
         validation,

@@ -43,6 +43,7 @@ class RunSettings:
         "folder made by deqseq.tasks.prepare; or {dataset: NAME, subset, split, validation_split, files, "
         "column, tokenizer}, a Hugging Face dataset to stream",
         None,
+        resumes=True,  # it may have moved; its fingerprint must not change
     )
     documents: str = _setting(
         "'joined': rows run on across documents; 'separate': documents see themselves only", "joined"

@@ -24,7 +24,6 @@ from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.train import arguments, make_trainer, pretrain
 from deqseq.tasks.pretraining.trainer import Diverged, PretrainTrainer, batch_of
 from deqseq.tasks.pretraining.watch import Advice, Flops
-from deqseq.tasks.runs import RunFolder
 
 SMALL = [
     ("model", "{vocab_size: 300, backbone: {name: llama, d_model: 16, n_layer: 1, n_head: 2}}"),
@@ -324,6 +323,8 @@ def test_streams_hold_out_what_they_do_not_train_on(
         {tuple(row["input_ids"].tolist()) for row in rows} for rows in (data.train, data.validation)
     )
     assert train and held_out and not train & held_out
+    share = streamed(tmp_path, token_folder, validation_split=split, validation_share=0.3)
+    assert open_data(small(share)).fingerprint != data.fingerprint
     (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text() + "\n")
     assert open_data(settings).fingerprint != data.fingerprint
 
@@ -397,18 +398,23 @@ def test_model_generates_and_is_evaluated(
 
 
 def test_finished_run_is_left_alone_and_other_settings_are_refused(
-    run: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = ("data", str(token_folder))
     monkeypatch.setattr(PretrainTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     assert pretrain(small(data), run, progress=False) == run / "model"
     assert pretrain(small(data, ("per_device_batch_size", "4")), run, progress=False)  # may change
+    moved = Path(shutil.copytree(token_folder, tmp_path / "moved"))
+    assert pretrain(small(("data", str(moved))), run, progress=False)
     with pytest.raises(
         ValueError, match=r"learning_rate: 0\.002 there, 0\.1 asked for; stages\.0\.until: 0\.8"
     ):
         pretrain(small(data, ("learning_rate", "0.1"), ("stages.0.until", "0.5")), run, progress=False)
+    manifest = json.loads((moved / "manifest.json").read_text())
+    manifest["shards"][0]["sha256"] = "another"
+    (moved / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="fingerprint"):
-        RunFolder(run, {**small(data).to_dict(), "fingerprint": "other"})
+        pretrain(small(("data", str(moved))), run, progress=False)
 
 
 def test_finished_run_without_its_model_says_so_and_makes_it_again(

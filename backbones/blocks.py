@@ -28,7 +28,7 @@ def add_norm(
     After that one nothing looks at the stream, and what stands in its place may be ``None``.
     """
     device = stream.device.type
-    cast = torch.is_autocast_enabled(device) and not last
+    cast = torch.is_autocast_enabled(device) and not last and stream.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if cast else stream.dtype
     if not torch.compiler.is_compiling() and kernels.implementation(stream) == "triton":
         from deqseq.backbones.kernels.norm import add_norm as fused
@@ -146,7 +146,9 @@ def projection(linear: nn.Linear) -> Tensor:
     """
     weight = plain_weight(linear)
     device = weight.device.type
-    return weight.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight
+    if not torch.is_autocast_enabled(device) or weight.dtype == torch.float64:  # which autocast leaves
+        return weight
+    return weight.to(torch.get_autocast_dtype(device))
 
 
 def check_sizes(**sizes: int) -> None:

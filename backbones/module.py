@@ -29,6 +29,8 @@ class ModuleBackbone(Backbone):
         self, module: nn.Module, injection: nn.Module | None = None, d_model: int | None = None
     ) -> None:
         super().__init__()
+        if not isinstance(injection, nn.Module | None):
+            raise ValueError(f"injection must be a module, or None for the identity, got {injection!r}")
         self.module = module
         self.injection = nn.Identity() if injection is None else injection
         self.d_model = d_model
@@ -39,14 +41,24 @@ class ModuleBackbone(Backbone):
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         inputs = z + context.tokens[0]
         if state is None:
-            return self.module(inputs), inputs
+            return self._called(inputs), inputs
         # Past and present inputs of every sequence, each behind its own past.
         past = state.layers[0][0].to(inputs.dtype)
         past = past if past.shape[1] else inputs.new_zeros(inputs.shape[0], 0, inputs.shape[2])
         line = F.pad(past, (0, 0, 0, inputs.shape[1]))
         index = state.seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
         line = line.scatter(1, index[..., None].expand_as(inputs), inputs)
-        return take_tokens(self.module(line), index), inputs
+        return take_tokens(self._called(line), index), inputs
+
+    def _called(self, inputs: Tensor) -> Tensor:
+        out = self.module(inputs)
+        if not isinstance(out, Tensor) or out.shape != inputs.shape:
+            found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"a module must return a tensor of its input's shape {tuple(inputs.shape)}, "
+                f"{type(self.module).__name__} returned {found}"
+            )
+        return out
 
     def initial_state(
         self,

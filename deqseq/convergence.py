@@ -77,10 +77,10 @@ class ConvergencePolicy(ABC):
         """
 
     def __and__(self, other: ConvergencePolicy) -> ConvergencePolicy:
-        return Both(self, other)
+        return Both(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
 
     def __or__(self, other: ConvergencePolicy) -> ConvergencePolicy:
-        return Either(self, other)
+        return Either(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
 
 
 def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from deqseq.convergence import ConvergencePolicy, FixedIterations, Residual, che
 from deqseq.loop import Map, Problem, iterate
 from deqseq.registry import Registry
 from deqseq.solution import Solution, Status
-from deqseq.solver import Solver, solvers
+from deqseq.solver import Progress, Solver, SolverState, solvers
 
 _UNSOLVED = 0.5
 """Share of tokens above which a backward system that did not converge is warned of."""
@@ -85,17 +85,52 @@ class Phantom(GradientStrategy):
 
     def solve(self, problem: Problem) -> Solution:
         found = search(problem)
+        start, solver, lost = found.z, self._picard(), _lost(found, problem.policy)
+        if lost is not None:
+            start, solver = _zeroed(start, lost), _Sparing(solver, lost)
         refined = iterate(
             _parallel(
                 problem,
-                found.z,
+                start,
                 map=checkpointed(problem.map) if self.checkpoint else problem.map,
-                solver=self._picard(),
+                solver=solver,
                 policy=FixedIterations(self.steps),
             )
         )
-        z = _first_order(refined.z, "Phantom")
-        return replace(found, z=z, nfe=found.nfe + refined.nfe)
+        z = refined.z if lost is None else torch.where(lost[..., None], found.z, refined.z)
+        return replace(found, z=_first_order(z, "Phantom"), nfe=found.nfe + refined.nfe)
+
+
+def _lost(found: Solution, policy: ConvergencePolicy) -> Tensor | None:
+    """(B, L) bool, tokens from the first that is not finite on; ``None`` if there are none.
+
+    They have no part in the steps with a graph: one NaN in a matrix product would reach the tokens before it
+    (0 * NaN is NaN), which the search has kept from it. Without a residual test it has not, and nobody looks.
+    """
+    if not policy.tests_residual:
+        return None
+    lost = (found.status == Status.NON_FINITE).cumsum(1) > 0
+    return lost if bool(lost.any()) else None
+
+
+def _zeroed(z: Tensor, tokens: Tensor) -> Tensor:
+    return z.where(~tokens[..., None], z.new_zeros(()))
+
+
+class _Sparing(Solver):
+    """Another solver's steps, which leave some tokens at zero."""
+
+    def __init__(self, inner: Solver, tokens: Tensor) -> None:
+        self._inner, self._tokens = inner, tokens
+
+    def init(self, z: Tensor) -> SolverState:
+        return self._inner.init(z)
+
+    def step(
+        self, z: Tensor, fz: Tensor, state: SolverState, progress: Progress
+    ) -> tuple[Tensor, SolverState]:
+        proposal, state = self._inner.step(z, fz, state, progress)
+        return _zeroed(proposal, self._tokens), state
 
 
 @dataclass(frozen=True)
@@ -159,12 +194,13 @@ class ImplicitDifferentiation(GradientStrategy):
 
     def solve(self, problem: Problem) -> Solution:
         found = search(problem)
-        guess = found.z.detach().requires_grad_()
+        lost = _lost(found, problem.policy)
+        guess = (found.z if lost is None else _zeroed(found.z, lost)).detach().requires_grad_()
         picard = solvers.create("picard")
         once = iterate(_parallel(problem, guess, solver=picard, policy=FixedIterations(1)))
         solution = replace(found, nfe=found.nfe + once.nfe)
         backward = Problem(
-            map=_Adjoint(once.z, guess),
+            map=_Adjoint(once.z, guess, _real(problem)),
             context=Context(),
             z0=guess.detach(),
             solver=self.solver or problem.solver,
@@ -173,8 +209,16 @@ class ImplicitDifferentiation(GradientStrategy):
             group=problem.group,
         )
         attached: Tensor = _ImplicitFunction.apply(once.z, backward, solution)  # type: ignore[no-untyped-call]
-        solution.z = attached
+        solution.z = attached if lost is None else torch.where(lost[..., None], found.z, attached)
         return solution
+
+
+def _real(problem: Problem) -> Tensor:
+    """(B, L) bool, tokens that are not padding."""
+    batch, length, _ = problem.z0.shape
+    if problem.lengths is None:
+        return torch.ones(batch, length, dtype=torch.bool, device=problem.z0.device)
+    return torch.arange(length, device=problem.z0.device) < problem.lengths[:, None]
 
 
 def _backward_policy(problem: Problem) -> ConvergencePolicy:
@@ -185,9 +229,10 @@ def _backward_policy(problem: Problem) -> ConvergencePolicy:
 class _Adjoint:
     """u -> v + (df/dz)^T u on the reversed sequence, which makes it causal. It needs no state."""
 
-    def __init__(self, fz: Tensor, z: Tensor) -> None:
+    def __init__(self, fz: Tensor, z: Tensor, real: Tensor) -> None:
         self.fz = fz
         self.z = z
+        self.real = real  # (B, L) bool, tokens that are not padding
         self.cotangent = torch.zeros_like(z)  # v, reversed
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
@@ -217,13 +262,23 @@ class _ImplicitFunction(torch.autograd.Function):
         assert isinstance(adjoint, _Adjoint)
         adjoint.cotangent = grad.flip(1)
         solved = search(replace(problem, z0=adjoint.cotangent))
+        z, residual, iterations, status = (
+            t.flip(1) for t in (solved.z, solved.residual, solved.iterations, solved.status)
+        )
+        padding = ~adjoint.real
         solution = ctx.solution()
         if solution is not None:
-            solution.adjoint = solved
-        given_up = (solved.status == Status.BUDGET_EXHAUSTED) | (solved.status == Status.NON_FINITE)
-        if given_up.float().mean().item() > _UNSOLVED:
+            solution.adjoint = Solution(
+                z,
+                residual.masked_fill(padding, 0),
+                iterations.masked_fill(padding, 0),
+                status.masked_fill(padding, int(Status.CONVERGED)),
+                solved.nfe,
+            )
+        given_up = ((status == Status.BUDGET_EXHAUSTED) | (status == Status.NON_FINITE)) & adjoint.real
+        if int(given_up.sum()) > _UNSOLVED * int(adjoint.real.sum()):
             warnings.warn(_ADVICE, RuntimeWarning, stacklevel=2)
-        return solved.z.flip(1), None, None
+        return z, None, None
 
 
 class _FirstOrder(torch.autograd.Function):

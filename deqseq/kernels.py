@@ -38,7 +38,7 @@ _PACKAGES = {
     "torch": (),
 }
 NAMES = tuple(_PACKAGES)
-_named: str | None = None
+_named: list[list[str | None]] = []  # the innermost block's last
 
 
 @functools.cache
@@ -60,19 +60,19 @@ def use(name: str | None) -> Iterator[None]:
     Raises:
         ValueError: no implementation of that name, or its packages do not import.
     """
-    global _named
     if name is not None:
         _check(name)
-    before, _named = _named, name
+    mine = [name]
+    _named.append(mine)
     try:
         yield
-    finally:
-        _named = before
+    finally:  # by identity: blocks of several threads may end in another order than they began
+        _named[:] = [other for other in _named if other is not mine]
 
 
 def chosen() -> str | None:
     """The implementation that :func:`use` or the environment names."""
-    return _named or os.environ.get("DEQSEQ_KERNELS") or None
+    return (_named[-1][0] if _named else None) or os.environ.get("DEQSEQ_KERNELS") or None
 
 
 def implementation(x: Tensor, products: bool = False) -> str:

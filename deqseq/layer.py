@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -89,7 +90,9 @@ class SequenceLayer(nn.Module):
         lengths = torch.minimum(lengths, sound)
         real = (place < lengths[:, None])[..., None]
         x = x.where(real, x.new_zeros(()))
-        z0 = None if z0 is None else z0.where(real, z0.new_zeros(()))
+        if z0 is not None:  # a guess that is not finite is none
+            z0 = z0.to(x.dtype)
+            z0 = z0.where(real & torch.isfinite(z0).all(-1, keepdim=True), z0.new_zeros(()))
         if position_ids is None:
             position_ids = place.expand(x.shape[:2])
             if state is not None:
@@ -169,6 +172,14 @@ class ImplicitSequenceLayer(SequenceLayer):
         self.group = group
         self._recordings = Recordings()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitSequenceLayer:
+        """A copy that belongs to the same process group, which cannot be copied."""
+        memo[id(self.group)] = self.group
+        copy = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copy
+        copy.__setstate__(deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        return copy
+
     def set_convergence(self, convergence: PolicySpec | tuple[PolicySpec, PolicySpec]) -> None:
         """Set the policy of both modes, or those of training and evaluation."""
         pair = convergence if isinstance(convergence, (tuple, list)) else (convergence, convergence)
@@ -200,7 +211,7 @@ class ImplicitSequenceLayer(SequenceLayer):
                 Where they start anew at 0 inside a row, another sequence begins: it is solved as one of
                 its own, and sees nothing of those before it in the row.
             state: backbone state before the first token; the output then has the one after the last.
-            z0: (B, L, D) initial guess, zero by default.
+            z0: (B, L, D) initial guess, zero by default, and where it is not finite.
             window: overrides the layer's window for this call.
 
         Raises:

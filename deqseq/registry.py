@@ -1,9 +1,9 @@
 """Names for interchangeable parts: solvers, gradient strategies, convergence policies, backbones.
 
 A part is given as an object, as a name (``"anderson"``), as a name with an argument
-(``"torchdeq:anderson"``), or as a mapping ``{"name": "anderson", "memory": 3}``. Names come from this
-package and from the entry points of any installed one, so a third party adds a part without touching
-this repository::
+(``"torchdeq:anderson"``, ``"picard:0.7"``), or as a mapping ``{"name": "anderson", "memory": 3}``.
+Names come from this package and from the entry points of any installed one, so a third party adds a part
+without touching this repository::
 
     [project.entry-points."deqseq.solvers"]
     mann = "my_package:Mann"
@@ -91,15 +91,15 @@ class Registry(Generic[Part]):
         """
         return option in inspect.signature(self.lookup(self._read(spec)[0])).parameters
 
-    def _read(self, spec: str | Mapping[str, Any]) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    def _read(self, spec: str | Mapping[str, Any]) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         """Name, positional arguments and options."""
         options = {"name": spec} if isinstance(spec, str) else dict(spec)
         if "name" not in options:
             raise ValueError(f"a {self.kind} given as a mapping needs a 'name'; got {options}")
         name, _, argument = str(options.pop("name")).partition(":")
-        return name, (argument,) if argument else (), options
+        return name, (_value(argument),) if argument else (), options
 
-    def _bound(self, name: str, arguments: tuple[str, ...], options: dict[str, Any]) -> type[Part]:
+    def _bound(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> type[Part]:
         factory = self.lookup(name)
         try:
             inspect.signature(factory).bind(*arguments, **options)
@@ -108,10 +108,20 @@ class Registry(Generic[Part]):
         return factory
 
     def _misfit(
-        self, name: str, arguments: tuple[str, ...], options: dict[str, Any], error: TypeError
+        self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], error: TypeError
     ) -> ValueError:
         given = [*map(repr, arguments), *(f"{key}={value!r}" for key, value in options.items())]
         return ValueError(
             f"{self.kind} {name!r} cannot be built from ({', '.join(given)}): {error}; "
             f"it takes {inspect.signature(self.lookup(name))}"
         )
+
+
+def _value(text: str) -> Any:
+    """The number that ``text`` is, or the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

@@ -40,11 +40,11 @@ def jacobian_penalty(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.use("torch"):
         z = z.detach().requires_grad_()
         fz = f(z)
-        total = fz.new_zeros(())
+        total = fz.new_zeros((), dtype=torch.promote_types(fz.dtype, torch.float32))  # float16 overflows
         for _ in range(samples):
             probe = torch.randn(fz.shape, generator=generator, device=fz.device, dtype=fz.dtype)
             (product,) = torch.autograd.grad(fz, z, probe, create_graph=True)
-            total = total + product.square().sum()
+            total = total + product.to(total.dtype).square().sum()
     return total / (samples * fz.numel())
 
 

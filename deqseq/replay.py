@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
@@ -106,7 +107,8 @@ class Fingerprint:
     """
 
     def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
+        self._layer: Callable[[], nn.Module | None] = lambda: None  # weak: it holds this
+        self._modules: list[nn.Module] = []  # below the layer
         self._subtrees: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []
@@ -115,16 +117,19 @@ class Fingerprint:
 
     def of(self, layer: nn.Module) -> Hashable:
         """Equal as long as nothing of ``layer`` is replaced."""
-        if self._modules[:1] != [layer] or self._ids() != self._children:
+        if self._layer() is not layer or self._ids() != self._children:
             self._walked = object()
-            self._modules = list(layer.modules())
-            self._subtrees = [m._modules for m in self._modules]
-            self._tensors = [d for m in self._modules for d in (m._parameters, m._buffers)]
-            self._hooks = [d for m in self._modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+            self._layer = weakref.ref(layer)
+            every = list(layer.modules())
+            self._modules = every[1:]
+            self._subtrees = [m._modules for m in every]
+            self._tensors = [d for m in every for d in (m._parameters, m._buffers)]
+            self._hooks = [d for m in every for d in (m._forward_hooks, m._forward_pre_hooks)]
             self._children = self._ids()
         memory = [0 if t is None else t.data_ptr() for t in _values(self._tensors)]
         hooked = object() if any(self._hooks) else None  # they want to be called: never the same again
-        return self._walked, tuple([m.training for m in self._modules]), tuple(memory), hooked
+        training = (layer.training, *[m.training for m in self._modules])
+        return self._walked, training, tuple(memory), hooked
 
     def _ids(self) -> list[int]:
         return list(map(id, _values(self._subtrees)))

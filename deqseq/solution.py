@@ -29,7 +29,7 @@ class Status(enum.IntEnum):
 
 _MESSAGES = {
     Status.RUNNING: "The token is still being iterated.",
-    Status.CONVERGED: "The residual of the token and of all tokens before it met the tolerance.",
+    Status.CONVERGED: "The residual of the token met the tolerance, when all tokens before it had settled.",
     Status.BUDGET_EXHAUSTED: (
         "The evaluation budget ended above the tolerance: raise max_iter, loosen the tolerance, use a "
         "smaller window, damp the solver, or train with more iterations or Jacobian regularisation."
@@ -55,7 +55,8 @@ class Solution:
             included.
         state: backbone state after the last token, detached; ``None`` unless the solve started from one.
         adjoint: the solution of the backward system, there after the backward pass of
-            :class:`~deqseq.gradients.ImplicitDifferentiation`.
+            :class:`~deqseq.gradients.ImplicitDifferentiation`. Where a call has padding or packed rows, every
+            sequence stands in a row of its own there, its tokens first, as it was solved.
     """
 
     z: Tensor

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deqseq import (
     Backbone,
@@ -20,6 +20,7 @@ from deqseq import (
     Solver,
     Unrolled,
 )
+from deqseq.backbones import ModuleBackbone
 from deqseq.solvers import Anderson, BestIterate, Broyden, Picard
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
@@ -67,6 +68,41 @@ def assert_blind_to_the_future(
             old, new = getattr(before.solution, name), getattr(after.solution, name)
             assert torch.equal(new[0, :t], old[0, :t]), f"{name} of tokens before {t}"
             assert torch.equal(new[1], old[1]), f"{name} of the other sequence"
+
+
+class Bursting(nn.Module):
+    """A causal map whose values at a token overflow as soon as its input is above 50."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, u: Tensor) -> Tensor:
+        weights = torch.ones(u.shape[1], u.shape[1]).tril() / u.shape[1]
+        return torch.tanh(self.linear(0.3 * (weights @ u))) + torch.where(u > 50, u * u * 1e38, 0.0)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("gradient", ["phantom", "implicit"])
+def test_a_future_that_overflows_in_training(gradient: str, window: int | None) -> None:
+    layer = ImplicitSequenceLayer(ModuleBackbone(Bursting()), gradient=gradient, window=window)
+    layer.set_convergence(Residual(rtol=1e-3, max_iter=50))
+    x = torch.randn(2, 6, 16)
+    bursts = x.clone()
+    bursts[0, 3, 0] = 100.0
+    found = []
+    for inputs in (x.requires_grad_(), bursts.requires_grad_()):
+        layer.zero_grad()
+        out = layer(inputs)
+        (out.z[0, :3].square().sum() + out.z[1].square().sum()).backward()
+        gradients = [inputs.grad[0, :3], inputs.grad[1], *(p.grad for p in layer.parameters())]
+        found.append((out.z, out.solution.status, gradients))
+    (z, _, expected), (burst, status, gradients) = found
+    assert torch.equal(burst[0, :3], z[0, :3]) and torch.equal(burst[1], z[1])
+    assert status[0].tolist()[:4] == [1, 1, 1, 3] and (status[1] == 1).all()
+    if gradient == "phantom":  # the derivative at the token is infinite too, and the backward system has it
+        for new, old in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(new, old)
 
 
 @pytest.mark.parametrize("window", WINDOWS)

@@ -107,6 +107,14 @@ def test_combinations() -> None:
     assert (loose & Residual(rtol=0.1, check_every=7) & Residual(rtol=0.1, check_every=5)).check_every == 5
 
 
+def test_policies_combine_with_policies_only() -> None:
+    for other in ("fixed", 3):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            Residual(rtol=0.1) & other  # type: ignore[operator]
+        with pytest.raises(TypeError, match="unsupported operand"):
+            Residual(rtol=0.1) | other  # type: ignore[operator]
+
+
 def test_at_least_and_at_most(rates: Backbone) -> None:
     x = torch.ones(1, 2, 2)
     x[0, :, 0] = torch.tensor([0.01, 0.9])

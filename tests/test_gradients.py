@@ -295,6 +295,20 @@ def test_adjoint_is_reported(make_layer: MakeLayer, backbone: str) -> None:
     assert (adjoint.status == Status.CONVERGED).all() and (adjoint.residual <= 1e-4).all()
 
 
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_adjoint_stands_where_its_tokens_do(make_layer: MakeLayer, backbone: str) -> None:
+    """A loss of the first three tokens has no cotangent behind them; padding takes no part."""
+    out = make_layer(backbone, gradient=ImplicitDifferentiation())(torch.randn(2, 6, D))
+    out.z[:, :3].square().sum().backward()
+    adjoint = out.solution.adjoint
+    assert (adjoint.z[:, 3:] == 0).all() and (adjoint.z[:, :3] != 0).any(-1).all()
+    few = ImplicitDifferentiation(convergence=Residual(rtol=1e-9, max_iter=1))
+    out = make_layer(backbone, gradient=few)(torch.randn(1, 8, D), torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0]]))
+    with pytest.warns(RuntimeWarning, match="did not converge"):
+        out.z.square().sum().backward()
+    assert out.solution.adjoint.summary()["share_converged"] == 0
+
+
 def test_backward_has_a_budget_of_its_own(make_layer: MakeLayer) -> None:
     """A search cut short does not cut the backward system short."""
     for policy in (FixedIterations(2), Residual(rtol=1e-3, max_iter=2)):

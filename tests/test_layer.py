@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -81,6 +83,53 @@ def test_wrong_arguments_of_a_call(make_layer: MakeLayer, change: dict[str, Any]
     for name in ("mamba2", "llama"):
         with pytest.raises(ValueError, match=said):
             make_layer(name)(**arguments)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("name", ["mamba2", "llama", "module"])
+def test_a_guess_may_be_anything(make_layer: MakeLayer, name: str, window: int | None) -> None:
+    layer = make_layer(name, window=window, convergence=Residual(rtol=1e-5, max_iter=100)).eval()
+    x, guess = torch.randn(2, 6, 16), torch.zeros(2, 6, 16)
+    guess[0, 4, 1], guess[1, 2] = torch.nan, torch.inf
+    with torch.no_grad():
+        expected = layer(x)
+        for given in (guess, guess.double(), guess.bfloat16()):
+            found = layer(x, z0=given)
+            assert torch.equal(found.z, expected.z) and (found.solution.status == Status.CONVERGED).all()
+
+
+def test_copies_share_the_process_group(make_layer: MakeLayer) -> None:
+    layer = make_layer("mamba2", gradient="implicit")
+    layer.group = group = threading.Lock()  # cannot be copied either
+    model = nn.Sequential(layer)
+    copy = deepcopy(model)[0]
+    assert copy.group is group and copy is not layer and copy.backbone is not layer.backbone
+    layer.group = copy.group = None
+    x = torch.randn(2, 6, 16)
+    assert torch.equal(copy(x).z, layer(x).z)
+
+
+@pytest.mark.parametrize("module", [nn.GRU(16, 16, batch_first=True), nn.Linear(16, 8)])
+def test_modules_return_the_shape_of_their_input(module: nn.Module) -> None:
+    with pytest.raises(ValueError, match=f"{type(module).__name__} returned"):
+        ImplicitSequenceLayer(ModuleBackbone(module))(torch.randn(2, 6, 16))
+
+
+def test_an_injection_is_a_module() -> None:
+    with pytest.raises(ValueError, match="injection must be a module, or None"):
+        ModuleBackbone(nn.Identity(), injection=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gradient", ["phantom", "implicit"])
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_autocast_leaves_float64(make_layer: MakeLayer, name: str, gradient: str) -> None:
+    layer = make_layer(name, gradient=gradient).double()
+    x = torch.randn(2, 6, 16, dtype=torch.float64)
+    expected = layer(x).z
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x).z
+    found.sum().backward()
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "llama", "module"])

@@ -56,6 +56,7 @@ def test_options_arrive() -> None:
     assert solvers.create("anderson") == Anderson()
     assert gradients.create({"name": "phantom", "steps": 2}) == Phantom(steps=2)
     assert policies.create({"name": "residual", "rtol": 0.1}) == Residual(rtol=0.1)
+    assert solvers.create("picard:0.5") == Picard(0.5) and gradients.create("unrolled:4") == Unrolled(4)
 
 
 def test_the_callers_mapping_is_left_alone() -> None:

@@ -59,6 +59,12 @@ def test_penalty_trains_the_weights(make_backbone: MakeBackbone, backbone: str) 
     assert (values[0] - values[1]) / 2e-5 == pytest.approx(float(norm), rel=1e-4)
 
 
+def test_penalty_in_half_precision_does_not_overflow() -> None:
+    z = torch.randn(8, 512, 64)
+    full, half = (jacobian_penalty(lambda z: 2 * z, z.to(t)) for t in (torch.float32, torch.float16))
+    torch.testing.assert_close(half, full, rtol=1e-2, atol=0)
+
+
 def test_penalty_takes_z_as_a_constant() -> None:
     z = torch.randn(1, 3, 4, requires_grad=True)
     weight = torch.tensor(2.0, requires_grad=True)

@@ -172,6 +172,9 @@ class ImplicitConfig(PreTrainedConfig):
         """
         ours = set(cls.__annotations__) & set(kwargs)
         settings = {**config_dict, **{name: kwargs.pop(name) for name in ours}}
+        follows = config_dict.get("eval_convergence") == config_dict.get("convergence")
+        if "convergence" in ours and "eval_convergence" not in ours and follows:
+            settings["eval_convergence"] = None  # as in training, as before
         extra = {name: settings.pop(name) for name in _unknown(settings)}
         made = super().from_dict(settings, **kwargs)
         config = made[0] if isinstance(made, tuple) else made

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from deqseq.backbones.mamba2 import at_least_float32
 from deqseq.causal_lm.configuration import ImplicitConfig
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
     """g and v with g v / ||v|| = ``weight``, by rows. A row of zeros has no direction: v is all ones."""
     rows = tuple(range(1, weight.dim()))
-    g = torch.linalg.vector_norm(weight, dim=rows, keepdim=True)
+    g = torch.linalg.vector_norm(at_least_float32(weight), dim=rows, keepdim=True)
     return g, torch.where(g > 0, weight, torch.ones_like(weight))
 
 
@@ -200,6 +201,8 @@ def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> Imp
         raise ValueError("to_implicit takes an explicit model (implicit=False); this one is implicit")
     ImplicitConfig(**overrides)  # refuses what is misspelt
     settings = model.config.to_dict() | dict(overrides)
+    if "convergence" in overrides:  # evaluation follows, as it does by default
+        settings["eval_convergence"] = overrides.get("eval_convergence")
     body = {k: v for k, v in settings["backbone"].items() if k != "injection"}
     settings |= {"backbone": {**body, "input_skip": True}, "implicit": True}
     converted: Any = type(model)(ImplicitConfig.from_dict(settings))

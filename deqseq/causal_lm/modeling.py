@@ -161,12 +161,19 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 the tokens nor the tokens with those before; a cache of another model; ``window`` or ``z0``
                 for an explicit model; what the layer refuses.
         """
+        if getattr(self, "_is_replica", False):
+            raise ValueError(
+                "nn.DataParallel cannot gather how tokens were solved: start one process a GPU (accelerate "
+                "launch, torchrun), or show one only (CUDA_VISIBLE_DEVICES=0)"
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
             if input_ids is None or input_ids.dim() != 2:
                 raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")  # type: ignore[union-attr]
             inputs_embeds = self.embed_tokens(input_ids)
+        if inputs_embeds.dim() != 3:
+            raise ValueError(f"inputs_embeds must be (B, L, D), got {tuple(inputs_embeds.shape)}")
         batch, length, _ = inputs_embeds.shape
         if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[0] == 1:
             position_ids = position_ids.expand(batch, -1)
@@ -407,7 +414,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         Matrix units take columns by 64, and many vocabularies (50,277) do not.
         """
         head = self.lm_head
-        if not hidden.is_cuda or type(head) is not nn.Linear or head._forward_hooks:
+        plain = type(head) is nn.Linear and head.bias is None
+        if not (hidden.is_cuda and plain) or head._forward_hooks or head._forward_pre_hooks:
             logits = head(hidden)
             return logits, logits
         padded = aligned_linear(hidden, head.weight, cut=False)

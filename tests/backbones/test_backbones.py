@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deqseq import Backbone, Context, ImplicitSequenceLayer, State
+from deqseq import Backbone, Context, ImplicitSequenceLayer, State, kernels
 from deqseq.backbone import backbones
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
 from deqseq.backbones.mamba2 import causal_conv
@@ -34,6 +34,20 @@ EXPLICIT = {
     "mamba2-explicit": ("mamba2", {"injection": False, "n_layer": 2}),
     "llama-explicit": ("llama", {"injection": False, "n_layer": 2}),
 }
+
+
+def test_choices_of_kernels_may_end_in_any_order() -> None:
+    """As those of two threads do."""
+    one, other = kernels.use("torch"), kernels.use("torch")
+    before = kernels.chosen()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert kernels.chosen() == "torch"
+    with kernels.use(None):
+        assert kernels.chosen() == before
+    other.__exit__(None, None, None)
+    assert kernels.chosen() == before
 
 
 def layers_close(actual: State, expected: State) -> None:

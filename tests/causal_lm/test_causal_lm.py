@@ -298,6 +298,27 @@ def test_left_padding_and_carried_state(make: Make, body: str, implicit: bool) -
     assert second.past_key_values.state.seen.tolist() == [11, 7]
 
 
+def test_an_output_layer_of_ones_own_keeps_its_bias(make: Make) -> None:
+    """Where a GPU would take the aligned product of its weight alone."""
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    model = make("llama")
+    head = model.lm_head
+    model.lm_head = torch.nn.Linear(head.in_features, head.out_features)
+    hidden = torch.randn(1, 3, head.in_features)
+    logits, _ = model._logits(hidden.as_subclass(OnGPU))
+    torch.testing.assert_close(logits.as_subclass(torch.Tensor), model.lm_head(hidden))
+
+
+def test_data_parallel_is_refused(make: Make) -> None:
+    model = make("llama")
+    model.model._is_replica = True  # as nn.DataParallel marks its copies
+    with pytest.raises(ValueError, match="one process a GPU"):
+        model(torch.zeros(1, 3, dtype=torch.int64))
+
+
 def test_embeddings_instead_of_ids(make: Make) -> None:
     model, tokens = make("mamba2"), ids()
     x = model.model.embed_tokens(tokens)
@@ -306,6 +327,8 @@ def test_embeddings_instead_of_ids(make: Make) -> None:
     for wrong in ({}, {"input_ids": tokens, "inputs_embeds": x}):
         with pytest.raises(ValueError, match="either"):
             model(**wrong)
+    with pytest.raises(ValueError, match=r"inputs_embeds must be \(B, L, D\)"):
+        model(inputs_embeds=x[0])
 
 
 def test_initialisation_follows_the_configuration() -> None:

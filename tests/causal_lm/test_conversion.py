@@ -126,6 +126,27 @@ def test_type_and_mode_are_kept() -> None:
         halved.to_implicit(foo=1)
 
 
+def test_weights_in_bfloat16_are_taken_as_they_are() -> None:
+    source = llama().bfloat16()
+    converted = ImplicitForCausalLM.from_explicit(source, dtype=torch.float32)
+    weight = converted.model.layer.backbone.layers[0].mixer.wq.weight
+    expected = source.model.layers[0].self_attn.q_proj.weight.float()
+    torch.testing.assert_close(weight, expected, rtol=1e-6, atol=0)
+
+
+def test_the_policy_of_evaluation_follows_that_of_training(tmp_path: Path) -> None:
+    explicit = ImplicitForCausalLM.from_explicit(llama())
+    policy, other = ({"name": "residual", "rtol": r, "max_iter": 99} for r in (1e-4, 1e-2))
+    implicit = explicit.to_implicit(convergence=policy)
+    assert implicit.model.layer.eval_convergence == implicit.model.layer.train_convergence
+    implicit.save_pretrained(tmp_path)
+    loaded = ImplicitForCausalLM.from_pretrained(tmp_path, convergence=other)
+    assert loaded.model.layer.eval_convergence == loaded.model.layer.train_convergence
+    assert loaded.config.convergence == other
+    both = explicit.to_implicit(convergence=policy, eval_convergence=other)
+    assert both.config.convergence == policy and both.config.eval_convergence == other
+
+
 def test_every_hidden_width_is_met() -> None:
     for hidden in range(1, 3000):
         assert 2 * swiglu_width(hidden) // 3 == hidden

@@ -200,7 +200,7 @@ class ImplicitDifferentiation(GradientStrategy):
         once = iterate(_parallel(problem, guess, solver=picard, policy=FixedIterations(1)))
         solution = replace(found, nfe=found.nfe + once.nfe)
         backward = Problem(
-            map=_Adjoint(once.z, guess, _real(problem)),
+            map=_Adjoint(once.z, guess, problem.valid),
             context=Context(),
             z0=guess.detach(),
             solver=self.solver or problem.solver,
@@ -213,14 +213,6 @@ class ImplicitDifferentiation(GradientStrategy):
         return solution
 
 
-def _real(problem: Problem) -> Tensor:
-    """(B, L) bool, tokens that are not padding."""
-    batch, length, _ = problem.z0.shape
-    if problem.lengths is None:
-        return torch.ones(batch, length, dtype=torch.bool, device=problem.z0.device)
-    return torch.arange(length, device=problem.z0.device) < problem.lengths[:, None]
-
-
 def _backward_policy(problem: Problem) -> ConvergencePolicy:
     rtol = max(1e-4, 8 * torch.finfo(problem.z0.dtype).eps)
     return Residual(rtol=rtol, max_iter=max(64, problem.policy.max_iter))
@@ -229,10 +221,10 @@ def _backward_policy(problem: Problem) -> ConvergencePolicy:
 class _Adjoint:
     """u -> v + (df/dz)^T u on the reversed sequence, which makes it causal. It needs no state."""
 
-    def __init__(self, fz: Tensor, z: Tensor, real: Tensor) -> None:
+    def __init__(self, fz: Tensor, z: Tensor, valid: Tensor) -> None:
         self.fz = fz
         self.z = z
-        self.real = real  # (B, L) bool, tokens that are not padding
+        self.valid = valid  # (B, L) bool, tokens that are not padding
         self.cotangent = torch.zeros_like(z)  # v, reversed
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
@@ -265,7 +257,7 @@ class _ImplicitFunction(torch.autograd.Function):
         z, residual, iterations, status = (
             t.flip(1) for t in (solved.z, solved.residual, solved.iterations, solved.status)
         )
-        padding = ~adjoint.real
+        padding = ~adjoint.valid
         solution = ctx.solution()
         if solution is not None:
             solution.adjoint = Solution(
@@ -275,8 +267,8 @@ class _ImplicitFunction(torch.autograd.Function):
                 status.masked_fill(padding, int(Status.CONVERGED)),
                 solved.nfe,
             )
-        given_up = ((status == Status.BUDGET_EXHAUSTED) | (status == Status.NON_FINITE)) & adjoint.real
-        if int(given_up.sum()) > _UNSOLVED * int(adjoint.real.sum()):
+        given_up = ((status == Status.BUDGET_EXHAUSTED) | (status == Status.NON_FINITE)) & adjoint.valid
+        if int(given_up.sum()) > _UNSOLVED * int(adjoint.valid.sum()):
             warnings.warn(_ADVICE, RuntimeWarning, stacklevel=2)
         return z, None, None
 

@@ -38,7 +38,7 @@ _PACKAGES = {
     "torch": (),
 }
 NAMES = tuple(_PACKAGES)
-_named: list[list[str | None]] = []  # the innermost block's last
+_named: dict[object, str | None] = {}  # by block, the innermost last
 
 
 @functools.cache
@@ -62,17 +62,17 @@ def use(name: str | None) -> Iterator[None]:
     """
     if name is not None:
         _check(name)
-    mine = [name]
-    _named.append(mine)
+    block = object()
+    _named[block] = name
     try:
         yield
-    finally:  # by identity: blocks of several threads may end in another order than they began
-        _named[:] = [other for other in _named if other is not mine]
+    finally:  # this one, not the last: those of several threads end in any order
+        del _named[block]
 
 
 def chosen() -> str | None:
     """The implementation that :func:`use` or the environment names."""
-    return (_named[-1][0] if _named else None) or os.environ.get("DEQSEQ_KERNELS") or None
+    return next(reversed(_named.values()), None) or os.environ.get("DEQSEQ_KERNELS") or None
 
 
 def implementation(x: Tensor, products: bool = False) -> str:

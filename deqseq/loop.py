@@ -78,6 +78,14 @@ class Problem:
     carry: bool = False
     group: dist.ProcessGroup | None = None
 
+    @property
+    def valid(self) -> Tensor:
+        """(B, L) bool, tokens that are not padding."""
+        batch, length, _ = self.z0.shape
+        if self.lengths is None:
+            return torch.ones(batch, length, dtype=torch.bool, device=self.z0.device)
+        return torch.arange(length, device=self.z0.device) < self.lengths[:, None]
+
 
 def iterate(problem: Problem) -> Solution:
     """Iterate to the fixed point of ``problem``.
@@ -184,7 +192,7 @@ class Together:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.z = problem.z0
-        self.valid = _valid(problem)
+        self.valid = problem.valid
         self.tokens = Tokens.enter(self.valid)
         self.memory = problem.solver.init(self.z)  # the solver's
         self.rows = torch.arange(self.z.shape[0], device=self.z.device)  # where they are in the whole batch
@@ -256,7 +264,7 @@ class Window:
         if problem.state is None or not problem.room:
             state = self.map.reserve(state, z0)
         self.state = state.copy()
-        self.valid = _valid(problem)
+        self.valid = problem.valid
         self.ends = self.valid.sum(1)
         self.start = torch.zeros_like(self.ends)
         self.offsets = torch.arange(width, device=z0.device)
@@ -348,15 +356,6 @@ class _Record:
     def read(self, length: int) -> tuple[Tensor, Tokens]:
         fields = {name: value[:, :length] for name, value in vars(self._tokens).items()}
         return self._z[:, :length], Tokens(**fields)
-
-
-def _valid(problem: Problem) -> Tensor:
-    """(B, L) bool, tokens that are not padding."""
-    batch, length, _ = problem.z0.shape
-    position = torch.arange(length, device=problem.z0.device)
-    if problem.lengths is None:
-        return torch.ones(batch, length, dtype=torch.bool, device=problem.z0.device)
-    return position < problem.lengths[:, None]
 
 
 def _held(hold: Tensor, z: Tensor, proposal: Tensor) -> Tensor:

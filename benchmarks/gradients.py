@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,24 +243,26 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     rows = [row for row in rows if "seconds" in row]
     if plt is None or not rows:
         return
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 5.5), sharey=True, layout="constrained")
     families = ("phantom", "unrolled", "implicit")
     for axis, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
         for i, family in enumerate(families):
             mine = [row for row in rows if row["gradient"].startswith(family)]
             errors = [max(1 - row["median in use"], 1e-9) for row in mine]
             axis.plot([row[cost] for row in mine], errors, "osD"[i], color=f"C{i}", label=family)
-            labels: list[list[Any]] = []  # x, y and the names of points that lie on each other
+            groups: list[list[tuple[float, float, str]]] = []  # x, y, name of points that lie on each other
             for row, error in zip(mine, errors, strict=True):
-                x, name = row[cost], row["gradient"].partition("-")[2]
-                near = (g for g in labels if max(x / g[0], g[0] / x) < 1.15 and 0.6 < error / g[1] < 1.7)
-                if (group := next(near, None)) is None:
-                    labels.append([x, error, name])
+                x, point = row[cost], (row[cost], error, row["gradient"].partition("-")[2])
+                for group in groups:
+                    at, y, _ = group[0]
+                    if max(x / at, at / x) < 1.4 and 0.6 < error / y < 1.7:
+                        group.append(point)
+                        break
                 else:
-                    group.append(name)
-            for x, y, *names in labels:
-                text = "\n".join(names)
-                axis.annotate(text, (x, y), (5, 0), textcoords="offset points", fontsize=6, va="center")
+                    groups.append([point])
+            for xs, ys, names in (zip(*group, strict=True) for group in groups):
+                at, text = (max(xs), statistics.geometric_mean(ys)), "\n".join(names)
+                axis.annotate(text, at, (5, 0), textcoords="offset points", fontsize=6, va="center")
         log_scale(axis.xaxis)
         axis.set(xlabel=cost, yscale="log")
         axis.margins(x=0.1)

@@ -75,20 +75,23 @@ class TorchDEQ(Solver):
     ) -> tuple[Tensor, SolverState]:
         if fz.requires_grad:
             raise ValueError(f"{self} cannot be unrolled with a graph: use Picard or Anderson")
+        # torchdeq knows no padding: what never takes part is answered as solved, and weighs nothing.
+        fz = torch.where((progress.iterations == 0)[..., None], z, fz)
+        wide = torch.promote_types(z.dtype, torch.float32)  # of its systems
         if state is None:
             # A thread starts on the default stream; the solver must queue its work where f does.
             stream = torch.cuda.current_stream(z.device) if z.is_cuda else None
 
             def solve(f: Callable[[Tensor], Tensor]) -> None:
                 with torch.cuda.stream(stream):
-                    self._solve(f, z, _NEVER, 0.0, **self.options)
+                    self._solve(f, z.to(wide), _NEVER, 0.0, **self.options)
 
             state = _Conversation(solve)
-        proposal = state.reply(fz)
+        proposal = state.reply(fz.to(wide))
         if proposal is None:
             return fz, state
         # torchdeq's Broyden divides by quantities that vanish at convergence.
-        proposal = proposal.view_as(z)
+        proposal = proposal.view_as(z).to(z.dtype)
         return torch.where(torch.isfinite(proposal).all(-1, keepdim=True), proposal, fz), state
 
 

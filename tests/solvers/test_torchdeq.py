@@ -114,3 +114,24 @@ def test_wrong_names_and_options() -> None:
     for owned in ("tol", "max_iter"):
         with pytest.raises(ValueError, match=owned):
             TorchDEQ("anderson", **{owned: 1})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_weighs_nothing(make_layer: MakeLayer, method: str) -> None:
+    layer = make_layer("mamba2", solver=f"torchdeq:{method}", convergence=FixedIterations(5)).eval()
+    x, z0 = torch.randn(2, 1, 9, 16)
+    padded, guess = torch.randn(2, 1, 30, 16)
+    padded[:, :9], guess[:, :9] = x, z0
+    mask = (torch.arange(30) < 9).long()[None]
+    with torch.no_grad():
+        expected = layer(x, z0=z0).z
+        torch.testing.assert_close(layer(padded, mask, z0=guess).z[:, :9], expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16(make_layer: MakeLayer, method: str) -> None:
+    policy = Residual(rtol=0.02, max_iter=50)
+    layer = make_layer("mamba2", solver=f"torchdeq:{method}", convergence=policy).bfloat16().eval()
+    with torch.no_grad():
+        out = layer(torch.randn(2, 9, 16, dtype=torch.bfloat16))
+    assert (out.solution.status == Status.CONVERGED).all()

@@ -79,7 +79,6 @@ class PretrainTrainer(CurriculumTrainer):
         self.add_callback(_Steps())
         if curriculum is not None:
             self.add_callback(_Stages(self, curriculum))
-        self._lines = 0
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, tokens that are not finite
         self._last: tuple[Tensor, Tensor] | None = None  # ids and z of a row
         if self.is_fsdp_enabled:
@@ -164,8 +163,8 @@ class PretrainTrainer(CurriculumTrainer):
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
             if self.args.device.type == "cuda":
                 logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            self._lines += 1
-            if self.spectral_every and self._lines % self.spectral_every == 0:
+            line = self.state.global_step // self.args.logging_steps  # of the log, also after resuming
+            if line and self.spectral_every and line % self.spectral_every == 0:
                 logs |= self._radius()
             if self.layer is not None:
                 policy = self.layer.train_convergence

@@ -338,21 +338,26 @@ def test_streamed_datasets_train(tmp_path: Path, token_folder: Path) -> None:
 
 
 def test_stream_that_ends_says_so(tmp_path: Path, token_folder: Path) -> None:
-    """And resumes to the bit in a second pass."""
+    """And resumes to the bit in a second pass, with all lines of the log."""
     data = streamed(tmp_path, token_folder, documents=20)
     rows = sum(1 for _ in open_data(small(data, ("passes", "1"))).train)
     steps = ("steps", str(rows // 4 + 3))
     with pytest.raises(ValueError, match=rf"ended after {rows // 4} of {rows // 4 + 3} steps"):
         pretrain(small(data, steps, ("passes", "1"), ("save_steps", "1000")), tmp_path / "a", progress=False)
-    whole = small(data, steps, ("passes", "2"), ("save_steps", str(rows // 4 + 1)))
+    often = ("save_steps", str(rows // 4 + 1)), ("spectral_every", str(rows // 4 + 2))
+    whole = small(data, steps, ("passes", "2"), ("log_steps", "1"), *often)
     pretrain(whole, tmp_path / "whole", progress=False)
-    (tmp_path / "whole" / "training.json").unlink()
+    record = tmp_path / "whole" / "training.json"
+    log = [sorted(line) for line in json.loads(record.read_text())["log"]]
+    record.unlink()
     before = Path(shutil.move(tmp_path / "whole" / "model", tmp_path / "model"))
     for late in sorted((tmp_path / "whole").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))[1:]:
         shutil.rmtree(late)
     pretrain(whole, tmp_path / "whole", progress=False)
     after = tmp_path / "whole" / "model" / "model.safetensors"
     assert (before / "model.safetensors").read_bytes() == after.read_bytes()
+    assert [sorted(line) for line in json.loads(record.read_text())["log"]] == log
+    assert sum("spectral_radius" in line for line in log) == 1
 
 
 # Training

@@ -43,18 +43,20 @@ class SequenceLayer(nn.Module):
     """What implicit and explicit layers share: a backbone, and inputs without padding.
 
     Attributes:
-        checkpoint: recompute every evaluation that carries a graph in the backward pass, instead of
-            storing its activations; whatever the gradient strategy.
+        gradient_checkpointing: recompute every evaluation that carries a graph in the backward pass, instead
+            of storing its activations; whatever the gradient strategy. transformers'
+            ``gradient_checkpointing_enable`` sets it by this name.
     """
 
     def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
         super().__init__()
         self.backbone = backbones.create(backbone)
-        self.checkpoint = False
+        self.gradient_checkpointing = False
 
     @property
     def _map(self) -> Map:
-        return checkpointed(self.backbone) if self.checkpoint else self.backbone
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
+        return checkpointed(self.backbone) if recompute else self.backbone
 
     def _inputs(
         self,

@@ -113,7 +113,6 @@ class ImplicitModel(ImplicitPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layer: ImplicitSequenceLayer | ExplicitSequenceLayer
-        self.gradient_checkpointing = False
         assert config.backbone is not None
         if config.implicit:
             assert config.convergence is not None and config.eval_convergence is not None
@@ -188,7 +187,6 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 batch, device=inputs_embeds.device, dtype=inputs_embeds.dtype
             )
             state = content.continued(fresh)
-        self.layer.checkpoint = self.gradient_checkpointing and self.training
         options: dict[str, Any] = {}
         if isinstance(self.layer, ImplicitSequenceLayer):
             if z0 is None and content is not None and self.config.initial_guess == "previous":

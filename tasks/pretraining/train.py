@@ -121,7 +121,7 @@ def make_trainer(
 ) -> PretrainTrainer:
     """The trainer of a run, ready to train."""
     model = make_model(settings, data, checkpoint)
-    model.model.gradient_checkpointing = settings.recompute
+    model.model.layer.gradient_checkpointing = settings.recompute
     if settings.compile and args.device.type != "cpu":
         compile_blocks(model, settings.activation_budget)
     rows = args.gradient_accumulation_steps * settings.per_device_batch_size

@@ -85,6 +85,9 @@ def test_gradient_checkpointing_changes_memory_not_gradients(make: Make, body: s
         torch.testing.assert_close(plain, recomputed)
     already = isinstance(gradient, dict)
     assert (found[1][1] == found[0][1]) if already else (found[1][1] > found[0][1])
+    assert model.is_gradient_checkpointing and model.model.layer.gradient_checkpointing
+    model.gradient_checkpointing_disable()
+    assert not model.model.layer.gradient_checkpointing
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ class Residual(ConvergencePolicy):
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
+            if isinstance(value, bool) or not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
         if self.rtol == 0 and self.atol == 0:
             raise ValueError("Residual needs a tolerance: rtol > 0 or atol > 0, got 0 for both")
@@ -291,7 +291,7 @@ class Either(_Combined):
         return Judgement(first.residual, converged, first.stops | second.stops)
 
 
-def check_count(name: str, value: int) -> None:
+def check_count(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")

@@ -187,8 +187,10 @@ class ImplicitSequenceLayer(SequenceLayer):
         pair = convergence if isinstance(convergence, (tuple, list)) else (convergence, convergence)
         if len(pair) != 2:
             raise ValueError(f"convergence takes one policy or two, got {len(pair)}")
-        self.train_convergence = policies.create(pair[0])
-        self.eval_convergence = policies.create(pair[1])
+        train, evaluation = map(policies.create, pair)
+        for policy in (train, evaluation):
+            check_count(f"max_iter of {policy}", getattr(policy, "max_iter", None))
+        self.train_convergence, self.eval_convergence = train, evaluation
 
     @property
     def convergence(self) -> ConvergencePolicy:
@@ -373,5 +375,5 @@ def _check_x(x: Tensor, d_model: int | None) -> None:
 
 def _checked_window(window: int | str | None) -> int | None:
     if window is not None:
-        check_count("window", window)  # type: ignore[arg-type]
+        check_count("window", window)
     return window  # type: ignore[return-value]

@@ -7,6 +7,8 @@ without touching this repository::
 
     [project.entry-points."deqseq.solvers"]
     mann = "my_package:Mann"
+
+Our own names come first: another package's part needs a name of its own.
 """
 
 from __future__ import annotations
@@ -48,17 +50,26 @@ class Registry(Generic[Part]):
         """The class registered under ``name``.
 
         Raises:
-            ValueError: no part of that name; the message lists the known ones.
+            ValueError: no part of that name, and the message lists the known ones; several packages that
+                announce one; or one that announces what cannot be imported.
         """
         if name in self._builtin:
             module, _, attribute = self._builtin[name].partition(":")
             found: type[Part] = getattr(import_module(module), attribute)
             return found
         points: tuple[EntryPoint, ...] = tuple(entry_points(group=self.group, name=name))
-        if points:
+        if not points:
+            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+        announced = ", ".join(f"{point.value} by {point.dist and point.dist.name}" for point in points)
+        if len(points) > 1:
+            raise ValueError(f"{self.kind} {name!r} is announced more than once: as {announced}")
+        try:
             loaded: type[Part] = points[0].load()
-            return loaded
-        raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+        except (ImportError, AttributeError) as error:
+            raise ValueError(
+                f"{self.kind} {name!r}, announced as {announced}, cannot be imported: {error}"
+            ) from error
+        return loaded
 
     def create(self, spec: Part | str | Mapping[str, Any]) -> Part:
         """Build a part from ``spec``; a part itself passes through.

@@ -178,6 +178,7 @@ def test_quantile_counts_all_tokens_of_the_sequence(rates: Backbone) -> None:
         (lambda: Residual(atol=-1), "-1"),
         (lambda: Residual(rtol=float("nan")), "nan"),
         (lambda: Residual(rtol=float("inf")), "inf"),
+        (lambda: Residual(rtol=True), "True"),
         (lambda: Residual(rtol=0.1, max_iter=0), "0"),
         (lambda: Residual(rtol=0.1, max_iter=-3), "-3"),
         (lambda: Residual(rtol=0.1, max_iter=2.5), r"2\.5"),

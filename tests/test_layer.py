@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deqseq import (
     Backbone,
+    ConvergencePolicy,
     ExplicitSequenceLayer,
     FixedIterations,
     ImplicitSequenceLayer,
@@ -21,6 +22,7 @@ from deqseq import (
     Status,
 )
 from deqseq.backbones import Mamba2Backbone, ModuleBackbone
+from deqseq.convergence import Judgement
 from deqseq.solvers import Anderson, BestIterate
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
@@ -41,6 +43,16 @@ def test_defaults_are_the_documented_ones(make_backbone: MakeBackbone) -> None:
     layer = ImplicitSequenceLayer(make_backbone("mamba2"))
     assert layer.convergence == Residual(rtol=0.05, max_iter=32)
     assert layer.window is None and layer.causal and layer.gradient == Phantom()
+
+
+class Endless(ConvergencePolicy):
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        raise AssertionError("no evaluation is made")
+
+
+def test_a_policy_without_a_budget_is_refused_at_once(make_backbone: MakeBackbone) -> None:
+    with pytest.raises(ValueError, match=r"max_iter of .*Endless.* must be a whole number"):
+        ImplicitSequenceLayer(make_backbone("mamba2"), convergence=(Endless(), Residual(rtol=0.1)))
 
 
 def test_training_and_evaluation_have_their_own_policy(make_layer: MakeLayer) -> None:

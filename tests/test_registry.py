@@ -109,7 +109,9 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     info = tmp_path / "mann_solver-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mann-solver\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[deqseq.solvers]\nmann = mann_solver:Mann\n")
+    (info / "entry_points.txt").write_text(
+        "[deqseq.solvers]\nmann = mann_solver:Mann\nhalf = mann_solver:Half\ngone = no_such_module:Gone\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
     sys.modules.pop("mann_solver", None)
@@ -138,3 +140,20 @@ def test_a_solver_of_another_package(
 
 def test_it_is_unknown_where_it_is_not_installed() -> None:
     assert "mann" not in solvers.names()
+
+
+@pytest.mark.usefixtures("third_party")
+@pytest.mark.parametrize(("name", "value"), [("half", "mann_solver:Half"), ("gone", "no_such_module:Gone")])
+def test_what_another_package_announces_and_has_not(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"solver '{name}', announced as {value} by mann-solver, cannot"):
+        solvers.create(name)
+
+
+@pytest.mark.usefixtures("third_party")
+def test_a_name_that_two_packages_announce(tmp_path: Path) -> None:
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[deqseq.solvers]\nmann = other:Mann\n")
+    with pytest.raises(ValueError, match=r"'mann' is announced more than once: as .*other"):
+        solvers.create("mann")

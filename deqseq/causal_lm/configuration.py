@@ -1,6 +1,7 @@
 """The configuration of implicit and explicit causal language models."""
 
 import logging
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
@@ -121,14 +122,20 @@ class ImplicitConfig(PreTrainedConfig):
             _check_part(name, getattr(self, name))
         if isinstance(self.backbone, str):
             self.backbone = {"name": self.backbone}
-        self.backbone = dict(self.backbone or _default_backbone())
-        self.convergence = self.convergence or _default_policy()
-        self.eval_convergence = deepcopy(self.eval_convergence or self.convergence)
+        self.backbone = dict(_default_backbone() if self.backbone is None else self.backbone)
+        if self.convergence is None:
+            self.convergence = _default_policy()
+        own = self.eval_convergence is not None
+        self.eval_convergence = deepcopy(self.eval_convergence if own else self.convergence)
         if not isinstance(self.backbone.get("d_model"), int):
             raise ValueError(f"backbone needs a d_model, got {self.backbone}")
         check_count("vocab_size", self.vocab_size)
         if self.initial_guess not in ("zero", "previous"):
             raise ValueError(f"initial_guess must be 'zero' or 'previous', got {self.initial_guess!r}")
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(
+                f"initializer_range must be finite and not negative, got {self.initializer_range}"
+            )
         if self.window is not None:
             check_count("window", self.window)
         # Looked at here, so that a wrong option is reported where it was written.

@@ -69,6 +69,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     config: ImplicitConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    # Not over devices: weights are read without calling the modules that hold them, in every iteration.
+    _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers' form
 
     def _init_weights(self, module: nn.Module) -> None:
         # Backbones initialise themselves as they are built; the embeddings are ours.
@@ -81,7 +83,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: weights are missing, superfluous or of another shape: what is missing could only
-                be random.
+                be random; or ``device_map`` leaves weights of the layer off the devices.
         """
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("key_mapping", reference.KEYS)
@@ -101,6 +103,13 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         if problems:
             found = "; ".join(f"{what}: {', '.join(keys[:5])}" for what, keys in problems.items())
             raise ValueError(f"the checkpoint does not fit its configuration; weights {found}")
+        places = getattr(model, "hf_device_map", {})
+        layer: nn.Module = getattr(model, cls.base_model_prefix, model).layer
+        if {"cpu", "disk"} & set(places.values()) and any(p.is_meta for p in layer.parameters()):
+            raise ValueError(
+                "the layer must be on one device, as every iteration reads all its weights, and none "
+                f"has room for it (max_memory): device_map came to {places}"
+            )
         return (model, info) if with_info else model
 
 
@@ -427,6 +436,11 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             raise ValueError(
                 "these models have one kind of cache: leave cache_implementation unset, got "
                 f"{generation_config.cache_implementation!r}"
+            )
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                "these models have no early exit: leave assistant_early_exit unset, got "
+                f"{generation_config.assistant_early_exit!r}"
             )
         if model_kwargs.get("past_key_values") is not None:
             super()._prepare_cache_for_generation(  # type: ignore[misc]

@@ -80,6 +80,9 @@ def test_the_configuration_reaches_the_layer(make: Make) -> None:
         ({"gradient": {"name": "phantom", "steps": 0}}, "0"),
         ({"convergence": {"name": "residual", "rtol": -1.0}}, "-1"),
         ({"eval_convergence": "never"}, "never"),
+        ({"convergence": ""}, "unknown convergence policy ''"),
+        ({"initializer_range": -1.0}, r"initializer_range .* -1\.0"),
+        ({"initializer_range": float("nan")}, "initializer_range .* nan"),
         ({"window": 0}, "0"),
         ({"vocab_size": 0}, "0"),
         ({"backbone": {"name": "transformer", "d_model": 16}}, "transformer"),
@@ -166,6 +169,25 @@ def test_save_and_load(make: Make, tmp_path: Path, body: str, implicit: bool, ti
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     for (name, a), (_, b) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_one_device_holds_the_layer(make: Make, tmp_path: Path, body: str, implicit: bool) -> None:
+    """accelerate puts on the disk what does not fit; it may be the embeddings, not a part of the layer."""
+    model = make(body, implicit, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    place = {"offload_folder": tmp_path / "disk"}
+    parts = {"model.embed_tokens": "disk", "model.layer": "cpu", "lm_head": "disk"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=parts, **place)
+    tokens = ids()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    too_little = {"cpu": sum(p.nbytes for p in model.parameters()) // 2}
+    for device_map in ("auto", {**parts, "model.layer": "disk"}):
+        with pytest.raises(ValueError, match=r"layer must be on one device.*disk"):
+            AutoModelForCausalLM.from_pretrained(
+                tmp_path, device_map=device_map, max_memory=too_little, **place
+            )
 
 
 def test_the_body_alone(make: Make, tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ class LlamaBackbone(Backbone):
         if kernels.implementation(state.layers[0][0]) == "triton":
             from deqseq.backbones.kernels.advance import append_, fits
 
-            if fits(state.layers[0][0], trace[0][0].shape[2]):
+            if fits(trace[0][0].shape[2]):
                 for (keys, values), (k, v) in zip(state.layers, trace, strict=True):
                     append_(keys, values, k, v, state.seen, count)
                 return State(state.seen + count, state.layers)

@@ -373,7 +373,7 @@ class Mamba2Backbone(Backbone):
         if kernels.implementation(state.layers[0][1]) == "triton":
             from deqseq.backbones.kernels.advance import fits, recurrent_
 
-            if fits(state.layers[0][1], trace[0].x.shape[1]):
+            if fits(trace[0].x.shape[1]):
                 for (tail, ssm), left in zip(state.layers, trace, strict=True):
                     recurrent_(tail, ssm, left, count)
                 return State(state.seen + count, state.layers)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
+from deqseq.backbones.blocks import check_sizes
 
 
 class ModuleBackbone(Backbone):
@@ -76,6 +77,15 @@ class ModuleBackbone(Backbone):
         past = state.layers[0][0]
         room = z.new_zeros(z.shape)
         return State(state.seen, ((torch.cat([past, room], 1) if past.shape[1] else room,),))
+
+    def keep_last(self, state: State, tokens: int) -> State:
+        check_sizes(tokens=tokens)
+        (past,) = state.layers[0]
+        if not past.shape[1]:
+            return state
+        gone = (state.seen - tokens).clamp_min(0)
+        kept = gone[:, None] + torch.arange(min(tokens, past.shape[1]), device=gone.device)
+        return State(state.seen - gone, ((take_tokens(past, kept.clamp_max(past.shape[1] - 1)),),))
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         (past,) = state.layers[0]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -297,7 +298,14 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
 
 
-policies: Registry[ConvergencePolicy] = Registry(
+class _Policies(Registry[ConvergencePolicy]):
+    def create(self, spec: ConvergencePolicy | str | Mapping[str, Any]) -> ConvergencePolicy:
+        policy = super().create(spec)
+        check_count(f"max_iter of {policy}", getattr(policy, "max_iter", None))
+        return policy
+
+
+policies: Registry[ConvergencePolicy] = _Policies(
     "convergence policy",
     "deqseq.policies",
     {

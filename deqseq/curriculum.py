@@ -7,7 +7,7 @@ it in its checkpoints.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deqseq.convergence import check_count, policies
@@ -22,9 +22,10 @@ class Stage:
     Attributes:
         until: share of the steps after which it ends, in (0, 1].
         gradient: gradient strategy, as a name or mapping.
-        convergence: policy of the search, as a name or mapping; ``None`` where nothing is searched.
+        convergence: policy of the search, as a name or mapping; ``None``: that of the stage before, in the
+            first one the layer's.
         window: tokens searched at a time; all by default.
-        eval_convergence: policy in evaluation; ``None`` leaves the layer's.
+        eval_convergence: policy in evaluation; ``None`` as for ``convergence``.
     """
 
     until: float
@@ -52,7 +53,14 @@ class Curriculum:
                     policies.create(policy)
             if stage.window is not None:
                 check_count("window", stage.window)
-        self.stages = list(stages)
+        self.stages: list[Stage] = []
+        held: dict[str, Any] = {"convergence": None, "eval_convergence": None}
+        for stage in stages:  # what holds in one must not depend on which were applied before
+            held = {
+                name: policy if (own := getattr(stage, name)) is None else own
+                for name, policy in held.items()
+            }
+            self.stages.append(replace(stage, **held))
 
     def at(self, step: int, steps: int) -> Stage:
         """The stage of step number ``step``, from 0, out of ``steps``."""
@@ -68,10 +76,12 @@ class Curriculum:
         """Set the layer up for ``stage``; the window is the layer's."""
         layer.gradient = gradients.create(stage.gradient)
         layer.window = stage.window
-        if stage.convergence is not None:
-            layer.train_convergence = policies.create(stage.convergence)
-        if stage.eval_convergence is not None:
-            layer.eval_convergence = policies.create(stage.eval_convergence)
+        layer.set_convergence(
+            (
+                layer.train_convergence if stage.convergence is None else stage.convergence,
+                layer.eval_convergence if stage.eval_convergence is None else stage.eval_convergence,
+            )
+        )
 
     def to_list(self) -> list[dict[str, Any]]:
         """The stages as plain data, for checkpoints and configurations."""

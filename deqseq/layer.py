@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from functools import partial, wraps
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from deqseq.replay import Recordings
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 PolicySpec = ConvergencePolicy | str | Mapping[str, Any]
 
 
@@ -37,6 +38,17 @@ class LayerOutput:
     z: Tensor
     state: State | None = None
     solution: Solution | None = None
+
+
+def _on_its_device(forward: Forward) -> Forward:
+    """Kernels and CUDA graphs go to the current device, which must be the input's."""
+
+    @wraps(forward)
+    def on_device(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
+        with torch.cuda.device_of(x):  # nothing for a CPU's
+            return forward(self, x, *args, **options)
+
+    return cast(Forward, on_device)
 
 
 class SequenceLayer(nn.Module):
@@ -187,16 +199,14 @@ class ImplicitSequenceLayer(SequenceLayer):
         pair = convergence if isinstance(convergence, (tuple, list)) else (convergence, convergence)
         if len(pair) != 2:
             raise ValueError(f"convergence takes one policy or two, got {len(pair)}")
-        train, evaluation = map(policies.create, pair)
-        for policy in (train, evaluation):
-            check_count(f"max_iter of {policy}", getattr(policy, "max_iter", None))
-        self.train_convergence, self.eval_convergence = train, evaluation
+        self.train_convergence, self.eval_convergence = map(policies.create, pair)
 
     @property
     def convergence(self) -> ConvergencePolicy:
         """The policy of the present mode."""
         return self.train_convergence if self.training else self.eval_convergence
 
+    @_on_its_device
     def forward(
         self,
         x: Tensor,
@@ -296,6 +306,7 @@ class ExplicitSequenceLayer(SequenceLayer):
                 f"{type(self.backbone).__name__}"
             )
 
+    @_on_its_device
     def forward(
         self,
         x: Tensor,
@@ -357,6 +368,8 @@ def _after(state: State | None, broken: Tensor) -> State | None:
     spoilt = broken.any(1)
 
     def spoil(values: Tensor) -> Tensor:
+        if not values.is_floating_point():  # has no NaN
+            return values
         return values.masked_fill(spoilt.view(-1, *[1] * (values.dim() - 1)), torch.nan)
 
     layers = tuple(tuple(spoil(values) for values in layer) for layer in state.layers)

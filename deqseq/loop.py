@@ -61,7 +61,7 @@ class Problem:
         state: backbone state before the first token; ``None``: the sequences start here. It is read only.
         room: the state has room for all tokens already, so that nobody need look.
         compact: sequences that have settled leave the batch, once they are half of it.
-        carry: return the state after the last token.
+        carry: return the state after the last token of solves that start from one.
         group: process group whose members stop together; ``None``: each stops on its own.
     """
 
@@ -332,7 +332,7 @@ class Window:
     def solution(self, passes: int) -> Solution:
         z, tokens = self.record.read(self.problem.z0.shape[1])
         z = z.where(self.valid[..., None], z.new_zeros(()))
-        end = self.state.detach() if self.problem.carry else None
+        end = self.state.detach() if self.problem.carry and self.problem.state is not None else None
         return tokens.solution(z, self.valid, passes, end)
 
 

@@ -37,7 +37,7 @@ class Progress:
     @cached_property
     def entered(self) -> Tensor:
         """(B, W) bool, tokens whose first evaluation this was."""
-        return self.iterations <= 1
+        return self.active & (self.iterations <= 1)
 
     @cached_property
     def shifting(self) -> Tensor:

@@ -59,7 +59,7 @@ def restarted(progress: Progress, scope: Scope) -> Tensor:
     """
     if scope == "token":
         return progress.entered | _stirred(progress)
-    moved = (progress.entered & progress.active).any(1, keepdim=True)
+    moved = progress.entered.any(1, keepdim=True)
     return moved.expand_as(progress.entered)
 
 

@@ -168,14 +168,14 @@ def read_yaml(source: str, shipped: Path) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         names = sorted(path.stem for path in shipped.glob("*.yaml"))
         if source not in names:
-            raise ValueError(f"no run {source!r}: name a YAML file, or one of {', '.join(names)}")
+            raise ValueError(f"there is no {source!r}: name a YAML file, or one of {', '.join(names)}")
         path = shipped / f"{source}.yaml"
     try:
         tree = yaml.load(path.read_text(), Loader)
     except OSError as error:
-        raise ValueError(f"the run file {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"the file {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"the run file {path} is no YAML: {error}") from error
+        raise ValueError(f"the file {path} is no YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise ValueError(f"the run file {path} must be a mapping of fields, got {tree!r}")
+        raise ValueError(f"the file {path} must be a mapping of fields, got {tree!r}")
     return tree

@@ -91,7 +91,7 @@ class SolveWatch:
     The device is waited for when it is read, not before.
     """
 
-    _MEANS = ("iterations", "residual", "share_converged", "share_exhausted", "share_non_finite")
+    _MEANS = ("iterations", "residual", "share_converged", "share_budget_exhausted", "share_non_finite")
     _STATUSES = (Status.CONVERGED, Status.BUDGET_EXHAUSTED, Status.NON_FINITE)
     _SAMPLE = 4096
 
@@ -104,9 +104,9 @@ class SolveWatch:
     def add(self, solution: Solution) -> None:
         """Take in one solve."""
         residual = solution.residual.detach()
-        means = [solution.iterations.float().mean(), residual.mean()]
-        means += [(solution.status == status).float().mean() for status in self._STATUSES]
-        sums = torch.stack(means)
+        keep = (solution.iterations > 0) | (solution.status == Status.NON_FINITE)  # all but padding
+        counted = [solution.iterations, residual, *(solution.status == status for status in self._STATUSES)]
+        sums = torch.stack([(values * keep).sum() for values in counted]) / keep.sum().clamp_min(1)
         self._sums = sums if self._sums is None else self._sums + sums
         every = -(-residual.numel() // self._SAMPLE)
         self._residuals = residual.flatten()[::every].clone()  # the tail is that of the last solve

@@ -16,7 +16,7 @@ FREE = Stage(1.0, {"name": "phantom", "steps": 4}, {"name": "residual", "rtol": 
 
 def test_every_step_has_its_stage() -> None:
     curriculum = Curriculum([BOUNDED, FREE])
-    assert [curriculum.at(step, 10) is BOUNDED for step in range(11)] == [True] * 8 + [False] * 3
+    assert [curriculum.at(step, 10) is curriculum.stages[0] for step in range(11)] == [True] * 8 + [False] * 3
 
 
 def test_apply_sets_training_and_leaves_evaluation() -> None:
@@ -30,6 +30,15 @@ def test_apply_sets_training_and_leaves_evaluation() -> None:
     assert layer.eval_convergence == Residual(rtol=1e-3)
     Curriculum.apply(FREE, layer)
     assert layer.window == 8 and layer.train_convergence == Residual(rtol=0.05)
+
+
+def test_a_policy_holds_until_another_is_named() -> None:
+    """Whichever stages were applied before: a resumed run begins in any."""
+    named = Stage(0.2, "phantom", {"name": "fixed", "iterations": 4}, eval_convergence="fixed:7")
+    own, held = Stage(0.5, "phantom", "fixed:5"), Stage(1.0, "phantom")
+    last = Curriculum([named, own, held]).stages[-1]
+    assert (last.convergence, last.eval_convergence) == ("fixed:5", "fixed:7")
+    assert Curriculum([held]).stages == [held]
 
 
 def test_survives_json() -> None:

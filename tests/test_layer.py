@@ -19,6 +19,7 @@ from deqseq import (
     ImplicitSequenceLayer,
     Phantom,
     Residual,
+    State,
     Status,
 )
 from deqseq.backbones import Mamba2Backbone, ModuleBackbone
@@ -270,3 +271,29 @@ def test_parts_of_a_wrong_kind_are_named() -> None:
 
 def test_best_iterate_slides_as_its_solver_does() -> None:
     assert BestIterate("anderson").windowed and not BestIterate("torchdeq:anderson").windowed
+
+
+class Counting(ModuleBackbone):
+    """Its state counts tokens in whole numbers."""
+
+    def initial_state(self, batch_size: int, device: Any = None, dtype: Any = None) -> State:
+        state = super().initial_state(batch_size, device, dtype)
+        return State(state.seen, (*state.layers, (torch.zeros(batch_size, dtype=torch.int64),)))
+
+    def reserve(self, state: State, z: Tensor) -> State:
+        return State(state.seen, (*super().reserve(state, z).layers, state.layers[1]))
+
+    def advance(self, trace: Any, state: State, count: Tensor) -> State:
+        moved = super().advance(trace, state, count)
+        return State(moved.seen, (*moved.layers, (state.layers[1][0] + count,)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 2])
+def test_states_may_hold_whole_numbers(window: int | None) -> None:
+    layer = ImplicitSequenceLayer(Counting(nn.Tanh()), convergence=FixedIterations(2), window=window).eval()
+    x = torch.randn(2, 5, 16)
+    x[1, 3] = torch.nan  # which spoils what the state holds otherwise
+    state = layer(x, state=layer.backbone.initial_state(2)).state
+    assert state.layers[1][0][0] == 5 and state.seen.tolist() == [5, 5]
+    assert state.layers[0][0][1].isnan().all()

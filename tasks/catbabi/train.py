@@ -52,8 +52,7 @@ def train(
     folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
     if folder.finished:
         logger.info("%s is trained already", folder.path)
-        found: Any = load_model(str(folder.path))
-        return found
+        return _trained(folder)
     stories = data.splits["train"]
     if settings.tasks is not None:
         stories = stories.of_tasks(settings.tasks)
@@ -82,7 +81,12 @@ def train(
         label_smoothing=settings.label_smoothing,
     )
     trainer.train_in(folder)
-    return trainer.model
+    return _trained(folder)  # not the trainer's, whose forward stays under its autocast
+
+
+def _trained(folder: RunFolder) -> ImplicitForCausalLM:
+    found: Any = load_model(str(folder.path))
+    return found
 
 
 class StreamTrainer(AlignedTrainer):

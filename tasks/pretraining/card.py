@@ -80,7 +80,10 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
 def _table(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> str:
     """Evaluations during training, as Markdown: the last twenty."""
     lines = ["| step | tokens | perplexity | iterations | residual |", "|---|---|---|---|---|"]
-    scores = {entry["step"]: entry for entry in log if "eval_loss" in entry}
+    scores: dict[float, Mapping[str, Any]] = {}
+    for entry in log:
+        if "eval_loss" in entry:
+            scores.setdefault(entry["step"], entry)  # the last step's second one is of all that is held out
     for entry in list(scores.values())[-20:]:
         tokens = entry["step"] * settings.batch_tokens
         solved = [f"{entry[k]:.3g}" if k in entry else "-" for k in ("eval_iterations", "eval_residual")]

@@ -19,7 +19,7 @@ class Line:
         run: its folder's name.
         tokens: trained on.
         minutes: of training, without evaluations and checkpoints.
-        perplexity: of the held-out text.
+        perplexity: of the held-out rows that evaluations in training read.
         iterations: of a token of it.
         tokens_per_second: in training, since the end of the stage before, in the median.
         mfu: likewise; ``None`` where the device's peak is not known.
@@ -98,8 +98,8 @@ def _lines(name: str, log: list[dict[str, float]], ends: Sequence[int], batch_to
                 name,
                 end * batch_tokens,
                 trained[-1]["train_seconds"] / 60,
-                scores[-1]["eval_perplexity"],
-                scores[-1].get("eval_iterations"),
+                scores[0]["eval_perplexity"],
+                scores[0].get("eval_iterations"),
                 _median(trained, "tokens_per_second"),
                 _median(trained, "mfu"),
                 max((entry["memory_gib"] for entry in trained if "memory_gib" in entry), default=None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -162,7 +163,7 @@ def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
     reading = [name, given.get("subset"), split, other, column, hold_out.share]
     content = [encoder.sha256(), *reading, *stamps(name, files)]
     return Data(
-        Passes(rows(split, "train"), max(1, int(settings.passes))),
+        Passes(rows(split, "train"), math.ceil(settings.passes)),
         validation,
         tokenizer,
         encoder.vocab_size,

@@ -105,7 +105,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
             pretrain(settings, output / run)
             log = read_record(output / run)["log"]
             logs.append({e["step"]: e for e in log if "eval_loss" in e})
-            runs.append((run.removesuffix("-tiny").replace("-tiny", ""), log, settings))
+            runs.append((run.replace("-tiny", ""), log, settings))
         settings = runs[-2][2]
         curriculum = settings.curriculum()
         assert curriculum is not None

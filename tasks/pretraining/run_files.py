@@ -104,8 +104,6 @@ def _override(tree: Tree, name: str, text: str, known: Sequence[str]) -> None:
         return
     if first == "model":
         tree["model"] = model_options(tree["model"])
-    if first not in known:
-        raise ValueError(f"unknown field {name}")
     place: Any = tree.get(first)
     *parents, last = rest
     for key in parents:

@@ -138,9 +138,10 @@ class RunSettings:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        for name in ("max_grad_norm", "passes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {self.max_grad_norm}")
+        if not 0 < self.passes < math.inf:
+            raise ValueError(f"passes must be positive and finite, got {self.passes}")
         if not 0 < self.activation_budget <= 1:
             raise ValueError(f"activation_budget must be in (0, 1], got {self.activation_budget}")
         if self.activation_budget < 1 and not self.compile:
@@ -220,17 +221,14 @@ class RunSettings:
             return None
         known = [f.name for f in fields(Stage)]
         stages = []
-        policies = {name: model_options(self.model).get(name) for name in ("convergence", "eval_convergence")}
         for number, entry in enumerate(self.stages):
             if not isinstance(entry, Mapping) or "gradient" not in entry:
                 raise ValueError(f"stages.{number} must be a mapping with until and gradient, got {entry!r}")
             for name in entry:
                 check_known(name, known, f"stages.{number}.")
-            # A policy holds until another stage names its own.
             evaluated = {"eval_convergence": entry["convergence"]} if "convergence" in entry else {}
-            own = {**policies, **evaluated, **entry}
-            policies = {name: own[name] for name in policies}
-            stages.append(Stage(**{**own, "until": self._share(entry.get("until"), number)}))
+            until = self._share(entry.get("until"), number)
+            stages.append(Stage(**{**evaluated, **entry, "until": until}))
         return Curriculum(stages)
 
     def _check_stream(self, data: Mapping[str, Any]) -> None:

@@ -80,7 +80,7 @@ class PretrainTrainer(CurriculumTrainer):
         if curriculum is not None:
             self.add_callback(_Stages(self, curriculum))
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, tokens that are not finite
-        self._last: tuple[Tensor, Tensor] | None = None  # ids and z of a row
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids, z and positions of a row
         if self.is_fsdp_enabled:
             self._prepare_fsdp()
 
@@ -114,7 +114,9 @@ class PretrainTrainer(CurriculumTrainer):
             broken = loss.new_zeros(()) if solution is None else (solution.status == Status.NON_FINITE).sum()
             self._faults += torch.stack([loss.detach().float(), broken.float()])
             if solution is not None:
-                self._last = inputs["input_ids"][:1], solution.z[:1].detach()
+                positions = inputs.get("position_ids")
+                positions = None if positions is None else positions[0]
+                self._last = inputs["input_ids"][:1], solution.z[:1].detach(), positions
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -182,8 +184,12 @@ class PretrainTrainer(CurriculumTrainer):
         if self._last is None or self.is_fsdp_enabled:  # whose weights are together in a forward pass only
             return {}
         self.speed.pause()
+        ids, z, positions = self._last
+        if positions is not None:  # documents were solved apart: the first one
+            end = int((positions == 0).cumsum(0).eq(1).sum())
+            ids, z = ids[:, :end], z[:, :end]
         with self.accelerator.autocast():
-            radius = model_radius(self.model, *self._last)
+            radius = model_radius(self.model, ids, z)
         self.speed.start()
         return {} if radius is None else {"spectral_radius": round(radius, 4)}
 
@@ -235,12 +241,19 @@ class _Clock(TrainerCallback):
 
 
 class _Steps(TrainerCallback):
-    """Keeps a run to its own steps: not to those of the settings that left a checkpoint, nor to fewer."""
+    """Keeps a run to its own steps: not to those of the settings that left a checkpoint, nor to fewer. The
+    last one ends with an evaluation like those before, to be compared with them."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         state.compute_steps(args, state.max_steps)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step == state.max_steps:
+            control.should_log = control.should_evaluate = True
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -141,12 +141,12 @@ class Advice:
         """What to warn of after another line of the log.
 
         Args:
-            logs: with ``residual`` and ``share_exhausted``.
+            logs: with ``residual`` and ``share_budget_exhausted``.
             tolerance: of the search; ``None`` where the number of iterations is fixed.
         """
         if "residual" not in logs:
             return []
-        self._lines.append((logs["residual"], logs["share_exhausted"]))
+        self._lines.append((logs["residual"], logs["share_budget_exhausted"]))
         if len(self._lines) < _WINDOW:
             return []
         half = _WINDOW // 2

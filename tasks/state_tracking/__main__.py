@@ -126,6 +126,8 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     options = parser.parse_args(list(arguments))
     model, settings = load(options.run)
     name = "explicit" if settings.explicit else "implicit"
+    if settings.explicit and not options.tolerance is options.max_iter is options.damping is None:
+        raise ValueError("an explicit model is not solved: it takes no tolerance, max-iter or damping")
     windows = [None] if settings.explicit else options.window
     search = {
         "tolerance": options.tolerance, "max_iter": options.max_iter, "damping": options.damping,

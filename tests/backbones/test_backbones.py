@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deqseq import Backbone, Context, ImplicitSequenceLayer, State, kernels
+from deqseq import Backbone, Context, FixedIterations, ImplicitSequenceLayer, State, kernels
 from deqseq.backbone import backbones
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
 from deqseq.backbones.mamba2 import causal_conv
@@ -397,3 +397,23 @@ def test_an_adapter_in_place_of_a_linear_map_is_refused(make_backbone: MakeBackb
     mixer.out_proj = Adapter(mixer.out_proj)
     with pytest.raises(ValueError, match="Adapter"):
         backbone.prepare(torch.randn(1, 3, 16))
+
+
+@torch.no_grad()
+def test_a_module_that_keeps_the_last_tokens_goes_on_as_if_they_had_come_first(
+    make_backbone: MakeBackbone,
+) -> None:
+    layer = ImplicitSequenceLayer(make_backbone("module"), convergence=FixedIterations(1)).eval()
+    x, y = torch.randn(2, 6, 16), torch.randn(2, 3, 16)
+    mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    state = layer(x, mask, state=layer.backbone.initial_state(2)).state
+    kept = layer.backbone.keep_last(state, 4)
+    assert kept.seen.tolist() == [4, 3] and kept.layers[0][0].shape[1] == 4
+    found = layer(y, state=kept).z
+    for row, before in ((0, x[:1, 2:]), (1, x[1:, :3])):
+        alone = layer(torch.cat([before, y[row : row + 1]], 1)).z[0, -3:]
+        torch.testing.assert_close(found[row], alone)
+    first = layer.backbone.initial_state(2)
+    assert layer.backbone.keep_last(first, 4) is first
+    with pytest.raises(ValueError, match="tokens must be a whole number >= 1, got 0"):
+        layer.backbone.keep_last(state, 0)

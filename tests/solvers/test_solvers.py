@@ -343,6 +343,23 @@ def test_best_iterate_returns_the_best_it_saw(make_progress: MakeProgress) -> No
     assert torch.equal(z, visited[2])
 
 
+def test_best_iterate_of_a_sequence_with_padding(make_progress: MakeProgress) -> None:
+    """Padding never takes part: it must not make the sequence begin anew at every step."""
+    solver = BestIterate("picard", scope="sequence")
+    z = torch.zeros(1, 3, 1)
+    real = torch.tensor([[True, True, False]])
+    state = solver.init(z)
+    visited, sizes = [], [1.0, 2.0, 3.0, 4.0]
+    for step, size in enumerate(sizes):
+        visited.append(z)
+        told = make_progress(
+            z, step, active=real, settled=~real, iterations=(step + 1) * real, budget=len(sizes) + 1
+        )
+        fz = torch.full_like(z, 10.0) if step == 0 else z + size
+        z, state = solver.step(z, fz, state, told)
+    assert torch.equal(z[real], visited[1][real])
+
+
 @pytest.mark.parametrize("window", [None, 1])
 def test_best_iterate_of_a_map_that_drifts_away(rates: Backbone, window: int | None) -> None:
     """With a rate beyond -1 the residual grows: the best iterate is an early one."""

@@ -262,7 +262,9 @@ def test_resumed_run_equals_uninterrupted_run(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backbone: Any, stopped_at: int
 ) -> None:
     settings = small(built, backbone=backbone, steps=6)
-    whole = weights(train(settings, tmp_path / "whole", save_steps=2, progress=False))
+    trained = train(settings, tmp_path / "whole", save_steps=2, progress=False)
+    assert not trained.training and type(trained).forward.__get__(trained) == trained.forward
+    whole = weights(trained)
     original = StreamTrainer.compute_loss
     calls = 0
 

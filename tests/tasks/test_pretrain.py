@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from deqseq import Solution
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.corpus import TokenFolder
 from deqseq.tasks.pretrain import main
@@ -24,6 +25,7 @@ from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.train import arguments, make_trainer, pretrain
 from deqseq.tasks.pretraining.trainer import Diverged, PretrainTrainer, batch_of
 from deqseq.tasks.pretraining.watch import Advice, Flops
+from deqseq.tasks.trainer import SolveWatch
 
 SMALL = [
     ("model", "{vocab_size: 300, backbone: {name: llama, d_model: 16, n_layer: 1, n_head: 2}}"),
@@ -54,7 +56,9 @@ def test_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     scores = [e for e in json.loads((run / "training.json").read_text())["log"] if "eval_loss" in e]
     table = capsys.readouterr().out
     assert figure.stat().st_size > 0
-    assert f"{scores[-1]['eval_perplexity']:.2f}" in table.splitlines()[2]  # of two stages
+    last, everything = scores[-2:]  # at the last step: of eval_rows rows, and of all that is held out
+    assert last["step"] == everything["step"] and last["eval_loss"] != everything["eval_loss"]
+    assert f"{last['eval_perplexity']:.2f}" in table.splitlines()[2]  # of two stages
     assert main(["compare", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
 
@@ -120,6 +124,7 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("stages.0.until", "0.001")], r"stages\.0 would have none"),
         ([("stages.0.until", "0.999")], r"stages\.1 would have none"),
         ([("stages.1.convergence.rtol", "-1")], "tolerance|rtol"),
+        ([("passes", ".inf")], "passes must be positive and finite, got inf"),
         ([("batch_tokens", "100")], "whole rows of length = 16 tokens, got 100; 96 would be"),
         ([("tokens", "10")], "fill a batch"),
         ([("steps", "null")], "either tokens or steps"),
@@ -503,7 +508,7 @@ def advised(lines: list[tuple[float, float]], tolerance: float | None = 0.05) ->
     return [
         text
         for residual, exhausted in lines
-        for text in advice.read({"residual": residual, "share_exhausted": exhausted}, tolerance)
+        for text in advice.read({"residual": residual, "share_budget_exhausted": exhausted}, tolerance)
     ]
 
 
@@ -523,7 +528,7 @@ def test_advice_is_given_once_and_only_where_it_is_due() -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["nothing"], "no run 'nothing'"),
+        (["nothing"], "there is no 'nothing'"),
         (["llama-tiny", "--learning_rat", "1"], "did you mean learning_rate"),
         (["llama-tiny", "--learning_rate"], "needs a value"),
         (["llama-tiny", "stray"], "expected --field value, got 'stray'"),
@@ -563,3 +568,36 @@ def test_card_of_an_explicit_model_has_no_search(tmp_path: Path, token_folder: P
     write_card(tmp_path / "run" / "model", settings, record)
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "Explicit language model" in card and "| 2 | 128 | 7.39 | - | - |" in card
+
+
+def test_the_log_counts_what_a_summary_counts() -> None:
+    """All tokens but padding, over two solves of as many."""
+    status = torch.tensor([[1, 2, 1], [1, 1, 1]])
+    iterations = torch.tensor([[3, 9, 5], [4, 0, 0]])  # two of the last three are padding
+    residual = torch.tensor([[0.1, 0.7, 0.2], [0.3, 0.0, 0.0]])
+    solution = Solution(torch.zeros(2, 3, 1), residual, iterations, status, nfe=9)
+    watch = SolveWatch()
+    watch.add(solution)
+    watch.add(solution)
+    found, expected = watch.read(), solution.summary()
+    del expected["share_completed"]
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_spectral_radius_is_of_documents_as_they_were_solved(
+    tmp_path: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[list[int], int]] = []
+
+    def radius(model: Any, ids: torch.Tensor, z: torch.Tensor) -> float:
+        seen.append((ids[0].tolist(), z.shape[1]))
+        return 0.5
+
+    monkeypatch.setattr("deqseq.tasks.pretraining.trainer.model_radius", radius)
+    settings = small(("data", str(token_folder)), ("documents", "separate"), ("spectral_every", "1"),
+                     ("log_steps", "1"), ("length", "64"), ("batch_tokens", "128"))  # fmt: skip
+    data = open_data(settings)
+    pretrain(settings, tmp_path / "run", progress=False)
+    assert all(len(ids) == length for ids, length in seen)
+    assert all(data.end_of_text not in ids[:-1] for ids, _ in seen)
+    assert any(length < 64 for _, length in seen)

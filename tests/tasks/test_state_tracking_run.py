@@ -243,7 +243,7 @@ def test_an_interrupted_evaluation_keeps_the_tests_it_made(
     assert (row["length"], row["window"]) == (8, 3)
 
 
-def test_explicit_twin_trains_and_has_no_search(tmp_path: Path) -> None:
+def test_explicit_twin_trains_and_has_no_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["train", "--explicit", "--output", str(tmp_path), *(f"--{k}={v}" for k, v in SMALL.items())])
         == 0
@@ -252,6 +252,9 @@ def test_explicit_twin_trains_and_has_no_search(tmp_path: Path) -> None:
     fresh = held_out(settings, 8, sequences=4, seed=0)
     result = evaluate(model, fresh.tokens, fresh.targets)
     assert settings.explicit and result.iterations is None and result.window is None
+    for option in ("--tolerance=0.1", "--max-iter=4", "--damping=0.5"):
+        assert main(["evaluate", str(tmp_path), option]) == 2
+        assert "an explicit model is not solved" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,9 @@ def _has_cpuinfo() -> bool:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of equal keys in aligned columns."""
-    lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    """Print rows in aligned columns, which are those of all rows."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     print(title)
     for line in lines:

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from common import checksum, describe_machine, finish, measure_grid, peak_mib, print_table, stopwatch
 from learning import descend
 from torch import Tensor
-from trained import word_problem
+from trained import load_word_problem, word_problem
 
 from deqseq import GradientStrategy, ImplicitDifferentiation, Phantom, Residual, Status, Unrolled, kernels
 from deqseq.causal_lm import ImplicitForCausalLM
@@ -48,7 +48,7 @@ from deqseq.solvers import Anderson
 from deqseq.tasks.figures import log_scale, pyplot
 from deqseq.tasks.runs import RunFolder
 from deqseq.tasks.state_tracking.data import WordProblemStream
-from deqseq.tasks.state_tracking.evaluate import evaluate, held_out, load
+from deqseq.tasks.state_tracking.evaluate import evaluate, held_out
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
 
@@ -302,7 +302,7 @@ def main() -> int:
     same = {name: getattr(options, name) for name in ("quick", "batch", "length", "group", "train_steps")}
     same["machine"] = machine["device"]
     try:
-        model, settings = load(options.model or word_problem(options.models, quick))
+        model, settings = load_word_problem(options.model or word_problem(options.models, quick))
         length = options.length or settings.length
         fresh = held_out(settings, length, options.batch, seed=0)
         same["checksum"] = checksum(model, fresh.tokens, fresh.targets)

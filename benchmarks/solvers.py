@@ -40,6 +40,7 @@ from trained import (
     held_out_rows,
     language_model,
     load_language_model,
+    load_word_problem,
     text_rows,
     word_problem,
 )
@@ -51,7 +52,7 @@ from deqseq.convergence import relative, residual_norms
 from deqseq.solvers import Anderson, Broyden, Picard, TorchDEQ
 from deqseq.tasks.figures import log_scale, pyplot
 from deqseq.tasks.runs import RunFolder
-from deqseq.tasks.state_tracking.evaluate import held_out, load
+from deqseq.tasks.state_tracking.evaluate import held_out
 
 SOLVERS: dict[str, Callable[[], Solver]] = {
     **{f"picard-{damping}": partial(Picard, damping) for damping in (1.0, 0.8, 0.7, 0.5)},
@@ -160,7 +161,7 @@ def make_case(name: str, options: argparse.Namespace) -> Case:
         text = Path(options.text[0]) if options.text else default_text(options.models)
         ids = text_rows(folder, text, rows, length)
     if model is None:
-        model, settings = load(folder)
+        model, settings = load_word_problem(folder)
         fresh = held_out(settings, length, rows, seed=0)
         ids, targets = fresh.tokens, fresh.targets.to(options.device)
     model.to(options.device).eval()
@@ -390,7 +391,7 @@ def main() -> int:
         return 2
     for (name, label), dtype in product(zip(names, labels, strict=True), options.dtypes):
         mine = [row for row in rows if (row["case"], row["dtype"]) == (name, dtype)]
-        shown = [{k: row.get(k) for k in mine[0] if k not in ("case", "checksum", "dtype")} for row in mine]
+        shown = [{k: v for k, v in row.items() if k not in ("case", "checksum", "dtype")} for row in mine]
         print_table(
             f"\n{name}, {dtype}, {options.batch} x {options.length} tokens, {machine['device']}", shown
         )

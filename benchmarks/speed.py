@@ -480,8 +480,7 @@ def main() -> None:
     for name, section in [("correctness", correctness), *((n, SECTIONS[n]) for n in options.sections)]:
         result["sections"][name] = tables = section(bench)
         for title, rows in tables.items():
-            columns = dict.fromkeys(column for row in rows for column in row)
-            print_table(f"\n{title}, {machine['device']}", [{c: row.get(c) for c in columns} for row in rows])
+            print_table(f"\n{title}, {machine['device']}", rows)
         finish(options.output, result)
         if name == "correctness" and not all(row.get("right", True) for row in tables["errors"]):
             sys.exit("an implementation is wrong: nothing is timed")

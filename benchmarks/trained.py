@@ -15,6 +15,7 @@ from deqseq.tasks.evaluate.models import load_model, quiet_transformers
 from deqseq.tasks.pretraining.demo import help_pages, train_tokenizer
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.train import pretrain
+from deqseq.tasks.state_tracking.evaluate import load
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 from deqseq.tasks.tokenizer import load_tokenizer
@@ -51,6 +52,14 @@ def default_text(models: Path) -> Path:
     models.mkdir(parents=True, exist_ok=True)
     file = models / "help.txt"
     return file if file.exists() else help_pages(file)
+
+
+def load_word_problem(folder: Path | str) -> tuple[ImplicitForCausalLM, TrainSettings]:
+    """The implicit model of a state-tracking run, and its settings."""
+    model, settings = load(folder)
+    if settings.explicit or not isinstance(model, ImplicitForCausalLM):
+        raise ValueError(f"the model in {folder} is not implicit: there is nothing to solve")
+    return model, settings
 
 
 def load_language_model(folder: Path, device: str) -> ImplicitForCausalLM:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from common import describe_machine, finish, print_table
 from torch import Tensor
+from trained import load_word_problem
 
 from deqseq import Residual
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.tasks.state_tracking.evaluate import held_out, load
+from deqseq.tasks.state_tracking.evaluate import held_out
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def main() -> int:
     options = parser.parse_args()
 
     try:
-        model, settings = load(options.run)
+        model, settings = load_word_problem(options.run)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

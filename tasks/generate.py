@@ -199,6 +199,10 @@ def generate(arguments: argparse.Namespace) -> None:
     quiet_transformers()
     # A shell's pipe ends in a line break that is not part of the prompt.
     prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt is None else arguments.prompt
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt must be UTF-8: {error.reason} at character {error.start}") from error
     model: Any = load_model(arguments.model, arguments.device)
     tokenizer = load_tokenizer(arguments.model, arguments.tokenizer)
     layer = implicit_layer(model)

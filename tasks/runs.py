@@ -131,6 +131,12 @@ _KINDS: dict[str, tuple[Any, str]] = {
 }
 
 
+def check_seed(seed: int) -> None:
+    """Raise ``ValueError`` unless numpy, whose range is the smallest, takes ``seed``."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
+
+
 def check_types(settings: Any) -> None:
     """Raise ``ValueError`` for fields of a dataclass that are not what their annotations say.
 

@@ -27,12 +27,16 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
     elif is_local(str(place)) and not place.is_file():
         raise ValueError(f"no tokenizer in {place}: {hint}")
     try:
-        if not place.is_file():
-            return AutoTokenizer.from_pretrained(str(place))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(place))
+        tokenizer: Any = (
+            PreTrainedTokenizerFast(tokenizer_file=str(place))
+            if place.is_file()
+            else AutoTokenizer.from_pretrained(str(place))
+        )
     except Exception as error:
         raise ValueError(f"the tokenizer {place} cannot be loaded: {first_line(error)}; {hint}") from error
-    # The file does not say which token ends a text; lm-eval needs one for empty contexts.
+    if tokenizer.eos_token is not None:
+        return tokenizer
+    # A file alone does not say which token ends a text; lm-eval needs one for empty contexts.
     known = tokenizer.get_vocab()
     end = next((token for token in _END_OF_TEXT if token in known), None)
     if end is not None:

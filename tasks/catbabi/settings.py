@@ -13,7 +13,7 @@ from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.convergence import check_count
 from deqseq.curriculum import Curriculum, Stage
 from deqseq.tasks.catbabi.stories import TASKS
-from deqseq.tasks.runs import check_types, read_settings
+from deqseq.tasks.runs import check_seed, check_types, read_settings
 
 
 def _help(text: str, default: Any) -> Any:
@@ -67,7 +67,8 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("steps", "batch_size", "cut", "unrolled_iterations", "max_iter", "eval_max_iter"):
+        for name in ("steps", "batch_size", "cut", "unrolled_iterations", "phantom_steps", "max_iter",
+                     "eval_max_iter"):  # fmt: skip
             check_count(name, getattr(self, name))
         for name, known in (("mode", ("qa", "lm")), ("backbone", ("mamba2", "llama"))):
             if getattr(self, name) not in known:
@@ -84,6 +85,7 @@ class TrainSettings:
         for name in ("weight_decay", "max_grad_norm"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_seed(self.seed)
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
         if self.backbone == "llama" and self.d_model % self.headdim:

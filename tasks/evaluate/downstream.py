@@ -195,6 +195,8 @@ def _read_doc(task: Task, line: bytes) -> Doc:
     for text in (doc[task.prompt], *options.values()):
         if not isinstance(text, str):
             raise ValueError(f"prompt and choices must be text, got {text!r}")
+    if not all(options.values()):
+        raise ValueError(f"choices must not be empty, got {list(options.values())}")
     if task.answer is None:
         return doc
     known = {str(answer): answer for answer in options}

@@ -167,7 +167,10 @@ def compare_windows(
             vocabulary; too little text.
     """
     if len(windows) < 2:
-        raise ValueError(f"windows are compared with the first: give at least two, got {list(windows)}")
+        raise ValueError(
+            f"windows are compared with the first: give at least two, got "
+            f"{', '.join('all' if w is None else str(w) for w in windows) or 'none'}"
+        )
     model.eval()
     cut = batches(tokens, length, batch_size)
     check_tokens(model, tokens)

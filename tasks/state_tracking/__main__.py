@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     return run(
         lambda: commands[parsed.command](f"{parser.prog} {parsed.command}", parsed.arguments),
-        interrupted="the same command goes on from the last checkpoint",
+        interrupted="train and study go on from their last checkpoint, with the same command",
         log_level=logging.INFO,
     )
 
@@ -122,7 +122,11 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--batch-size", type=int, default=256, help="solved together (default: 256)")
     parser.add_argument("--csv", metavar="FILE", help="test on this file instead")
-    parser.add_argument("--output", metavar="DIR", help="folder for results (default: RUN/evaluation)")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        help="folder for results, which replace what is there (default: RUN/evaluation)",
+    )
     options = parser.parse_args(list(arguments))
     model, settings = load(options.run)
     name = "explicit" if settings.explicit else "implicit"
@@ -133,15 +137,19 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
         "tolerance": options.tolerance, "max_iter": options.max_iter, "damping": options.damping,
         "batch_size": options.batch_size, "progress": True,
     }  # fmt: skip
+    check_count("sequences", options.sequences)
     folder = Path(options.output or Path(options.run) / "evaluation")
+    asked = {name: getattr(options, name) for name in ("tolerance", "max_iter", "damping", "csv")}
+    if not options.csv:
+        asked |= {"sequences": options.sequences, "seed": options.seed}
     rows: list[tuple[str, Evaluation]] = []
 
     def keep(found: Evaluation) -> None:  # at once: the next test may take an hour
         rows.append((name, found))
-        save(rows, folder / "evaluation.json")
+        save(rows, folder / "evaluation.json", asked)
 
     if options.csv:
-        if len(algebra_of_csv(options.csv)) != len(settings.algebra):
+        if algebra_of_csv(options.csv).name != settings.algebra.name:
             raise ValueError(
                 f"{options.csv} is of {algebra_of_csv(options.csv).name}, the model of {settings.group}"
             )
@@ -187,9 +195,8 @@ def _data(prog: str, arguments: Sequence[str]) -> None:
         description="Write sequences and their running products as GROUP=LENGTH.csv, the format of the "
         "word-problem benchmark; or, with --check, verify every product in such a file.",
     )
-    parser.add_argument("file", help="CSV file, named like A5=20.csv; the group is read from its name")
+    parser.add_argument("file", help="CSV file, named like A5=20.csv: the group, and tokens of a sequence")
     parser.add_argument("--check", action="store_true", help="verify instead of writing")
-    parser.add_argument("--length", type=int, default=20, help="tokens of a sequence (default: 20)")
     parser.add_argument("--sequences", type=int, default=1000, help="how many (default: 1000)")
     parser.add_argument(
         "--identity-probability", type=float, default=0.0,
@@ -197,22 +204,24 @@ def _data(prog: str, arguments: Sequence[str]) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     options = parser.parse_args(list(arguments))
-    group = algebra_of_csv(options.file)
+    group, length = algebra_of_csv(options.file), int(Path(options.file).stem.rpartition("=")[2])
     if options.check:
         tokens, _, _ = read_csv(options.file, group)
+        if tokens.shape[1] != length:
+            raise ValueError(f"{options.file} must hold sequences of {length}, they are of {tokens.shape[1]}")
         print(f"{options.file}: {len(tokens)} sequences of {tokens.shape[1]}, all products right")
         return
     fresh = WordProblemDataset.generate(
         algebra(group.name),
         sequences=options.sequences,
-        length=options.length,
+        length=length,
         identity_probability=options.identity_probability,
         seed=options.seed,
     )
     if Path(options.file).exists():
         raise ValueError(f"{options.file} exists: choose another name")
     write_csv(options.file, fresh.tokens, fresh.targets, options.seed)
-    print(f"wrote {len(fresh)} sequences of {options.length} to {options.file}")
+    print(f"wrote {len(fresh)} sequences of {length} to {options.file}")
 
 
 def _jacobian(prog: str, arguments: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -240,7 +240,8 @@ def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
     )
 
 
-def save(rows: Sequence[tuple[str, Evaluation]], path: Path) -> None:
-    """Write the evaluations as JSON."""
+def save(rows: Sequence[tuple[str, Evaluation]], path: Path, asked: Mapping[str, Any] | None = None) -> None:
+    """Write the evaluations as JSON, each with how it was ``asked`` for."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([{"model": n, **asdict(e)} for n, e in rows], indent=2) + "\n")
+    told = [{"model": name, **(asked or {}), **asdict(found)} for name, found in rows]
+    path.write_text(json.dumps(told, indent=2) + "\n")

@@ -13,7 +13,7 @@ import torch
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.convergence import check_count
 from deqseq.curriculum import Curriculum, Stage
-from deqseq.tasks.runs import check_types, read_settings, read_yaml
+from deqseq.tasks.runs import check_seed, check_types, read_settings, read_yaml
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra
 from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig
 
@@ -126,9 +126,10 @@ class TrainSettings:
             raise ValueError(f"rehearsal needs short sequences, a short_share above 0; got {self.rehearsal}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate}")
-        for name in ("weight_decay", "max_grad_norm", "seed"):
+        for name in ("weight_decay", "max_grad_norm"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_seed(self.seed)
         if not self.tolerance > 0:
             raise ValueError(f"tolerance must be positive, got {self.tolerance}")
         self.curriculum()
@@ -187,12 +188,12 @@ def load_settings(path: str | Path) -> TrainSettings:
     """The settings of the run in folder ``path``.
 
     Raises:
-        ValueError: no run there, or a settings file that cannot be read.
+        ValueError: no run there, or one of another kind.
     """
     try:
         return TrainSettings(**read_settings(path))
     except TypeError as error:
-        raise ValueError(f"{Path(path) / 'settings.json'} cannot be read: {error}") from error
+        raise ValueError(f"{path} holds a run of another kind: {error}") from error
 
 
 RUNS = Path(__file__).parent / "runs"

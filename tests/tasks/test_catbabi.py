@@ -416,7 +416,7 @@ def test_errors_end_with_a_sentence_and_status_2(
         ("label_smoothing", 1.0), ("unrolled_share", 2.0), ("learning_rate", 0.0),
         ("learning_rate", float("inf")), ("tolerance", 0.0),
         ("phantom_damping", 1.2), ("damping", 0.0), ("eval_max_iter", 0),
-        ("weight_decay", -1.0), ("max_grad_norm", -1.0),
+        ("weight_decay", -1.0), ("phantom_steps", 0), ("seed", -1), ("max_grad_norm", -1.0),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(built: Path, name: str, value: Any) -> None:

@@ -471,6 +471,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, message: str) -> Non
         ("piqa", {"label": -1}, "label must be one of 0, 1, got -1"),
         ("piqa", {"label": True}, "label must be one of 0, 1, got True"),
         ("piqa", {"sol1": None}, "must be text, got None"),
+        ("piqa", {"sol1": ""}, "choices must not be empty, got"),
         ("hellaswag", {"label": 3}, "label must be one of 0, 1, 2, got 3"),
         ("hellaswag", {"label": ""}, "label must be one of 0, 1, 2, got ''"),
         ("hellaswag", {"endings": ["a", 1, "c"]}, "must be text, got 1"),
@@ -520,7 +521,7 @@ def test_of_several_files_the_longest_is_taken(tmp_path: Path) -> None:
     assert local_files(["piqa"], tmp_path)["piqa"].name == "piqa_x.jsonl"
 
 
-def test_tokens_of_texts(tokenizer: Any, saved: Path) -> None:
+def test_tokens_of_texts(tokenizer: Any, saved: Path, tmp_path: Path) -> None:
     text = str(saved / "text.txt")
     whole = read_tokens([text, text], tokenizer)
     assert torch.equal(whole, encode(tokenizer, TEXT[:400]).repeat(2))
@@ -530,6 +531,9 @@ def test_tokens_of_texts(tokenizer: Any, saved: Path) -> None:
     alone = load_tokenizer("unused", str(saved / "model" / "tokenizer.json"))
     assert torch.equal(read_tokens([text], alone), encode(tokenizer, TEXT[:400]))
     assert alone.eos_token == "<|endoftext|>"
+    alone.eos_token = None
+    alone.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).eos_token == "<|endoftext|>"
 
 
 def test_texts_are_scored_byte_for_byte(tokenizer: Any, tmp_path: Path) -> None:

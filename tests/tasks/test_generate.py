@@ -70,6 +70,9 @@ def test_a_prompt_from_a_pipe(
     for given in ("cat", "cat\n"):  # one line break is the shell's, the second is the prompt's
         assert main([model, given, *options]) == 0
         assert said.pop(0) == capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\udcff"))  # a byte that is no UTF-8
+    assert main([model, *options]) == 2
+    assert "the prompt must be UTF-8" in capsys.readouterr().err
 
 
 SHOW = ["--max-new-tokens", "4", "--rtol", "1e-4", "--max-iter", "7", "--show-iterations"]

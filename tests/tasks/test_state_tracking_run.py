@@ -123,6 +123,7 @@ def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> No
         ("short_identity_probability", -0.5), ("backbone", "lstm"), ("eval_max_iter", 0), ("rehearsal", 1.5),
         ("rehearsal", 0.25), ("dt_min", 0.7), ("explicit", "false"), ("bf16", 1), ("d_model", 16.5),
         ("learning_rate", float("nan")), ("weight_decay", -1.0), ("max_grad_norm", "x"), ("seed", -1),
+        ("seed", 2**32),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(name: str, value: Any) -> None:
@@ -218,10 +219,19 @@ def test_command_line_from_training_to_figures(tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "run" / "evaluation" / "by_position.png").stat().st_size > 0
     capsys.readouterr()
     csv = str(tmp_path / "S3=9.csv")
-    assert main(["data", csv, "--length", "9", "--sequences", "5"]) == 0
+    assert main(["data", csv, "--sequences", "5"]) == 0
     assert main(["data", csv, "--check"]) == 0
     assert "5 sequences of 9, all products right" in capsys.readouterr().out
     assert main(["evaluate", str(tmp_path / "run"), "--csv", csv]) == 0
+    (row,) = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
+    assert row["csv"] == csv and row["tolerance"] is None
+    other = str(Path(csv).replace(tmp_path / "S3=10.csv"))
+    assert main(["data", other, "--check"]) == 2
+    assert "must hold sequences of 10, they are of 9" in capsys.readouterr().err
+    as_large = str(tmp_path / "Z6=4.csv")
+    assert main(["data", as_large, "--sequences", "2"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--csv", as_large]) == 2
+    assert "is of Z6, the model of S3" in capsys.readouterr().err
 
 
 def test_an_interrupted_evaluation_keeps_the_tests_it_made(
@@ -264,6 +274,7 @@ def test_explicit_twin_trains_and_has_no_search(tmp_path: Path, capsys: pytest.C
         ["evaluate", "{tmp}/nothing"],
         ["evaluate", "{run}", "--tolerance", "-1"],
         ["evaluate", "{run}", "--window", "0"],
+        ["evaluate", "{run}", "--sequences", "0"],
         ["data", "{tmp}/nameless.csv"],
     ],
 )

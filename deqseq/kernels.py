@@ -23,7 +23,7 @@ import importlib
 import logging
 import os
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -113,6 +113,13 @@ def first_derivative_only() -> None:
 
 
 _compiled: dict[Hashable, Any] = {}
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Within it, kernels and CUDA graphs go to the device of ``x``, whichever was current."""
+    if not x.is_cuda or torch.compiler.is_compiling():  # whose code names its devices
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def launch(

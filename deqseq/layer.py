@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deqseq import kernels
 from deqseq.backbone import Backbone, State, backbones
 from deqseq.convergence import ConvergencePolicy, Residual, check_count, policies
 from deqseq.gradients import GradientStrategy, checkpointed, gradients, search
@@ -41,11 +42,9 @@ class LayerOutput:
 
 
 def _on_its_device(forward: Forward) -> Forward:
-    """Kernels and CUDA graphs go to the current device, which must be the input's."""
-
     @wraps(forward)
     def on_device(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
-        with torch.cuda.device_of(x):  # nothing for a CPU's
+        with kernels.device_of(x):
             return forward(self, x, *args, **options)
 
     return cast(Forward, on_device)

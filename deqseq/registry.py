@@ -61,7 +61,7 @@ class Registry(Generic[Part]):
         if not points:
             raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
         announced = ", ".join(f"{point.value} by {point.dist and point.dist.name}" for point in points)
-        if len(points) > 1:
+        if len({point.value for point in points}) > 1:
             raise ValueError(f"{self.kind} {name!r} is announced more than once: as {announced}")
         try:
             loaded: type[Part] = points[0].load()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -46,7 +45,7 @@ def next_token_loss(
     from deqseq.causal_lm.loss_triton import token_losses
 
     targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].to(logits.device)
-    with torch.cuda.device_of(logits):  # the output layer's may be another than the current one
+    with kernels.device_of(logits):  # which may be another than the sequence layer's
         total = token_losses(logits, targets, vocab_size, IGNORED).sum()
     if num_items_in_batch is None:
         return total / (targets != IGNORED).sum()

@@ -190,6 +190,16 @@ def test_one_device_holds_the_layer(make: Make, tmp_path: Path, body: str, impli
             )
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("body", BODIES)
+def test_an_explicit_model_compiles_to_one_graph(make: Make, body: str) -> None:
+    model, tokens = make(body, False), ids()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    plain = {"use_cache": False, "return_dict": False}
+    assert torch.equal(compiled(tokens, **plain)[0], model(tokens, **plain)[0])
+    torch.compiler.reset()
+
+
 def test_the_body_alone(make: Make, tmp_path: Path) -> None:
     model = make("mamba2")
     model.model.save_pretrained(tmp_path)

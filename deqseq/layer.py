@@ -42,6 +42,8 @@ class LayerOutput:
 
 
 def _on_its_device(forward: Forward) -> Forward:
+    """``forward`` with its kernels and CUDA graphs on the device of its input."""
+
     @wraps(forward)
     def on_device(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
         with kernels.device_of(x):

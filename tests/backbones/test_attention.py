@@ -18,7 +18,6 @@ from torch import Tensor
 from deqseq import kernels
 from deqseq.backbones import LlamaBackbone
 from deqseq.backbones.attention import _block_mask
-from deqseq.layer import ExplicitSequenceLayer
 
 pytest.importorskip("transformers")
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
@@ -295,21 +294,3 @@ def test_a_body_without_the_option_takes_what_it_took() -> None:
     assert AutoModelForCausalLM.from_config(config, attn_implementation="eager").config.backbone == MAMBA2
     with pytest.raises(ValueError, match="does not support"):
         AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-
-
-@torch.no_grad()
-def test_keeping_the_last_tokens_is_as_if_they_had_come_first() -> None:
-    # Keys and values of one layer without memory of z depend on their own token alone.
-    layer = ExplicitSequenceLayer(LlamaBackbone(d_model=16, n_layer=1, n_head=2, injection=False))
-    x, y = torch.randn(2, 6, 16), torch.randn(2, 3, 16)
-    mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
-    state = layer(x, mask, state=layer.backbone.initial_state(2)).state
-    assert state is not None
-    kept = layer.backbone.keep_last(state, 4)
-    assert kept.seen.tolist() == [4, 3] and kept.layers[0][0].shape[2] == 4
-    found = layer(y, state=kept).z
-    for row, before in ((0, x[:1, 2:]), (1, x[1:, :3])):
-        alone = layer(torch.cat([before, y[row : row + 1]], 1)).z[0, -3:]
-        torch.testing.assert_close(found[row], alone)
-    with pytest.raises(ValueError, match="tokens must be a whole number >= 1, got 0"):
-        layer.backbone.keep_last(state, 0)

@@ -45,8 +45,8 @@ from trained import load_word_problem, word_problem
 from deqseq import GradientStrategy, ImplicitDifferentiation, Phantom, Residual, Status, Unrolled, kernels
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.solvers import Anderson
-from deqseq.tasks.figures import log_scale, pyplot
-from deqseq.tasks.runs import RunFolder
+from deqseq.tasks.common.figures import log_scale, pyplot
+from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.state_tracking.data import WordProblemStream
 from deqseq.tasks.state_tracking.evaluate import evaluate, held_out
 from deqseq.tasks.state_tracking.settings import TrainSettings

@@ -23,7 +23,7 @@ from common import describe_machine, finish, print_table
 
 from deqseq import GradientStrategy, Unrolled, kernels
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.tasks.figures import pyplot
+from deqseq.tasks.common.figures import pyplot
 from deqseq.tasks.state_tracking.algebra import algebra
 from deqseq.tasks.state_tracking.data import WordProblemStream
 

@@ -50,8 +50,8 @@ from deqseq.backbones import Mamba2Backbone
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.convergence import relative, residual_norms
 from deqseq.solvers import Anderson, Broyden, Picard, TorchDEQ
-from deqseq.tasks.figures import log_scale, pyplot
-from deqseq.tasks.runs import RunFolder
+from deqseq.tasks.common.figures import log_scale, pyplot
+from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.state_tracking.evaluate import held_out
 
 SOLVERS: dict[str, Callable[[], Solver]] = {

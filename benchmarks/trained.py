@@ -10,15 +10,15 @@ from torch import Tensor
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks import prepare
-from deqseq.tasks.corpus import TokenFolder
-from deqseq.tasks.evaluate.models import load_model, quiet_transformers
+from deqseq.tasks.common.corpus import TokenFolder
+from deqseq.tasks.common.models import load_model, quiet_transformers
+from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.pretraining.demo import help_pages, train_tokenizer
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.train import pretrain
 from deqseq.tasks.state_tracking.evaluate import load
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
-from deqseq.tasks.tokenizer import load_tokenizer
 
 quiet_transformers()
 

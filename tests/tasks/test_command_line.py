@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deqseq.tasks import generate, prepare, pretrain
-from deqseq.tasks.command_line import run
+from deqseq.tasks.common.command_line import run
 from deqseq.tasks.evaluate import __main__ as evaluate
 from deqseq.tasks.pretraining import compare, demo
 from deqseq.tasks.pretraining.trainer import Diverged

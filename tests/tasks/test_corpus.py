@@ -17,11 +17,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from deqseq.tasks.corpus import HoldOut, TokenFolder, pipeline, token_rows
-from deqseq.tasks.corpus import encoder as encoder_module
-from deqseq.tasks.corpus.documents import JsonLines, Source, TextFile, sources
-from deqseq.tasks.corpus.encoder import Encoder
-from deqseq.tasks.corpus.shards import Preparation
+from deqseq.tasks.common.corpus import HoldOut, TokenFolder, pipeline, token_rows
+from deqseq.tasks.common.corpus import encoder as encoder_module
+from deqseq.tasks.common.corpus.documents import JsonLines, Source, TextFile, sources
+from deqseq.tasks.common.corpus.encoder import Encoder
+from deqseq.tasks.common.corpus.shards import Preparation
 
 WORDS = ("the", "cat", "saw", "a", "dog", "near", "river", "and", "old king", "naïve", "猫", "über", "🙂")
 END = "<|endoftext|>"

@@ -22,6 +22,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from deqseq import FixedIterations, Residual
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.tasks.common.figures import log_scale, pyplot
+from deqseq.tasks.common.models import read_tokens, solving, tolerance_and_budget
+from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.evaluate.__main__ import main
 from deqseq.tasks.evaluate.downstream import (
     TASKS,
@@ -32,10 +35,7 @@ from deqseq.tasks.evaluate.downstream import (
     read_docs,
 )
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
-from deqseq.tasks.evaluate.models import read_tokens, solving, tolerance_and_budget
 from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
-from deqseq.tasks.figures import log_scale, pyplot
-from deqseq.tasks.tokenizer import load_tokenizer
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 TEXT = "".join(

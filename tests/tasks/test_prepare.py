@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from deqseq.tasks.corpus import TokenFolder, pipeline, shards
+from deqseq.tasks.common.corpus import TokenFolder, pipeline, shards
 from deqseq.tasks.prepare import main
 
 WORDS = [f"word{i}" for i in range(500)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ import torch
 
 from deqseq import Solution
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.tasks.corpus import TokenFolder
+from deqseq.tasks.common.corpus import TokenFolder
+from deqseq.tasks.common.trainer import SolveWatch
 from deqseq.tasks.pretrain import main
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import TrainingOrder, open_data
@@ -25,7 +24,6 @@ from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.train import arguments, make_trainer, pretrain
 from deqseq.tasks.pretraining.trainer import Diverged, PretrainTrainer, batch_of
 from deqseq.tasks.pretraining.watch import Advice, Flops
-from deqseq.tasks.trainer import SolveWatch
 
 SMALL = [
     ("model", "{vocab_size: 300, backbone: {name: llama, d_model: 16, n_layer: 1, n_head: 2}}"),
@@ -544,17 +542,6 @@ def test_user_errors_are_one_line(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
     assert not (tmp_path / "run").exists()
-
-
-def test_as_a_file_it_does_not_hide_other_packages() -> None:
-    file = Path(__file__).parents[2] / "tasks" / "pretrain.py"
-    script = f"import runpy, sys; sys.path[0] = {str(file.parent)!r}; sys.argv = ['x', '--help']\n"
-    script += (
-        f"try:\n    runpy.run_path({str(file)!r}, run_name='__main__')\nexcept SystemExit:\n    pass\n"
-        "import importlib.util as u; found = u.find_spec('evaluate')\n"
-        "assert found is None or 'tasks' not in str(found.origin), found"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
 
 
 def test_card_of_an_explicit_model_has_no_search(tmp_path: Path, token_folder: Path) -> None:

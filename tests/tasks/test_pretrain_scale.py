@@ -40,7 +40,7 @@ import torch
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.train import pretrain
 from deqseq.tasks.pretraining.trainer import PretrainTrainer
-from deqseq.tasks.evaluate.models import quiet_transformers
+from deqseq.tasks.common.models import quiet_transformers
 
 quiet_transformers()
 torch.set_num_threads(1)

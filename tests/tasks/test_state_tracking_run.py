@@ -14,7 +14,8 @@ import yaml
 from transformers import HfArgumentParser
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.tasks.runs import RunFolder
+from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.trainer import AlignedTrainer, last_whole_checkpoint
 from deqseq.tasks.state_tracking import __main__ as command_line
 from deqseq.tasks.state_tracking import study as study_module
 from deqseq.tasks.state_tracking.__main__ import main
@@ -22,7 +23,6 @@ from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out,
 from deqseq.tasks.state_tracking.settings import TrainSettings, load_settings, run_fields
 from deqseq.tasks.state_tracking.study import STUDIES, conduct, load_study, summary
 from deqseq.tasks.state_tracking.train import _Batches, train
-from deqseq.tasks.trainer import AlignedTrainer, last_whole_checkpoint
 
 SMALL: dict[str, Any] = {
     "group": "S3", "length": 8, "min_length": 4, "unrolled_length": 4, "d_model": 16, "d_state": 4,

@@ -1,0 +1,1 @@
+"""What tasks share: command lines, runs, the trainer, tables, figures and data."""

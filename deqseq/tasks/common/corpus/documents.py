@@ -1,0 +1,287 @@
+"""Where documents come from: plain text, JSONL, parquet, datasets of the hub.
+
+A source yields its documents in one order and can start at any of them, which makes long work resumable.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from deqseq.tasks.common.tokenizer import first_line
+
+DOCUMENTS = ("file", "blank", "line")
+"""What a document of a plain text file is: the file, what stands between blank lines, a line."""
+
+# Bytes of a piece of a file, at least; at most twice as many. About a thousand tokens: as a piece is held
+# out as a whole, small ones let a single book have a validation split.
+_PIECE = 4096
+_COMPRESSED = (".gz", ".xz", ".bz2", ".zst", ".zip")
+
+
+class Document(NamedTuple):
+    """A document, or a piece of one that is a whole file.
+
+    Attributes:
+        text: never empty.
+        ends: whether the document ends here; ``False`` if the next piece continues it.
+        next: where its source goes on after it: at a byte of a file, at a row of a dataset.
+        size: bytes it took there.
+    """
+
+    text: str
+    ends: bool
+    next: int
+    size: int
+
+
+class Source(Protocol):
+    """Documents in a fixed order."""
+
+    @property
+    def size(self) -> int | None:
+        """In bytes, if that is known."""
+
+    def describe(self) -> dict[str, Any]:
+        """What tells it from others, and from itself after a change, as JSON knows it."""
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        """The documents from ``start`` on, which is 0 or some document's ``next``.
+
+        Raises:
+            ValueError: something there that is not a document; it says where.
+        """
+
+
+class TextFile:
+    """A plain text file, UTF-8.
+
+    A file that is one document is cut into pieces of 4 to 8 KiB, at line ends where it has some.
+
+    Args:
+        documents: one of :data:`DOCUMENTS`.
+
+    Raises:
+        ValueError: no such file, an empty or a compressed one.
+    """
+
+    def __init__(self, path: str, documents: str = "file") -> None:
+        if documents not in DOCUMENTS:
+            raise ValueError(f"documents must be one of {', '.join(DOCUMENTS)}, got {documents!r}")
+        self.path = Path(path)
+        self.kind = documents
+        if self.path.is_dir():
+            raise ValueError(f"{path} is a folder: name the files in it, such as {self.path}/*.txt")
+        if not self.path.is_file():
+            raise ValueError(f"no file {path}")
+        if self.path.suffix in _COMPRESSED:
+            raise ValueError(f"{path} is compressed: unpack it, or read it with --dataset text or json")
+        self.size: int = self.path.stat().st_size
+        if not self.size:
+            raise ValueError(f"{path} is empty")
+
+    def describe(self) -> dict[str, Any]:
+        return {**_stamp(self.path), "documents": self.kind}
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        with self.path.open("rb") as file:
+            if start == 0 and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+                start = len(codecs.BOM_UTF8)
+            file.seek(start)
+            for data, ends in self._cut(file):
+                text = self._text(data, start)
+                if text:
+                    yield Document(text, ends, start + len(data), len(data))
+                start += len(data)
+
+    def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+        """All bytes of the file, and whether a document ends after them."""
+        if self.kind == "file":
+            yield from _pieces(file)
+        elif self.kind == "line":
+            yield from ((line, True) for line in file)
+        else:
+            yield from ((lines, True) for lines in _paragraphs(file))
+
+    def _text(self, data: bytes, start: int) -> str:
+        """The document that stands in the file as ``data``."""
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            at = f"0x{data[error.start]:02x} at offset {start + error.start}"
+            raise ValueError(f"{self.path} is not UTF-8: {error.reason}, {at}") from error
+        if self.kind == "file":
+            return text
+        return text.strip("\r\n") if text.strip() else ""
+
+
+class JsonLines(TextFile):
+    """A file with a JSON object on every line, whose ``column`` is a document."""
+
+    def __init__(self, path: str, column: str = "text") -> None:
+        super().__init__(path, "line")
+        self.column = column
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "documents": "json", "column": self.column}
+
+    def _text(self, data: bytes, start: int) -> str:
+        line = super()._text(data, start)
+        try:
+            return text_of(json.loads(line), self.column) if line else ""
+        except ValueError as error:  # of which JSONDecodeError is one
+            raise ValueError(f"{self.path}:{self._line_number(start)}: {error}") from error
+
+    def _line_number(self, start: int) -> int:
+        number = 1
+        with self.path.open("rb") as file:
+            while file.tell() < start:
+                file.readline()
+                number += 1
+        return number
+
+
+class DatasetRows:
+    """The rows of a dataset that the datasets library streams; ``column`` is the document.
+
+    Args:
+        name: on the hub, a local folder, or a format such as "parquet", "json" and "text" with files.
+        files: data files, if the name does not say which.
+
+    Raises:
+        ValueError: what the library cannot load.
+    """
+
+    size = None
+
+    def __init__(
+        self, name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = (),
+        column: str = "text",
+    ) -> None:  # fmt: skip
+        self.name, self.subset, self.split, self.column = name, subset, split, column
+        self.files = list(files)
+        self._rows = stream(name, subset, split, files)
+
+    def describe(self) -> dict[str, Any]:
+        kind = {"subset": self.subset, "split": self.split, "column": self.column}
+        return {"path": self.name, **kind, "files": stamps(self.name, self.files)}
+
+    def documents(self, start: int = 0) -> Iterator[Document]:
+        number = start
+        try:
+            for row in self._rows.skip(start):
+                text = text_of(row, self.column)
+                number += 1
+                if text:
+                    yield Document(text, True, number, len(text.encode()))
+        except Exception as error:  # as in stream
+            raise ValueError(f"row {number} of {self.name} cannot be read: {first_line(error)}") from error
+
+
+def sources(
+    paths: Sequence[str], documents: str = "file", column: str = "text", dataset: str | None = None,
+    subset: str | None = None, split: str = "train",
+) -> list[Source]:  # fmt: skip
+    """What a command line names: files by their endings, or a dataset, of whose files the paths then are.
+
+    Raises:
+        ValueError: nothing named, a file twice, or what cannot be opened.
+    """
+    if not paths and dataset is None:
+        raise ValueError("nothing to read: name text files, or a --dataset")
+    real = [Path(path).resolve() for path in paths]
+    if twice := [path for i, path in enumerate(paths) if real[i] in real[:i]]:
+        raise ValueError(f"{twice[0]} is named twice")
+    if dataset is None and (subset is not None or split != "train"):
+        raise ValueError("subset and split are of a --dataset, and none is named")
+    if dataset is not None:
+        return [DatasetRows(dataset, subset, split, paths, column)]
+    found: list[Source] = []
+    for path in paths:
+        plain = TextFile(path, documents)  # whatever it holds, it has to be there
+        ending = plain.path.suffix.lower()
+        if ending == ".parquet":
+            found.append(DatasetRows("parquet", files=[path], column=column))
+        else:
+            found.append(JsonLines(path, column) if ending in (".jsonl", ".ndjson", ".json") else plain)
+    return found
+
+
+def stream(name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = ()) -> Any:
+    """A dataset as the datasets library streams it.
+
+    Raises:
+        ValueError: what the library cannot load.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(
+            name, subset, split=split, data_files=list(files) or None, streaming=True
+        )
+    except Exception as error:  # the library, the hub and file systems each have classes of their own
+        raise ValueError(f"the dataset {name} cannot be loaded: {first_line(error)}") from error
+
+
+def text_of(row: Any, column: str) -> str:
+    """The text of a row; may be empty. Half a surrogate pair, which JSON can spell, becomes a ``?``.
+
+    Raises:
+        ValueError: no text there.
+    """
+    text = row.get(column) if isinstance(row, Mapping) else None
+    if not isinstance(text, str):
+        has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "it is no object"
+        raise ValueError(f"no text in the column {column!r}: {has}")
+    return text.encode(errors="replace").decode()
+
+
+def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """The rest of a file in pieces, cut after a line end, or else before a space, or between characters."""
+    longest = 2 * _PIECE
+    data = b""
+    while True:
+        data += file.read(longest + 1 - len(data))
+        if len(data) <= longest:
+            break
+        cut = data.rfind(b"\n", _PIECE, longest) + 1 or data.rfind(b" ", _PIECE, longest)
+        if cut < 0:
+            cut = longest
+            while cut > longest - 3 and data[cut] & 0xC0 == 0x80:  # a byte inside a character
+                cut -= 1
+        yield data[:cut], False
+        data = data[cut:]
+    if data:
+        yield data, True
+
+
+def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
+    """Lines up to and with the blank lines that follow them."""
+    lines: list[bytes] = []
+    blank = False
+    for line in file:
+        if blank and not line.isspace():
+            yield b"".join(lines)
+            lines = []
+        blank = line.isspace()
+        lines.append(line)
+    if lines:
+        yield b"".join(lines)
+
+
+def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """What shows that a dataset's files have changed: its data files, or all of a local folder."""
+    folder = Path(name)
+    inside = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
+    return [_stamp(path) for path in map(Path, files)] or [_stamp(path) for path in inside]
+
+
+def _stamp(path: Path) -> dict[str, Any]:
+    """What shows that a file has changed; of one on the hub, its name alone."""
+    if not path.is_file():
+        return {"path": str(path)}
+    known = path.stat()
+    return {"path": str(path), "bytes": known.st_size, "modified_ns": known.st_mtime_ns}

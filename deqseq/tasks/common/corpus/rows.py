@@ -1,0 +1,244 @@
+"""Rows of a fixed length for training: out of a folder of shards, or packed out of a stream.
+
+Shapes: L tokens of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer
+
+from deqseq.convergence import check_count
+from deqseq.tasks.common.corpus.documents import text_of
+from deqseq.tasks.common.corpus.encoder import Encoder
+from deqseq.tasks.common.corpus.holdout import SPLITS, HoldOut, Split
+from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest
+
+Documents = Literal["joined", "separate"]
+"""Whether the documents of a row see each other: with ``"separate"``, positions tell them apart."""
+
+Row = dict[str, Tensor]
+"""``input_ids`` (L,) int64 and, for separate documents, ``position_ids`` (L,) int64."""
+
+
+class TokenFolder:
+    """Token shards as ``python -m deqseq.tasks.prepare`` makes them.
+
+    Attributes:
+        vocab_size: of the tokenizer, added tokens included.
+        end_of_text: the id that ends every document.
+        fingerprint: a hash of tokens and tokenizer; the same wherever they were prepared.
+
+    Raises:
+        ValueError: no manifest, an unfinished preparation, shards that are missing or of another size.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._manifest = Manifest.read(self.path)
+        if self._manifest.next is not None:
+            raise ValueError(f"{path} is not prepared to its end: run the same deqseq.tasks.prepare again")
+        tokenizer = self._manifest.head["tokenizer"]
+        self.vocab_size: int = tokenizer["vocab_size"]
+        self.end_of_text: int = tokenizer["end_of_text"]
+        content = [tokenizer["sha256"], *((s.split, s.tokens, s.sha256) for s in self._manifest.shards)]
+        self.fingerprint: str = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def tokens(self, split: Split) -> int:
+        """How many tokens a split has."""
+        return self._manifest.tokens(_checked(split))
+
+    def documents(self, split: Split) -> int:
+        """How many documents end in a split."""
+        return sum(s.documents for s in self._manifest.shards if s.split == _checked(split))
+
+    def tokenizer(self) -> Any:
+        """The tokenizer that made the shards.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        if not (self.path / TOKENIZER).is_dir():
+            raise ValueError(f"{self.path} has no {TOKENIZER}/: copy it again, or prepare anew with --force")
+        return AutoTokenizer.from_pretrained(self.path / TOKENIZER)
+
+    def verify(self, progress: bool = False) -> None:
+        """Compare the tokenizer and all shards with their checksums.
+
+        Raises:
+            ValueError: one is not what was written.
+        """
+        self._verify("tokenizer", f"{TOKENIZER}/tokenizer.json", self._manifest.head["tokenizer"]["sha256"])
+        for shard in tqdm(self._manifest.shards, desc="verify", unit="shard", disable=not progress):
+            self._verify("shard", shard.file, shard.sha256)
+
+    def _verify(self, what: str, name: str, checksum: str) -> None:
+        file = self.path / name
+        if not file.exists():
+            raise ValueError(f"the {what} {file} is missing: copy it again, or prepare anew with --force")
+        with file.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != checksum:
+            raise ValueError(
+                f"the {what} {file} is corrupted (its checksum is not the manifest's): "
+                "copy it again, or prepare anew with --force"
+            )
+
+    def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
+        """A split, cut into rows of ``length`` tokens; what is left at its end is dropped.
+
+        Raises:
+            ValueError: not one row.
+        """
+        shards = [s for s in self._manifest.shards if s.split == _checked(split)]
+        files = [self.path / shard.file for shard in shards]
+        separate = self.end_of_text if _separate(documents) else None
+        rows = TokenRows(files, [s.tokens for s in shards], self._manifest.head["dtype"], length, separate)
+        if not len(rows):
+            hint = "; prepare with a larger --validation-share" if split == "validation" else ""
+            has = f"{self.tokens(split)} tokens, not one row of {length}"
+            raise ValueError(f"the {split} split of {self.path} has {has}{hint}")
+        return rows
+
+
+class TokenRows(Dataset[Row]):
+    """Rows of files that are one run of tokens: a row may begin in one and end in the next.
+
+    A row is read when it is asked for, out of memory maps that every process opens for itself.
+
+    Args:
+        sizes: tokens of every file.
+        end_of_text: if documents are to be separate.
+    """
+
+    def __init__(
+        self, files: list[Path], sizes: list[int], dtype: str, length: int, end_of_text: int | None = None
+    ) -> None:
+        check_count("length", length)
+        self.length = length
+        self._files = files
+        self._ends = list(accumulate(sizes))
+        self._dtype = dtype
+        self._end_of_text = end_of_text
+        self._maps: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return self._ends[-1] // self.length if self._ends else 0
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return _row(torch.from_numpy(self._read(index * self.length)), self._end_of_text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}
+
+    def _read(self, start: int) -> np.ndarray:
+        """``length`` tokens int64, out of as many files as they take."""
+        row = np.empty(self.length, np.int64)
+        filled = 0
+        file = bisect_right(self._ends, start)
+        while filled < self.length:
+            first = self._ends[file] - len(self._map(file))
+            part = self._map(file)[start + filled - first :][: self.length - filled]
+            row[filled : filled + len(part)] = part
+            filled += len(part)
+            file += 1
+        return row
+
+    def _map(self, file: int) -> np.ndarray:
+        if file not in self._maps:
+            self._maps[file] = np.memmap(self._files[file], self._dtype, "r")
+        return self._maps[file]
+
+
+def token_rows(
+    documents: Iterable[str | Mapping[str, Any]],
+    tokenizer: Any,
+    length: int,
+    documents_mode: Documents = "joined",
+    *,
+    column: str = "text",
+    split: Split | None = None,
+    hold_out: HoldOut | None = None,
+) -> StreamedRows:
+    """Rows packed out of documents that are tokenised as they come, in their order.
+
+    Args:
+        documents: texts, or rows of a dataset with one in ``column``.
+        split: only the documents of this side of ``hold_out``: what ``prepare`` holds out by the same rule is
+            never trained on. ``None``: all.
+
+    Raises:
+        ValueError: a tokenizer that does not fit.
+    """
+    return StreamedRows(documents, tokenizer, length, documents_mode, column, split, hold_out or HoldOut())
+
+
+class StreamedRows(IterableDataset[Row]):
+    """The rows that :func:`token_rows` makes; to go on after a row, skip those before it."""
+
+    def __init__(
+        self, documents: Iterable[Any], tokenizer: Any, length: int, documents_mode: Documents, column: str,
+        split: Split | None, hold_out: HoldOut,
+    ) -> None:  # fmt: skip
+        check_count("length", length)
+        self.length = length
+        self._documents = documents
+        self._encoder = Encoder(tokenizer)
+        self._separate = self._encoder.end_of_text if _separate(documents_mode) else None
+        self._column = column
+        self._split = split if split is None else _checked(split)
+        self._hold_out = hold_out
+
+    def __iter__(self) -> Iterator[Row]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(f"a stream of documents is read by one worker, got {worker.num_workers}")
+        left = np.empty(0, np.int64)
+        for text in self._texts():
+            left = np.concatenate([left, *self._encoder([text]), [self._encoder.end_of_text]])
+            whole = len(left) - len(left) % self.length
+            for row in torch.from_numpy(left[:whole]).split(self.length) if whole else ():
+                yield _row(row, self._separate)
+            left = left[whole:]
+
+    def _texts(self) -> Iterator[str]:
+        for document in self._documents:
+            text = document if isinstance(document, str) else text_of(document, self._column)
+            if text and (self._split is None or self._hold_out.split(text) == self._split):
+                yield text
+
+
+def _row(input_ids: Tensor, end_of_text: int | None) -> Row:
+    """A row (L,), with positions that start anew after every ``end_of_text`` if it is given."""
+    if end_of_text is None:
+        return {"input_ids": input_ids}
+    place = torch.arange(len(input_ids))
+    starts = torch.zeros_like(place)
+    starts[1:] = torch.where(input_ids[:-1] == end_of_text, place[1:], 0)
+    return {"input_ids": input_ids, "position_ids": place - starts.cummax(0).values}
+
+
+def _separate(documents: str) -> bool:
+    if documents not in get_args(Documents):
+        raise ValueError(f"documents must be 'joined' or 'separate', got {documents!r}")
+    return documents == "separate"
+
+
+def _checked(split: Split) -> Split:
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    return split

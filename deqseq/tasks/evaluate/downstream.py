@@ -1,0 +1,385 @@
+"""Downstream tasks through EleutherAI's lm-eval, with data from the hub or from JSONL files.
+
+Prompts, choices and metrics are those of lm-eval's own tasks, with one exception, of which scores tell in
+``own_prompt``: a file of HellaSwag may lack the fields that lm-eval builds its prompts from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from deqseq.convergence import check_count
+
+if TYPE_CHECKING:  # the command line lists the tasks without waiting for transformers
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+Doc = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of lm-eval.
+
+    Attributes:
+        folder: of lm-eval's task files.
+        pattern: that its local file matches.
+        metric: that enters the average; for ``acc_norm``, log-likelihoods are per character of the choice.
+        chance: what guessing gets, with the four choices that nearly all questions of ARC have.
+        prompt: the field of a document that has the text to continue.
+        choices: the fields that have the choices.
+        answer: the field that says which is right; none where the text itself does.
+        options: the choices of a document, by what ``answer`` calls them.
+        convert: from the schema of the original release to that of the hub.
+    """
+
+    folder: str
+    pattern: str
+    metric: str
+    chance: float
+    prompt: str
+    choices: tuple[str, ...] = ()
+    answer: str | None = None
+    options: Callable[[Doc], dict[Any, Any]] = lambda doc: {}
+    convert: Callable[[Doc], Doc] = lambda doc: doc
+
+    @property
+    def fields(self) -> list[str]:
+        """What a document needs."""
+        return [self.prompt, *self.choices, *([] if self.answer is None else [self.answer])]
+
+
+@dataclass
+class TaskScore:
+    """One task. Standard errors are lm-eval's.
+
+    Attributes:
+        documents: how many were asked.
+        source: the local file, or the name on the hub.
+        metric, main, main_stderr: what enters the average.
+        chance: of that metric.
+        own_prompt: what the prompts are where they are not lm-eval's; ``None`` where they are.
+        acc, acc_norm, perplexity: all that the task reports.
+    """
+
+    task: str
+    documents: int
+    source: str
+    metric: str
+    main: float
+    main_stderr: float | None
+    chance: float
+    own_prompt: str | None
+    acc: float | None
+    acc_stderr: float | None
+    acc_norm: float | None
+    acc_norm_stderr: float | None
+    perplexity: float | None
+    perplexity_stderr: float | None
+
+
+def _question(name: str) -> Callable[[Doc], Doc]:
+    """From ``question: {stem, choices: [{text, label}]}`` to ``{name: stem, choices: {text, label}}``."""
+
+    def convert(doc: Doc) -> Doc:
+        question = doc.get("question")
+        if not isinstance(question, dict):
+            return doc
+        choices = {key: [choice[key] for choice in question["choices"]] for key in ("text", "label")}
+        return {name: question["stem"], "choices": choices, "answerKey": doc["answerKey"]}
+
+    return convert
+
+
+def _lettered(doc: Doc) -> dict[Any, Any]:
+    return dict(zip(doc["choices"]["label"], doc["choices"]["text"], strict=True))
+
+
+def _blank(doc: Doc) -> dict[Any, Any]:
+    if "_" not in doc["sentence"]:
+        raise ValueError(f"sentence must have a _ to fill in, got {doc['sentence']!r}")
+    return {"1": doc["option1"], "2": doc["option2"]}
+
+
+TASKS = {
+    "lambada_openai": Task("lambada", "lambada*.jsonl", "acc", 0.0, "text"),
+    "hellaswag": Task("hellaswag", "hellaswag*.jsonl", "acc_norm", 0.25, "ctx", ("endings",), "label",
+                      lambda doc: dict(enumerate(doc["endings"]))),
+    "piqa": Task("piqa", "piqa*.jsonl", "acc", 0.5, "goal", ("sol1", "sol2"), "label",
+                 lambda doc: {0: doc["sol1"], 1: doc["sol2"]}),
+    "arc_easy": Task("arc", "arc_easy*.jsonl", "acc", 0.25, "question", ("choices",), "answerKey",
+                     _lettered, _question("question")),
+    "arc_challenge": Task("arc", "arc_challenge*.jsonl", "acc_norm", 0.25, "question", ("choices",),
+                          "answerKey", _lettered, _question("question")),
+    "winogrande": Task("winogrande", "winogrande*.jsonl", "acc", 0.5, "sentence", ("option1", "option2"),
+                       "answer", _blank),
+    "openbookqa": Task("openbookqa", "openbookqa*.jsonl", "acc_norm", 0.25, "question_stem", ("choices",),
+                       "answerKey", _lettered, _question("question_stem")),
+}  # fmt: skip
+
+
+# What lm-eval builds the prompts of HellaSwag from, and selections drop.
+_ACTIVITY = ("activity_label", "ctx_a", "ctx_b")
+
+
+def check_tasks(names: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless the names are of :data:`TASKS`, at least one and none of them twice."""
+    if not names:
+        raise ValueError(f"at least one task is needed, of {', '.join(TASKS)}")
+    if unknown := [name for name in names if name not in TASKS]:
+        raise ValueError(f"unknown tasks {unknown}; known: {', '.join(TASKS)}")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"each task counts once in the average, but {', '.join(repeated)} is given again")
+
+
+def local_files(names: Sequence[str], folder: str | Path) -> dict[str, Path]:
+    """The tasks' files in a folder; of several for one task, that with most lines.
+
+    Raises:
+        ValueError: there is none.
+    """
+    chosen = {}
+    for name in names:
+        found = sorted(Path(folder).glob(TASKS[name].pattern))
+        if not found:
+            raise ValueError(f"no file for {name} in {folder}: it must match {TASKS[name].pattern}")
+        chosen[name] = max(found, key=lambda path: path.read_bytes().count(b"\n"))
+        if len(found) > 1:
+            every = ", ".join(path.name for path in found)
+            logger.warning("%s: of %s, the longest is taken, %s", name, every, chosen[name].name)
+    return chosen
+
+
+def read_docs(name: str, path: Path) -> list[Doc]:
+    """The documents of a JSONL file, in the schema of the hub.
+
+    Raises:
+        ValueError: a line that is no document of the task; no documents at all.
+    """
+    docs = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            docs.append(_read_doc(TASKS[name], line))
+        except (KeyError, TypeError, AttributeError) as error:  # of what is inside a field
+            raise ValueError(f"{path}, line {number}: no document of {name}: {error!r}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no document of {name}: {error}") from error
+    if not docs:
+        raise ValueError(f"{path} holds no documents")
+    return docs
+
+
+def _read_doc(task: Task, line: bytes) -> Doc:
+    """One document, its answer written as the hub does: lm-eval counts others as wrong, or stumbles."""
+    doc = json.loads(line.decode())
+    if not isinstance(doc, dict):
+        raise ValueError(f"it must be a JSON object, got {doc!r}")
+    doc = task.convert(doc)
+    if missing := [field for field in task.fields if field not in doc]:
+        raise ValueError(f"it needs the fields {missing}")
+    options = task.options(doc)
+    for text in (doc[task.prompt], *options.values()):
+        if not isinstance(text, str):
+            raise ValueError(f"prompt and choices must be text, got {text!r}")
+    if not all(options.values()):
+        raise ValueError(f"choices must not be empty, got {list(options.values())}")
+    if task.answer is None:
+        return doc
+    known = {str(answer): answer for answer in options}
+    given = str(doc[task.answer]).strip()
+    if given not in known:
+        raise ValueError(f"{task.answer} must be one of {', '.join(known)}, got {doc[task.answer]!r}")
+    return doc | {task.answer: known[given]}
+
+
+def _own_prompt(name: str, docs: Sequence[Doc]) -> str | None:
+    """How the prompts of documents are not lm-eval's; ``None`` where they are."""
+    if name != "hellaswag" or all(isinstance(doc.get(field), str) for doc in docs for field in _ACTIVITY):
+        return None
+    return f"the context alone, for documents lack {', '.join(_ACTIVITY)}"
+
+
+def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> dict[str, Any]:
+    """lm-eval's task, as its ``definition`` has it, over the documents of a file."""
+    import datasets
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    fields = TASKS[name].fields
+    changes: dict[str, Any] = {}
+    if _own_prompt(name, docs):
+        changes["process_docs"] = _hellaswag_without_activity
+    elif name == "hellaswag":
+        fields += _ACTIVITY
+    kept = [{field: doc[field] for field in fields} for doc in docs]
+
+    def load(**_: Any) -> Any:
+        return datasets.DatasetDict({"test": datasets.Dataset.from_list(kept)})
+
+    # lm-eval merges no changes into tasks that it knows by name, so its definition is read here.
+    return {
+        **load_yaml(definition),
+        "dataset_path": str(path),
+        "custom_dataset": load,
+        "training_split": None,
+        "validation_split": None,
+        "test_split": "test",
+        **changes,
+    }
+
+
+def _hellaswag_without_activity(dataset: Any) -> Any:
+    from lm_eval.tasks.hellaswag.utils import preprocess
+
+    def prompt(doc: Doc) -> Doc:
+        choices = [preprocess(ending) for ending in doc["endings"]]
+        return {"query": preprocess(doc["ctx"]), "choices": choices, "gold": int(doc["label"])}
+
+    return dataset.map(prompt)
+
+
+def evaluate_tasks(
+    model: PreTrainedModel, tokenizer: Any, names: Sequence[str] = tuple(TASKS),
+    files: Mapping[str, Path] | None = None, limit: int | None = None, batch_size: int = 8,
+    progress: bool = False,
+) -> list[TaskScore]:  # fmt: skip
+    """Zero-shot scores of the model, as it is set to be solved.
+
+    Args:
+        names: of :data:`TASKS`.
+        files: of the tasks, as :func:`local_files` finds them; from the hub by default.
+        limit: documents of each task; all by default.
+
+    Raises:
+        ValueError: unknown tasks, or one twice; malformed files; data that the hub does not give; tokens
+            outside the model's vocabulary; lm-eval is not installed.
+    """
+    check_tasks(names)
+    check_count("batch_size", batch_size)
+    if limit is not None:
+        check_count("limit", limit)
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError(f"downstream tasks need lm-eval: pip install 'deqseq[eval]' ({error})") from error
+    # Indexing only what is asked for saves reading some thousand task files.
+    own = Path(lm_eval.__file__).parent / "tasks"
+    manager = TaskManager(
+        include_path=[own / part for part in sorted({TASKS[name].folder for name in names})],
+        include_defaults=False,
+    )
+    tasks: list[Any] = list(names)
+    own_prompts: dict[str, str | None] = dict.fromkeys(names)
+    if files is not None:
+        docs = {name: read_docs(name, files[name]) for name in names}
+        own_prompts = {name: _own_prompt(name, docs[name]) for name in names}
+        index = manager.task_index
+        tasks = [_over_docs(name, docs[name], files[name], index[name].yaml_path) for name in names]
+    # Resampling in processes forked from one that runs torch can hang, and one is quick enough.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    model.eval()
+    screen = sys.stderr if progress else None
+    try:
+        with _quiet():
+            lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            # Not simple_evaluate, which would look for git and list the machine's packages afterwards.
+            found: Any = lm_eval.evaluate(
+                lm=_watched(lm, screen),
+                task_dict=manager.load(tasks),
+                limit=limit,
+                bootstrap_iters=1000,
+                log_samples=False,
+            )
+    except OSError as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"data cannot be had from the hub: {first}; or give --data-dir") from error
+    return [
+        _read(name, found, None if files is None else str(files[name]), own_prompts[name]) for name in names
+    ]
+
+
+def _read(name: str, found: dict[str, Any], source: str | None, own_prompt: str | None) -> TaskScore:
+    result, config = found["results"][name], found["configs"][name]
+
+    def value(metric: str) -> float | None:
+        number = result.get(f"{metric},none")
+        return float(number) if isinstance(number, (int, float)) else None
+
+    metric = TASKS[name].metric
+    main = value(metric)
+    assert main is not None, f"lm-eval reports no {metric} for {name}"
+    every = {key: value(key) for m in ("acc", "acc_norm", "perplexity") for key in (m, f"{m}_stderr")}
+    return TaskScore(
+        task=name,
+        documents=found["n-samples"][name]["effective"],
+        source=source or config["dataset_path"],
+        metric=metric,
+        main=main,
+        main_stderr=value(f"{metric}_stderr"),
+        chance=TASKS[name].chance,
+        own_prompt=own_prompt,
+        **every,
+    )
+
+
+def average(scores: Sequence[TaskScore]) -> float:
+    """Mean over tasks of the metric that enters it."""
+    return sum(s.main for s in scores) / len(scores)
+
+
+def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
+    """A warning for each task whose prompts are not lm-eval's."""
+    return [
+        f"warning: {s.task}: the prompt is not lm-eval's but {s.own_prompt}. The score does not compare with "
+        "those of lm-eval"
+        for s in scores
+        if s.own_prompt is not None
+    ]
+
+
+def _watched(lm: Any, screen: TextIO | None) -> Any:
+    """lm-eval's model, refusing tokens that it does not know before it scores any.
+
+    It tells ``screen`` how far it is: of lm-eval's many bars, the one that matters.
+    """
+    from deqseq.tasks.common.models import check_tokens
+
+    compute = lm._loglikelihood_tokens
+
+    def compute_watched(requests: Any, disable_tqdm: bool = False, **options: Any) -> Any:
+        tokens = [token for _, context, choice in requests for token in context + choice]
+        check_tokens(lm.model, torch.tensor(tokens))
+        with contextlib.redirect_stderr(screen or sys.stderr):
+            return compute(requests, disable_tqdm=screen is None, **options)
+
+    lm._loglikelihood_tokens = compute_watched
+    return lm
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing of what lm-eval and datasets print and log below errors, for a while."""
+    log = logging.getLogger("lm_eval")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    nowhere = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
+    finally:
+        log.setLevel(before)

@@ -1,0 +1,225 @@
+"""Duality: whether one model solved in different windows says the same, and what each costs.
+
+Shapes: N tokens of a text, B sequences, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from deqseq.convergence import ConvergencePolicy
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.solution import Solution, Status
+from deqseq.tasks.common.models import Window, check_tokens, needed_layer, solving
+from deqseq.tasks.evaluate.perplexity import SolveTally, batches, exponential, losses, run
+
+# Rows of logits compared at once, in float32.
+_ROWS = 1024
+# Tokens listed for the largest differences.
+_WORST = 5
+
+
+@dataclass
+class Difference:
+    """A token on which a window and the first disagree.
+
+    Attributes:
+        sequence, position: where it stands, counted from 1.
+        max_logit_diff: largest absolute difference of a logit.
+        iterations, residual, converged: of the search in this window.
+        first_iterations, first_residual, first_converged: in the first.
+    """
+
+    sequence: int
+    position: int
+    max_logit_diff: float
+    iterations: int
+    first_iterations: int
+    residual: float
+    first_residual: float
+    converged: bool
+    first_converged: bool
+
+
+@dataclass
+class Agreement:
+    """One window against the first.
+
+    Attributes:
+        window: tokens solved at a time, or ``"all"``.
+        policy, budget: when a token was done, and the evaluations it could take part in at most.
+        tokens: compared.
+        agreement: share of tokens with the same most likely next token.
+        max_logit_diff, mean_logit_diff: absolute differences of logits.
+        kl: Kullback-Leibler divergence of this window's prediction from the first's, nats a token.
+        perplexity: of the text, in this window.
+        iterations, residual, converged, passes_per_batch: as in
+            :class:`~deqseq.tasks.evaluate.perplexity.Score`.
+        seconds: of the model.
+        worst: the tokens with the largest differences. Windows may disagree on a token that both call
+            converged: a residual is the last step, and where the search is slow much way may be left.
+    """
+
+    window: int | str
+    policy: str
+    budget: int
+    tokens: int
+    agreement: float
+    max_logit_diff: float
+    mean_logit_diff: float
+    kl: float
+    perplexity: float
+    iterations: float
+    residual: float
+    converged: float | None
+    passes_per_batch: float
+    seconds: float
+    worst: list[Difference]
+
+
+class _Comparison:
+    """Differences from the first window, added up over batches."""
+
+    def __init__(self) -> None:
+        self.solves = SolveTally()
+        self.seconds = 0.0
+        self.nll = 0.0
+        self.worst: list[Difference] = []
+        self._sequences = 0
+        self._sums = torch.zeros(3, dtype=torch.float64)  # same, mean over V of |difference|, divergence
+
+    def add(self, out: Any, first: Any) -> None:
+        """Take in the model's output on one batch, in this window and in the first."""
+        largest = []
+        for here, there in zip(
+            out.logits.flatten(0, 1).split(_ROWS), first.logits.flatten(0, 1).split(_ROWS), strict=True
+        ):
+            here, there = here.float(), there.float()
+            difference = (here - there).abs()
+            p = there.log_softmax(-1)
+            divergence = (p.exp() * (p - here.log_softmax(-1))).sum(-1)
+            parts = (here.argmax(-1) == there.argmax(-1), difference.mean(-1), divergence)
+            self._sums += torch.stack([part.cpu().double().sum() for part in parts])
+            largest.append(difference.amax(-1).cpu())
+        self.solves.add(out.solution)
+        self._keep_worst(torch.cat(largest), out.solution, first.solution)
+
+    def _keep_worst(self, largest: Tensor, here: Solution, first: Solution) -> None:
+        B, L = here.status.shape
+        for value, i in zip(*largest.topk(min(_WORST, B * L)), strict=True):
+            at = divmod(int(i), L)
+            self.worst.append(
+                Difference(
+                    sequence=self._sequences + at[0] + 1,
+                    position=at[1] + 1,
+                    max_logit_diff=value.item(),
+                    iterations=int(here.iterations[at]),
+                    first_iterations=int(first.iterations[at]),
+                    residual=here.residual[at].item(),
+                    first_residual=first.residual[at].item(),
+                    converged=bool(here.status[at] == Status.CONVERGED),
+                    first_converged=bool(first.status[at] == Status.CONVERGED),
+                )
+            )
+        self._sequences += B
+        self.worst = sorted(self.worst, key=lambda found: -found.max_logit_diff)[:_WORST]
+
+    def read(self, layer: ImplicitSequenceLayer, tokens: int) -> Agreement:
+        """The means over ``tokens``; ``layer``: as it was set."""
+        same, mean, divergence = (self._sums / tokens).tolist()
+        return Agreement(
+            window=layer.window or "all",
+            policy=repr(layer.eval_convergence),
+            budget=layer.eval_convergence.max_iter,
+            tokens=tokens,
+            agreement=same,
+            max_logit_diff=self.worst[0].max_logit_diff,
+            mean_logit_diff=mean,
+            kl=max(0.0, divergence),  # where predictions are the same, rounding may say less
+            perplexity=exponential(self.nll / tokens),
+            **self.solves.read(),
+            seconds=self.seconds,
+            worst=[found for found in self.worst if found.max_logit_diff > 0],
+        )
+
+
+@torch.no_grad()
+def compare_windows(
+    model: PreTrainedModel, tokens: Tensor, length: int, windows: Sequence[Window],
+    policy: ConvergencePolicy | None = None, batch_size: int = 8, progress: bool = False,
+) -> list[Agreement]:  # fmt: skip
+    """Solve ``tokens`` (N,), in sequences of ``length``, in every window and compare with the first.
+
+    Args:
+        windows: at least two.
+        policy: of all windows; the model's evaluation policy by default.
+
+    Raises:
+        ValueError: fewer than two windows, or one below 1; the model is explicit; tokens outside the
+            vocabulary; too little text.
+    """
+    if len(windows) < 2:
+        raise ValueError(
+            f"windows are compared with the first: give at least two, got "
+            f"{', '.join('all' if w is None else str(w) for w in windows) or 'none'}"
+        )
+    model.eval()
+    cut = batches(tokens, length, batch_size)
+    check_tokens(model, tokens)
+    needed_layer(model, "a comparison of windows")
+    for window in windows:
+        with solving(model, window, policy):
+            pass  # what cannot be a window is refused before any work
+    comparisons = [_Comparison() for _ in windows]
+    bar = tqdm(total=len(tokens) - 1, desc="duality", unit="tok", leave=False, disable=not progress)
+    for inputs, targets in cut:
+        first: Any = None
+        for window, comparison in zip(windows, comparisons, strict=True):
+            start = time.perf_counter()
+            with solving(model, window, policy):
+                out = run(model, inputs)
+            comparison.nll += losses(out.logits, targets).sum().item()
+            comparison.seconds += time.perf_counter() - start  # the loss waits for the device
+            first = out if first is None else first
+            comparison.add(out, first)
+        bar.update(targets.numel())
+    bar.close()
+    found = []
+    for window, comparison in zip(windows, comparisons, strict=True):
+        with solving(model, window, policy) as layer:
+            assert layer is not None
+            found.append(comparison.read(layer, len(tokens) - 1))
+    return found
+
+
+def unconverged(found: Sequence[Agreement]) -> list[str]:
+    """A warning, if tokens did not converge: where they stopped says little of where they belong."""
+    short = [a for a in found if a.converged is not None and a.converged < 1]
+    if not short:
+        return []
+    shares = ", ".join(f"{1 - (a.converged or 0):.2%} in window {a.window}" for a in short)
+    return [
+        f"warning: tokens that have not converged after {short[0].budget} iterations: {shares}. They "
+        "need not agree: raise --max-iter, or loosen --rtol"
+    ]
+
+
+def describe_worst(found: Sequence[Agreement]) -> str:
+    """One line on the token with the largest difference; what is known of others is in ``worst``."""
+    every = [(a, a.worst[0]) for a in found if a.worst]
+    if not every:
+        return "all logits are the same"
+    a, token = max(every, key=lambda pair: pair[1].max_logit_diff)
+    return (
+        f"largest difference: {token.max_logit_diff:.1e} in sequence {token.sequence}, position "
+        f"{token.position}; iterations {token.iterations} in window {a.window}, {token.first_iterations} in "
+        f"window {found[0].window}; residuals {token.residual:.1e}, {token.first_residual:.1e}"
+    )

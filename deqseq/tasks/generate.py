@@ -1,0 +1,317 @@
+"""Continue a prompt: ``python -m deqseq.tasks.generate MODEL "prompt"``.
+
+The text streams as it is made. ``--show-iterations`` shows for every token how many iterations it took to
+settle, which is where an equilibrium model spends its work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deqseq.solution import Status
+from deqseq.tasks.common.command_line import run
+from deqseq.tasks.common.figures import log_scale, pyplot
+from deqseq.tasks.evaluate.arguments import count, folder, tolerance
+
+# Cheap to dear, from the 256-colour table: green, yellow, orange, red.
+SHADES = (34, 70, 106, 142, 178, 208, 196)
+# Tokens whose text fits below a figure.
+_FEW = 64
+
+Show = Callable[[str, int | None], str]
+"""How to print a token's text and its iterations; ``None``: it was chosen, but not solved."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's arguments."""
+    found = argparse.ArgumentParser(
+        prog="python -m deqseq.tasks.generate",
+        description="Continue a prompt with a language model, implicit or explicit.",
+        epilog='Example: python -m deqseq.tasks.generate runs/model "Once upon a time" --show-iterations',
+    )
+    add = found.add_argument
+    add("model", help="folder or hub name of a model with its tokenizer")
+    add("prompt", nargs="?", help="text to continue; read from standard input if left out")
+    add("--tokenizer", metavar="PATH", help="tokenizer.json, folder or hub name, if not with the model")
+    add("--max-new-tokens", type=count, default=100, metavar="N", help="tokens to add (default: 100)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sample at this temperature; 0: take the likeliest token (default)",
+    )
+    add("--top-p", type=float, metavar="P", help="sample from the likeliest share P only (default: 1, all)")
+    add("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    add(
+        "--rtol",
+        type=tolerance,
+        metavar="R",
+        help="relative residual to solve to, instead of the model's; the iterations allowed stay, so allow "
+        "more for a smaller one",
+    )
+    add("--max-iter", type=count, metavar="N", help="iterations a token may take, instead of the model's")
+    add(
+        "--initial-guess",
+        choices=("zero", "previous"),
+        help="where a token's search starts: at zero, or at the equilibrium of the token before",
+    )
+    add(
+        "--show-iterations",
+        action="store_true",
+        help="colour each token by its iterations and sum them up below the text; not on a terminal, or "
+        "with NO_COLOR set: one line a token, its iterations before it",
+    )
+    add("--plot", type=png, metavar="PNG", help="draw iterations and residual of every token")
+    add("--device", help="where to run, such as cpu (default: a GPU if there is one)")
+    return found
+
+
+class _Watch:
+    """Keeps how every token was solved; wraps the model's forward pass."""
+
+    def __init__(self, model: Any) -> None:
+        self.iterations: list[int] = []
+        self.residual: list[float] = []
+        self.status: list[int] = []
+        model.register_forward_hook(self._see)
+
+    def _see(self, module: Any, arguments: Any, output: Any) -> None:
+        solution = output.solution
+        for name in ("iterations", "residual", "status"):
+            getattr(self, name).extend(getattr(solution, name)[0].tolist())
+
+
+class _SolvedStreamer:
+    """Streams tokens with the iterations they took.
+
+    The prompt's tokens are known when they are solved; a new token is solved in the call after the one
+    that chose it, so it is printed one call later.
+    """
+
+    def __init__(self, tokenizer: Any, watch: _Watch, show: Show) -> None:
+        self.tokenizer = tokenizer
+        self.watch = watch
+        self.show = show
+        self.tokens: list[int] = []
+        self.printed = 0
+        self.text = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take in the prompt (1, L), or the next token (1,)."""
+        self.tokens.extend(value.flatten().tolist())
+        self._print(len(self.watch.iterations))
+
+    def end(self) -> None:
+        """Print what is left: the last token, which nothing follows and so nothing solves."""
+        self._print(len(self.tokens))
+        sys.stdout.write("\n")
+
+    def _print(self, upto: int) -> None:
+        while self.printed < min(upto, len(self.tokens)):
+            text = str(self.tokenizer.decode(self.tokens[: self.printed + 1]))
+            added = text[len(self.text) :]
+            if text.endswith("\ufffd"):  # a part of a character, which comes with its last part
+                added = ""
+            else:
+                self.text = text
+            solved = self.printed < len(self.watch.iterations)
+            sys.stdout.write(self.show(added, self.watch.iterations[self.printed] if solved else None))
+            self.printed += 1
+        sys.stdout.flush()
+
+
+def in_colour(budget: int) -> Show:
+    """Text in the shade of its iterations; a line break has to be made visible to have one."""
+
+    def show(text: str, iterations: int | None) -> str:
+        if iterations is None:
+            return text
+        return _shaded(text.replace("\n", "⏎\n"), shade_of(iterations, budget))
+
+    return show
+
+
+def in_lines(text: str, iterations: int | None) -> str:
+    """One line a token: its iterations, and its text in quotes."""
+    return f"{'-' if iterations is None else iterations:>10}  {text!r}\n"
+
+
+def shade_of(iterations: int, budget: int) -> int:
+    """The colour for a number of iterations, on a logarithmic scale up to the budget."""
+    share = math.log(max(iterations, 1)) / math.log(max(budget, 2))
+    return SHADES[min(int(share * len(SHADES)), len(SHADES) - 1)]
+
+
+def legend(budget: int) -> str:
+    """The shades with the iterations that they stand for."""
+    parts = []
+    for shade, group in groupby(range(1, budget + 1), lambda n: shade_of(n, budget)):
+        first, *rest = group
+        parts.append(_shaded(f"{first}-{rest[-1]}" if rest else str(first), shade))
+    return "iterations: " + " ".join(parts)
+
+
+def _shaded(text: str, shade: int) -> str:
+    return f"\x1b[38;5;{shade}m{text}\x1b[0m"
+
+
+def png(text: str) -> Path:
+    """A file that can be written, its name with the suffix of what it will hold."""
+    path = Path(text)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder, name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    folder(str(path.parent))
+    return path
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        ValueError: what cannot be loaded; options that the model does not take.
+    """
+    # transformers takes seconds to import: not before the arguments are right.
+    from transformers.generation.streamers import TextStreamer
+
+    from deqseq.tasks.common.models import (
+        check_tokens,
+        implicit_layer,
+        load_model,
+        quiet_transformers,
+        tolerance_and_budget,
+    )
+    from deqseq.tasks.common.tokenizer import load_tokenizer
+
+    quiet_transformers()
+    # A shell's pipe ends in a line break that is not part of the prompt.
+    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt is None else arguments.prompt
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt must be UTF-8: {error.reason} at character {error.start}") from error
+    model: Any = load_model(arguments.model, arguments.device)
+    tokenizer = load_tokenizer(arguments.model, arguments.tokenizer)
+    layer = implicit_layer(model)
+    policy = tolerance_and_budget(model, arguments.rtol, arguments.max_iter)
+    asked = ("initial_guess", "show_iterations", "plot")
+    if layer is None and any(getattr(arguments, name) for name in asked):
+        raise ValueError(f"{arguments.model} is explicit: it has no iterations to set or to show")
+    tokens = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if tokens.input_ids.shape[1] == 0:
+        raise ValueError("the prompt has no tokens")
+    check_tokens(model, tokens.input_ids)
+    watch = None
+    streamer: Any = TextStreamer(tokenizer)
+    if layer is not None:
+        if policy is not None:
+            layer.set_convergence((layer.train_convergence, policy))
+        if arguments.initial_guess:
+            model.config.initial_guess = arguments.initial_guess
+        watch = _Watch(model)
+        budget = layer.eval_convergence.max_iter
+        if arguments.show_iterations:
+            coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+            print(legend(budget) if coloured else "iterations  token")
+            streamer = _SolvedStreamer(tokenizer, watch, in_colour(budget) if coloured else in_lines)
+    torch.manual_seed(arguments.seed)
+    sampling = {
+        "do_sample": True,
+        "temperature": arguments.temperature,
+        "top_p": arguments.top_p or 1.0,
+        "top_k": 0,  # all: transformers leaves out all but 50 unless told
+    }
+    found = model.generate(
+        tokens.input_ids,
+        attention_mask=tokens.attention_mask,
+        max_new_tokens=arguments.max_new_tokens,
+        streamer=streamer,
+        **(sampling if arguments.temperature > 0 else {"do_sample": False}),
+    )
+    if watch is not None and arguments.show_iterations:
+        print(summary(watch))
+    if watch is not None and arguments.plot:
+        texts = [str(tokenizer.decode([token])) for token in found[0].tolist()]
+        drawn = plot(watch, texts, tokens.input_ids.shape[1], budget, arguments.plot)
+        print(f"wrote {arguments.plot}" if drawn else "no figure was drawn", file=sys.stderr)
+
+
+def summary(watch: _Watch) -> str:
+    """One line on the work done."""
+    count = len(watch.iterations)
+    converged = sum(code == Status.CONVERGED for code in watch.status)
+    return (
+        f"{count} tokens solved, all but the last, which was only chosen; iterations a token: mean "
+        f"{sum(watch.iterations) / count:.1f}, least {min(watch.iterations)}, most {max(watch.iterations)}; "
+        f"converged: {converged / count:.1%}"
+    )
+
+
+def plot(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Path) -> bool:
+    """Iterations and residual of every token, as a PNG; returns whether one was written.
+
+    Args:
+        texts: of the tokens, written on the axis when they are few.
+        prompt: how many of them are the prompt's.
+        budget: iterations that a token may take.
+    """
+    plt = pyplot()
+    if plt is None:
+        return False
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
+    place = range(len(watch.iterations))
+    above.bar(place, watch.iterations)
+    above.axhline(budget, color="grey", linestyle="--", label=f"most allowed: {budget}")
+    above.set_ylabel("iterations")
+    below.plot(place, watch.residual, ".")
+    below.set_ylabel("relative residual")
+    log_scale(above.yaxis, 2)
+    log_scale(below.yaxis)
+    above.set_ylim(bottom=0.8)  # so that a single iteration is a bar too
+    for axis in (above, below):
+        axis.axvline(prompt - 0.5, color="black", linestyle=":", label="end of the prompt")
+    above.legend(fontsize="small")
+    if len(place) <= _FEW:
+        labels = [text.replace("\n", "⏎") for text in texts[: len(place)]]
+        below.set_xticks(place, labels, rotation=90, fontsize="small", parse_math=False)
+    else:
+        below.set_xlabel("token")
+    figure.savefig(path, dpi=120, format="png")
+    plt.close(figure)
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program; returns its exit code."""
+    arguments = parser().parse_args(argv)
+    if error := _wrong(arguments):
+        parser().error(error)
+    return run(lambda: generate(arguments), interrupted="no more text")
+
+
+def _wrong(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with the arguments, if anything; what takes a model to see, ``generate`` finds."""
+    if not 0 <= arguments.temperature < math.inf:
+        return f"--temperature must be a number >= 0, got {arguments.temperature}"
+    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
+        return f"--top-p must be in (0, 1], got {arguments.top_p}"
+    if arguments.top_p is not None and arguments.temperature == 0:
+        return "--top-p is for sampling: give a --temperature above 0 with it"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

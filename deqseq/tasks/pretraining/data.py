@@ -1,0 +1,172 @@
+"""What a run reads: a folder of token shards, or a dataset as it streams."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, IterableDataset
+
+from deqseq.causal_lm import ImplicitConfig
+from deqseq.tasks.common.corpus import HoldOut, TokenFolder, token_rows
+from deqseq.tasks.common.corpus.documents import stamps, stream
+from deqseq.tasks.common.corpus.encoder import Encoder
+from deqseq.tasks.common.corpus.rows import Row
+from deqseq.tasks.common.tokenizer import load_tokenizer
+from deqseq.tasks.pretraining.settings import RunSettings
+
+
+class TrainingOrder(Dataset[Row]):
+    """The rows of a training run, in its order: pass after pass over the data, each in an order of its own.
+
+    Row i is a function of i and the seed, so a run is at a row, wherever it was stopped and on however many
+    processes it goes on.
+
+    Args:
+        rows: map-style, of any length.
+        count: rows of the run.
+        seed: of the orders.
+    """
+
+    def __init__(self, rows: Any, count: int, seed: int) -> None:
+        self.rows, self.count, self.seed = rows, count, seed
+        self._pass: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def place(self, index: int) -> int:
+        """Where in the data row number ``index`` of the run is."""
+        number, position = divmod(index, len(self.rows))
+        if self._pass is None or self._pass[0] != number:
+            chance = np.random.default_rng((self.seed, number))
+            self._pass = number, chance.permutation(np.arange(len(self.rows), dtype=np.int32))
+        return int(self._pass[1][position])
+
+    def __getitem__(self, index: int) -> Row:
+        row: Row = self.rows[self.place(index)]
+        return row
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows to train on and to evaluate on.
+
+    Attributes:
+        train: in the order of the run, map-style; or a stream of them.
+        validation: held out, map-style.
+        tokenizer: that made them.
+        vocab_size, end_of_text: the tokenizer's.
+        fingerprint: changes if the data does.
+        verify: raises ``ValueError`` for data that is not what was prepared; takes a while.
+    """
+
+    train: Any
+    validation: Any
+    tokenizer: Any
+    vocab_size: int
+    end_of_text: int
+    fingerprint: str
+    verify: Callable[[], None] = lambda: None
+
+    def fitted(self, config: ImplicitConfig) -> ImplicitConfig:
+        """The configuration with the data's end of text.
+
+        Raises:
+            ValueError: a model of fewer tokens than the tokenizer's.
+        """
+        if self.vocab_size > config.vocab_size:
+            raise ValueError(
+                f"the data's tokenizer has {self.vocab_size} tokens, the model {config.vocab_size}: prepare "
+                f"the data with the model's tokenizer, or set --model.vocab_size {self.vocab_size}"
+            )
+        config.bos_token_id = config.eos_token_id = self.end_of_text
+        return config
+
+
+def open_data(settings: RunSettings, progress: bool = False) -> Data:
+    """The data of a run.
+
+    Raises:
+        ValueError: none there, or unfinished; fewer tokens than asked for; too few to hold a row out.
+    """
+    if settings.data is None:
+        raise ValueError("no data: name a folder made by deqseq.tasks.prepare with --data FOLDER")
+    if isinstance(settings.data, Mapping):
+        return _streamed(settings, dict(settings.data))
+    folder = TokenFolder(settings.data)
+    documents: Any = settings.documents
+    train, validation = (folder.rows(split, settings.length, documents) for split in ("train", "validation"))
+    wanted = settings.total_steps * settings.rows_per_step
+    if wanted > settings.passes * len(train):
+        raise ValueError(
+            f"{wanted * settings.length:,} tokens are asked for, but {settings.data} has "
+            f"{len(train) * settings.length:,} in rows of {settings.length}, to be gone through "
+            f"{settings.passes:g} times: prepare more text, ask for fewer --tokens, or allow "
+            f"--passes {wanted / len(train):.3g}"
+        )
+    return Data(
+        TrainingOrder(train, wanted, settings.seed),
+        validation,
+        folder.tokenizer(),
+        folder.vocab_size,
+        folder.end_of_text,
+        folder.fingerprint,
+        lambda: folder.verify(progress),
+    )
+
+
+class Passes(IterableDataset[Row]):
+    """A stream, gone through so often."""
+
+    def __init__(self, rows: IterableDataset[Row], count: int) -> None:
+        self.rows, self.count = rows, count
+
+    def __iter__(self) -> Iterator[Row]:
+        for _ in range(self.count):
+            yield from self.rows
+
+
+def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
+    """The rows of a Hugging Face dataset, tokenised as they come, without what ``prepare`` would hold out.
+
+    The first ``eval_rows`` rows of its ``validation_split`` are for evaluation, or, without one, of the
+    documents held out.
+    """
+    tokenizer = load_tokenizer(given.get("tokenizer", "EleutherAI/gpt-neox-20b"))
+    column = given.get("column", "text")
+    documents: Any = settings.documents
+    hold_out = HoldOut(given.get("validation_share", HoldOut().share))
+    name, files = given["dataset"], given.get("files", ())
+    split = given.get("split", "train")
+    other = given.get("validation_split") or split
+
+    def rows(split: str, side: Any) -> Any:
+        texts = stream(name, given.get("subset"), split, files)
+        options: dict[str, Any] = {"column": column, "split": side, "hold_out": hold_out}
+        return token_rows(texts, tokenizer, settings.length, documents, **options)
+
+    side = "validation" if other == split else None  # the same split: what is not trained on
+    validation = list(islice(rows(other, side), settings.eval_rows))
+    if not validation:
+        raise ValueError(
+            f"what is held out of {name} is not one row of {settings.length} tokens: name a "
+            "data.validation_split, or a larger data.validation_share"
+        )
+    encoder = Encoder(tokenizer)
+    reading = [name, given.get("subset"), split, other, column, hold_out.share]
+    content = [encoder.sha256(), *reading, *stamps(name, files)]
+    return Data(
+        Passes(rows(split, "train"), math.ceil(settings.passes)),
+        validation,
+        tokenizer,
+        encoder.vocab_size,
+        encoder.end_of_text,
+        hashlib.sha256(json.dumps(content).encode()).hexdigest(),
+    )

@@ -1,0 +1,226 @@
+"""What a run would take, without running it: sizes, steps, operations, memory, and the schedule, drawn.
+
+Shapes: B rows in memory at a time, L tokens of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.optimization import get_wsd_schedule
+
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.convergence import check_count, policies
+from deqseq.curriculum import Stage
+from deqseq.gradients import gradients
+from deqseq.tasks.common.figures import pyplot
+from deqseq.tasks.pretraining.data import open_data
+from deqseq.tasks.pretraining.settings import RunSettings
+from deqseq.tasks.pretraining.watch import PEAK, Flops, graph_evaluations
+
+_GIB = 2**30
+_FUSED = {"mamba2": 0.15}
+"""Share of what plain PyTorch keeps for the backward pass that our kernels keep.
+
+From the 130M model in the free stage on one H100: 22.5 GiB in all, 17 of them activations instead of 118.
+"""
+
+
+@dataclass
+class StagePlan:
+    """One stage, or all of an explicit run.
+
+    Attributes:
+        first, last: optimiser steps, counted from 1.
+        evaluations: of f in a forward pass, at most.
+        with_graph: those that the backward pass goes through.
+        flops: of the stage, if every search takes all its evaluations.
+        activations: bytes in memory at a time, estimated.
+    """
+
+    first: int
+    last: int
+    evaluations: int
+    with_graph: int
+    flops: float
+    activations: float
+
+
+def plan_stages(settings: RunSettings) -> list[StagePlan]:
+    """The stages with what each takes."""
+    config = settings.config()
+    flops = Flops(config, settings.length)
+    saved = saved_bytes(config, settings.length) * settings.activation_budget
+    if settings.bf16:  # on a GPU, then
+        saved *= 0.5 * _FUSED.get(config.backbone["name"], 1)
+    curriculum = settings.curriculum()
+    found, first = [], 1
+    for stage in [None] if curriculum is None else curriculum.stages:
+        last = settings.total_steps if stage is None else curriculum.end(stage, settings.total_steps)  # type: ignore[union-attr]
+        searched, with_graph = _evaluations(config, stage)
+        rows = (last - first + 1) * settings.rows_per_step
+        kept = 1 if settings.recompute else with_graph
+        found.append(
+            StagePlan(
+                first,
+                last,
+                searched + with_graph,
+                with_graph,
+                rows * flops.step(searched + with_graph, with_graph),
+                settings.per_device_batch_size * (kept * saved + _logit_bytes(settings, config)),
+            )
+        )
+        first = last + 1
+    return found
+
+
+def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]:
+    """Evaluations of the search, at most, and those with a graph."""
+    if not config.implicit:
+        return 0, 1
+    strategy = gradients.create(config.gradient if stage is None else stage.gradient)
+    policy = policies.create((stage and stage.convergence) or config.convergence)
+    return (policy.max_iter if strategy.searches else 0), graph_evaluations(strategy)
+
+
+def saved_bytes(config: ImplicitConfig, length: int) -> float:
+    """Bytes that plain PyTorch keeps of one row for the backward pass of one evaluation, in float32.
+
+    Counted on tensors without data; weights are not counted.
+    """
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with FakeTensorMode():
+        model = ImplicitForCausalLM(config)
+        backbone = model.model.layer.backbone
+        x = torch.empty(1, length, config.hidden_size)
+        context = backbone.prepare(x)
+        kept: list[Any] = [context]
+        weights = {t.untyped_storage()._cdata for t in _tensors([context.shared, list(model.parameters())])}
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            kept.append(backbone.evaluate(x.requires_grad_(), context))
+    return float(sum(size for storage, size in sizes.items() if storage not in weights))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in _tensors(item)]
+    return []
+
+
+def _logit_bytes(settings: RunSettings, config: ImplicitConfig) -> float:
+    """Of the logits of a row and their gradient."""
+    return 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)
+
+
+def describe(settings: RunSettings, processes: int | None = None) -> str:
+    """A table of what the run would take.
+
+    Raises:
+        ValueError: no process, or a step that does not divide among them.
+    """
+    processes = 1 if processes is None else processes
+    check_count("processes", processes)
+    accumulation = settings.accumulation(processes)
+    config = settings.config()
+    with torch.device("meta"):
+        model = ImplicitForCausalLM(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    body = sum(p.numel() for p in model.model.layer.backbone.parameters())
+    stages = plan_stages(settings)
+    tokens = settings.total_steps * settings.batch_tokens
+    size = settings.per_device_batch_size
+    weights = 4 * parameters + (2 if settings.bf16 else 4) * body
+    state = {"one copy a GPU": 12 * parameters, f"sharded over {processes}": 12 * parameters / processes}
+    lines = [
+        ("model", f"{'implicit' if config.implicit else 'explicit'} {config.backbone['name']}, "
+                  f"{parameters:,} parameters, {parameters - body:,} of them embeddings"),
+        ("tokens", f"{tokens:,} in rows of {settings.length}"),
+        ("data", _data(settings)),
+        ("steps", f"{settings.total_steps:,} of {settings.batch_tokens:,} tokens = {accumulation} x {size} "
+                  f"rows x {processes} processes"),
+        ("learning rate", f"{settings.learning_rate:g}: up over {settings.warmup_steps:,} steps, down over "
+                          f"the last {settings.decay_steps:,} to {settings.min_learning_rate:g}"),
+    ]  # fmt: skip
+    for number, stage in enumerate(stages, 1):
+        searched = stage.evaluations - stage.with_graph
+        lines.append((
+            f"stage {number}", f"steps {stage.first:,} to {stage.last:,}: {searched} + {stage.with_graph} "
+            f"evaluations at most, {stage.flops:.3g} FLOPs at most, activations about "
+            f"{stage.activations / _GIB:.1f} GiB"
+        ))  # fmt: skip
+    total = sum(stage.flops for stage in stages)
+    hours = total / (0.4 * PEAK["H100"]) / 3600 / processes
+    lines.append(("FLOPs", f"{total:.3g} at most: {hours:,.1f} hours at 40 % of H100s' peak"))
+    for name, held in state.items():
+        if "over 1" in name and processes == 1:
+            continue
+        peak = weights + held + max(stage.activations for stage in stages)
+        lines.append((f"memory, {name}", f"about {peak / _GIB:.1f} GiB: weights {weights / _GIB:.1f}, "
+                      f"gradients and AdamW {held / _GIB:.1f}, the rest activations"))  # fmt: skip
+    width = max(len(name) for name, _ in lines)
+    note = (
+        "Activations: what is kept of one evaluation, counted in plain PyTorch (of Mamba2 our kernels keep "
+        "15 %), times evaluations with a graph and rows at a time; and the logits twice."
+    )
+    return "\n".join([*(f"{name:>{width}}  {text}" for name, text in lines), note])
+
+
+def _data(settings: RunSettings) -> str:
+    """What of it there is, or what is wrong with it."""
+    if not isinstance(settings.data, str):
+        return "none yet" if settings.data is None else f"streamed from {settings.data.get('dataset')}"
+    try:
+        data = open_data(settings)
+        data.fitted(settings.config())
+    except ValueError as error:
+        return f"NOT READY: {error}"
+    return f"{settings.data}, {len(data.validation):,} rows held out"
+
+
+def learning_rates(settings: RunSettings, points: int = 1000) -> tuple[list[int], list[float]]:
+    """Steps and the learning rate at them, as the run's own scheduler has them."""
+    one = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=settings.learning_rate)
+    rate = get_wsd_schedule(
+        one,
+        num_warmup_steps=settings.warmup_steps,
+        num_decay_steps=settings.decay_steps,
+        num_training_steps=settings.total_steps,
+        decay_type="1-sqrt",
+        min_lr_ratio=settings.min_learning_rate / settings.learning_rate,
+    ).lr_lambdas[0]
+    every = max(1, settings.total_steps // points)
+    steps = list(range(0, settings.total_steps + 1, every))
+    return steps, [settings.learning_rate * rate(step) for step in steps]
+
+
+def plot_schedule(settings: RunSettings, path: Path) -> bool:
+    """Draw learning rate and stages against tokens; whether it was drawn."""
+    plt = pyplot()
+    if plt is None:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    steps, rates = learning_rates(settings)
+    figure, axis = plt.subplots(figsize=(8, 3.5), layout="constrained")
+    axis.plot([step * settings.batch_tokens for step in steps], rates, label="learning rate")
+    axis.set(xlabel="tokens", ylabel="learning rate", ylim=(0, 1.15 * settings.learning_rate))
+    for number, stage in enumerate(plan_stages(settings)):
+        span = ((stage.first - 1) * settings.batch_tokens, stage.last * settings.batch_tokens)
+        text = f"{stage.evaluations - stage.with_graph} + {stage.with_graph} evaluations"
+        axis.axvspan(*span, color=f"C{number + 1}", alpha=0.15, label=text)
+    axis.legend(fontsize="small", loc="lower left")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return True

@@ -1,0 +1,211 @@
+"""From settings to a trained model in a folder."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from safetensors import SafetensorError
+from torch.utils.data import Subset
+from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
+
+from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.trainer import last_whole_checkpoint
+from deqseq.tasks.pretraining.card import write_card
+from deqseq.tasks.pretraining.data import Data, open_data
+from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
+from deqseq.tasks.pretraining.trainer import PretrainTrainer, Progress
+from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -> Path:
+    """Train in folder ``output``; an interrupted run goes on from its last whole checkpoint.
+
+    Writes ``settings.json``, checkpoints, ``stage-N/`` with the model at the end of every stage but the
+    last, ``model/`` with the final one, its tokenizer and a model card, and ``training.json``: scores and the
+    log. A finished run is left as it is.
+
+    Args:
+        settings: what to train.
+        output: folder of the run.
+        progress: show a progress bar.
+
+    Returns:
+        The folder of the model.
+
+    Raises:
+        ValueError: ``output`` holds another run; data that is not there, not of the model's vocabulary, or
+            too little; a step that does not divide among the processes.
+        Diverged: numbers that are not finite.
+    """
+    args = arguments(settings, Path(output), progress)
+    state = PartialState()  # of the processes, which the arguments have found
+    data = open_data(settings, progress and state.is_main_process)
+    kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
+    folder = RunFolder(output, kept, RESUMES)
+    final = folder.path / "model"
+    if folder.finished:
+        if not final.exists():
+            raise ValueError(
+                f"the run in {folder.path} is finished, and its model is gone: remove training.json there, "
+                "and the same command makes it again from the last checkpoint"
+            )
+        if state.is_main_process:
+            logger.info("%s is trained already", folder.path)
+        return final
+    checkpoint = last_whole_checkpoint(folder.path)
+    trainer = make_trainer(settings, data, args, checkpoint)
+    if state.is_main_process:
+        data.verify()
+        folder.start()
+        logger.info(
+            "%d steps of %d tokens on %d x %s%s", settings.total_steps, settings.batch_tokens,
+            state.num_processes, args.device.type, f", resuming from {checkpoint}" if checkpoint else "",
+        )  # fmt: skip
+    state.wait_for_everyone()
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = time.perf_counter() - start
+    scores = trainer.evaluate(data.validation)
+    trainer.save_model(str(final))
+    if state.is_main_process:
+        record = {
+            "seconds": round(seconds, 1),
+            "resumed": checkpoint is not None,
+            "processes": state.num_processes,
+            "device": str(trainer.args.device),
+            "parameters": sum(p.numel() for p in trainer.model.parameters()),
+            "validation": {name: value for name, value in scores.items() if isinstance(value, float)},
+            "log": trainer.state.log_history,
+        }
+        logger.info("held-out perplexity %.2f", math.exp(scores["eval_loss"]))
+        write_card(final, settings, record)
+        folder.finish(record)
+    state.wait_for_everyone()
+    return final
+
+
+def make_model(settings: RunSettings, data: Data, checkpoint: str | None = None) -> ImplicitForCausalLM:
+    """The model at a checkpoint, on the weights of ``settings.start_from``, or fresh, in float32.
+
+    Raises:
+        ValueError: nothing to load there, or weights of another model.
+    """
+    set_seed(settings.seed)
+    config = data.fitted(settings.config())
+    source = checkpoint or settings.start_from
+    if source is None:
+        return ImplicitForCausalLM(config)
+    if not (Path(source) / "config.json").is_file():
+        raise ValueError(f"no model to start from in {source}: it needs a config.json and weights")
+    try:
+        model: ImplicitForCausalLM = ImplicitForCausalLM.from_pretrained(
+            source, config=config, dtype=torch.float32
+        )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the model in {source} cannot be loaded: {error}") from error
+    logger.info("weights from %s", source)
+    return model
+
+
+def make_trainer(
+    settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: str | None = None
+) -> PretrainTrainer:
+    """The trainer of a run, ready to train."""
+    model = make_model(settings, data, checkpoint)
+    model.model.layer.gradient_checkpointing = settings.recompute
+    if settings.compile and args.device.type != "cpu":
+        compile_blocks(model, settings.activation_budget)
+    rows = args.gradient_accumulation_steps * settings.per_device_batch_size
+    speed = Speed(
+        Flops(model.config, settings.length), rows, settings.length, args.world_size, peak_flops(args.device)
+    )
+    few = range(min(settings.eval_rows or len(data.validation), len(data.validation)))
+    trainer = PretrainTrainer(
+        model,
+        args,
+        settings.curriculum(),
+        speed,
+        settings.spectral_every,
+        train_dataset=data.train,
+        eval_dataset=Subset(data.validation, few),
+        processing_class=data.tokenizer,
+    )
+    # The log is in the folder, and where report_to says.
+    trainer.remove_callback(PrinterCallback)
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(Progress)
+    return trainer
+
+
+def compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
+    """Compile every block of the body; below a ``budget`` of 1 what is cheap is recomputed."""
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    # Compiled anew for the first block, with and without a graph, for every stage and the last batch of an
+    # evaluation; beyond the limit blocks would silently run as they are.
+    torch._dynamo.config.recompile_limit = 64
+    torch._functorch.config.activation_memory_budget = budget
+    body: Any = model.model.layer.backbone
+    for block in body.layers:
+        block.compile()
+
+
+def arguments(settings: RunSettings, output: Path, progress: bool = True) -> TrainingArguments:
+    """The Trainer's arguments, for the processes that there are.
+
+    Raises:
+        ValueError: a step does not divide among them; several GPUs in one process.
+    """
+    args = TrainingArguments(
+        output_dir=str(output),
+        max_steps=settings.total_steps,
+        per_device_train_batch_size=settings.per_device_batch_size,
+        per_device_eval_batch_size=settings.per_device_batch_size,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs={
+            "num_decay_steps": settings.decay_steps,
+            "decay_type": "1-sqrt",
+            "min_lr_ratio": settings.min_learning_rate / settings.learning_rate,
+        },
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        max_grad_norm=settings.max_grad_norm,
+        bf16=settings.bf16,
+        use_cpu=not torch.accelerator.is_available(),  # or bf16 is refused there
+        seed=settings.seed,
+        train_sampling_strategy="sequential",  # the dataset is in order
+        dataloader_num_workers=settings.workers if isinstance(settings.data, str) else 0,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        prediction_loss_only=True,
+        ddp_find_unused_parameters=False,
+        logging_steps=settings.log_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # the trainer looks for itself
+        eval_strategy="steps",
+        eval_steps=settings.eval_steps,
+        save_steps=settings.save_steps,
+        save_total_limit=settings.keep,
+        report_to=settings.report_to,
+        disable_tqdm=not progress,
+    )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs, but one process: start one for each, accelerate launch --num_processes "
+            f"{args.n_gpu} ..., or set CUDA_VISIBLE_DEVICES=0"
+        )
+    args.gradient_accumulation_steps = settings.accumulation(args.world_size)
+    return args

@@ -1,0 +1,325 @@
+"""The Trainer that pretrains: checkpoints for any number of devices, and what is watched."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from deqseq.convergence import Residual
+from deqseq.curriculum import Curriculum
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.solution import Status
+from deqseq.tasks.common.corpus.rows import Row
+from deqseq.tasks.common.trainer import CurriculumTrainer, SolveWatch
+from deqseq.tasks.pretraining.watch import Advice, Speed, graph_evaluations, model_radius
+
+logger = logging.getLogger(__name__)
+
+
+def batch_of(rows: list[Row]) -> Row:
+    """Rows put together; the labels are the inputs, which the model shifts."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {**batch, "labels": batch["input_ids"]}
+
+
+class Diverged(FloatingPointError):
+    """Training has come to numbers that are not finite."""
+
+
+class PretrainTrainer(CurriculumTrainer):
+    """Next-token training of implicit and explicit models.
+
+    - The loss comes from the model without its logits, which nothing then copies to float32.
+    - A checkpoint has the weights (``model.safetensors``) and the optimiser's state by the parameters' names
+      (``optimizer.pt``), whatever trained: one process, DDP or FSDP. Whoever makes the model loads weights.
+    - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights move.
+
+    Args:
+        model: on the weights to go on from.
+        args: its arguments; the whole training is one epoch of ``train_dataset``.
+        curriculum: ``None`` for explicit models.
+        speed: where speed is measured.
+        spectral_every: lines of the log between estimates of the spectral radius; 0: none.
+        options: as transformers' ``Trainer`` takes them.
+    """
+
+    model: Any  # once it trains there is one, and an optimiser and a schedule
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        curriculum: Curriculum | None,
+        speed: Speed,
+        spectral_every: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(curriculum, model=model, args=args, data_collator=batch_of, **options)
+        self.layer = next((m for m in model.modules() if isinstance(m, ImplicitSequenceLayer)), None)
+        self.speed = speed
+        self.advice = Advice()
+        self.spectral_every = spectral_every
+        self.eval_watch = SolveWatch()
+        self.add_callback(_Clock(speed))
+        self.add_callback(_Steps())
+        if curriculum is not None:
+            self.add_callback(_Stages(self, curriculum))
+        self._faults = torch.zeros(2, device=args.device)  # sum of losses, tokens that are not finite
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids, z and positions of a row
+        if self.is_fsdp_enabled:
+            self._prepare_fsdp()
+
+    def _prepare_fsdp(self) -> None:
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin.fsdp_version != 2:
+            raise ValueError("FSDP needs version 2: set fsdp_version: 2 in accelerate's configuration")
+        if plugin.auto_wrap_policy is not None:
+            raise ValueError(
+                "FSDP must wrap the model as one (fsdp_auto_wrap_policy: NO_WRAP): a forward pass reads all "
+                "weights once, and iterates with what it made of them"
+            )
+        # Gathered in float32, once a forward pass; autocast does the rest as without FSDP.
+        plugin.mixed_precision_policy = None
+        if self.layer is not None:
+            self.layer.group = dist.group.WORLD
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        with self.accelerator.autocast():  # which a model that accelerate shards does not bring along
+            outputs = model(**inputs, skip_logits=True, use_cache=False)
+        solution, loss = outputs.solution, outputs.loss
+        if solution is not None:
+            (self.watch if model.training else self.eval_watch).add(solution)
+        if model.training:
+            broken = loss.new_zeros(()) if solution is None else (solution.status == Status.NON_FINITE).sum()
+            self._faults += torch.stack([loss.detach().float(), broken.float()])
+            if solution is not None:
+                positions = inputs.get("position_ids")
+                positions = None if positions is None else positions[0]
+                self._last = inputs["input_ids"][:1], solution.z[:1].detach(), positions
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        mine = torch.cat([self._faults, torch.as_tensor(norm, device=self._faults.device).float().view(1)])
+        self._faults = torch.zeros_like(self._faults)
+        self._check_finite(self.accelerator.gather(mine[None]).tolist())
+        return norm
+
+    def _check_finite(self, found: Iterable[list[float]]) -> None:
+        faults = []
+        for rank, (loss, broken, norm) in enumerate(found):
+            if not math.isfinite(loss):
+                faults.append(f"the loss is {loss} on process {rank}")
+            if broken:
+                faults.append(f"{broken:.0f} tokens have no finite equilibrium on process {rank}")
+            if not faults and not math.isfinite(norm):
+                faults.append(f"the gradient's norm is {norm}")
+        if faults:
+            raise Diverged(
+                f"step {self.state.global_step + 1}: {'; '.join(faults)}. The weights have not moved, and "
+                "nothing of this step was saved: start again from the last checkpoint with a lower learning "
+                "rate, a smaller max_grad_norm or a damped solver, in a new folder (--start_from CHECKPOINT)"
+            )
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As the Trainer's, exact for any number of rows: processes whose last batches are filled up would
+        count rows twice, unless a batch is a row."""
+        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = len(data)
+        size, processes = self.args.per_device_eval_batch_size, self.args.world_size
+        fits = [n for n in range(1, size + 1) if rows % (n * processes) == 0]
+        self.args.per_device_eval_batch_size = size if processes == 1 else max(fits, default=1)
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self.args.per_device_eval_batch_size = size
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs = {**logs, **self.watch.read(self._mean_of_processes)}
+            gradient = None if self.layer is None else self.layer.gradient
+            logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
+            if self.args.device.type == "cuda":
+                logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            line = self.state.global_step // self.args.logging_steps  # of the log, also after resuming
+            if line and self.spectral_every and line % self.spectral_every == 0:
+                logs |= self._radius()
+            if self.layer is not None:
+                policy = self.layer.train_convergence
+                tolerance = policy.rtol if isinstance(policy, Residual) else None
+                for text in self.advice.read(logs, tolerance):
+                    if self.is_world_process_zero():
+                        logger.warning("step %d: %s", self.state.global_step, text)
+        if "eval_loss" in logs:
+            found = self.eval_watch.read(self._mean_of_processes)
+            logs = {**logs, "eval_perplexity": round(math.exp(min(logs["eval_loss"], 700)), 4)}
+            logs |= {f"eval_{name}": value for name, value in found.items()}
+        super().log({**logs, "train_seconds": round(self.speed.elapsed, 2)}, start_time)
+
+    def _radius(self) -> dict[str, float]:
+        if self._last is None or self.is_fsdp_enabled:  # whose weights are together in a forward pass only
+            return {}
+        self.speed.pause()
+        ids, z, positions = self._last
+        if positions is not None:  # documents were solved apart: the first one
+            end = int((positions == 0).cumsum(0).eq(1).sum())
+            ids, z = ids[:, :end], z[:, :end]
+        with self.accelerator.autocast():
+            radius = model_radius(self.model, ids, z)
+        self.speed.start()
+        return {} if radius is None else {"spectral_radius": round(radius, 4)}
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        pass  # the model was made from it
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        if self.args.should_save:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state, Path(output_dir) / "optimizer.pt")
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
+        self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+
+
+class _Clock(TrainerCallback):
+    """Measures the time from step to step, without evaluations and checkpoints."""
+
+    def __init__(self, speed: Speed) -> None:
+        self.speed = speed
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.speed.elapsed = max(
+            (entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0
+        )
+        self.speed.start()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.speed.step()
+        self.speed.pause()
+        self.speed.start()
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.speed.start()
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self.speed.start()
+
+
+class _Steps(TrainerCallback):
+    """Keeps a run to its own steps: not to those of the settings that left a checkpoint, nor to fewer. The
+    last one ends with an evaluation like those before, to be compared with them."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step == state.max_steps:
+            control.should_log = control.should_evaluate = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The data is one epoch; of a stream nobody knew how long it is.
+        if state.global_step < state.max_steps and not control.should_training_stop:
+            raise ValueError(
+                f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
+                "tokens or steps, or allow more --passes; the checkpoints are whole"
+            )
+
+
+class _Stages(TrainerCallback):
+    """Evaluates and saves at the end of every stage; the model too, in ``stage-N``, if it is not the last."""
+
+    def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum) -> None:
+        self.trainer, self.curriculum = trainer, curriculum
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        starts = [0, *(self.curriculum.end(stage, state.max_steps) for stage in self.curriculum.stages[:-1])]
+        if state.global_step in starts and state.is_world_process_zero:
+            number = starts.index(state.global_step)
+            logger.info("stage %d: %s", number + 1, self.curriculum.stages[number])
+
+    def _ended(self, state: TrainerState) -> int | None:
+        """The number of the stage, from 1, that ends with this step."""
+        ends = [self.curriculum.end(stage, state.max_steps) for stage in self.curriculum.stages]
+        return ends.index(state.global_step) + 1 if state.global_step in ends else None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._ended(state) is not None:
+            control.should_log = control.should_evaluate = control.should_save = True
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        number = self._ended(state)
+        if number is not None and number < len(self.curriculum.stages):
+            self.trainer.save_model(str(Path(str(args.output_dir)) / f"stage-{number}"))
+            self.trainer.advice.new_stage()
+
+
+class Progress(ProgressCallback):
+    """A progress bar with the last line of the log beside it, in a few numbers."""
+
+    _SHOWN = ("loss", "eval_perplexity", "iterations", "residual", "tokens_per_second", "mfu")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self.current_step = state.global_step
+        self.shown: dict[str, str] = {}
+        bar = cast(Any, self.training_bar)
+        if bar is not None:
+            bar.n = state.global_step
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
+        logs: dict[str, float] | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        bar = cast(Any, self.training_bar)
+        if bar is not None:
+            self.shown |= {name: f"{logs[name]:.4g}" for name in self._SHOWN if logs and name in logs}
+            bar.set_postfix(self.shown, refresh=False)

@@ -1,0 +1,49 @@
+"""The demo: an implicit Mamba2 and its explicit twin on A5, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from deqseq.tasks.common.runs import read_record
+from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, save, table
+from deqseq.tasks.state_tracking.plots import plot_by_position
+from deqseq.tasks.state_tracking.settings import TrainSettings
+from deqseq.tasks.state_tracking.train import train
+
+WINDOW = 8
+
+
+def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
+    """Train both models for every seed in ``output``, test at 1x and 4x the length, print one table.
+
+    Writes ``demo.json`` and ``demo.png``. What is trained already is not trained again.
+    """
+    rows: list[tuple[str, Evaluation]] = []
+    seconds = []
+    for seed in seeds:
+        for name in ("implicit", "explicit"):
+            settings = TrainSettings(seed=seed)
+            settings = replace(settings, explicit=name == "explicit")
+            folder = output / f"{name}-seed{seed}"
+            print(f"{name} Mamba2, {settings.group}, length {settings.length}, seed {seed}: {folder}")
+            model = train(settings, folder)
+            trained = read_record(folder)["seconds"]
+            found = []
+            for factor in (1, 4):
+                length = factor * settings.length
+                found.append(evaluate_fresh(model, settings, length, 512, window=WINDOW, progress=True))
+            evaluated = sum(e.seconds for e in found)
+            seconds.append(f"{name} seed {seed}: {trained:.0f} s training, {evaluated:.0f} s tests")
+            rows += [(f"{name} {seed}" if len(seeds) > 1 else name, e) for e in found]
+    save(rows, output / "demo.json")
+    settings = TrainSettings()
+    longest = [(name, e) for name, e in rows if e.length > settings.length]
+    chance = settings.algebra.chance
+    print()
+    print(table(rows))
+    plot_by_position(longest, output / "demo.png", chance, settings.length)
+    print(f"chance is {chance:.4f}; {'; '.join(seconds)}")
+    print(f"wrote {output / 'demo.json'} and {output / 'demo.png'}")
+    return rows

@@ -1,0 +1,264 @@
+"""Theorem 1 in numbers: the Jacobian of the state of one Mamba2 layer from a token to the next.
+
+h_t = Λ(z_t, x_t) h_{t-1} + u(z_t, x_t). For an explicit layer z_t does not depend on h_{t-1}, so the Jacobian
+J = dh_t/dh_{t-1} is diag(Λ). For an implicit one z_t = f(z_t, h_{t-1}, x_t) does:
+
+    J = diag(Λ) + (∂Λ/∂z · dz/dh) h + ∂u/∂z · dz/dh,    dz/dh = (I − ∂f/∂z)⁻¹ ∂f/∂h
+
+(Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.) The state is that of the
+recurrence; the tail of the convolution, which holds the last tokens' inputs, stays as it is.
+
+Shapes: L tokens, D width, S = H P N entries of the state, flattened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual
+from deqseq.backbone import State
+from deqseq.backbones import Mamba2Backbone
+from deqseq.solution import Status
+from deqseq.solvers import Broyden
+from deqseq.tasks.common.figures import pyplot
+from deqseq.tasks.common.results import Column, column, describe_machine, table
+from deqseq.tasks.state_tracking.evaluate import held_out, load
+from deqseq.tasks.state_tracking.lstm import LSTM
+
+Layer = ImplicitSequenceLayer | ExplicitSequenceLayer
+
+TOLERANCE = 1e-13
+MAX_ENTRIES = 2048
+_STEP = 1e-3  # of a central difference, relative to the state
+
+
+@dataclass
+class Jacobian:
+    """The Jacobian of a model's state at one token.
+
+    Attributes:
+        model: its name.
+        token: number of the token in its sequence, from 1.
+        entries: of the state, S.
+        diagonal: largest value on the diagonal.
+        off_diagonal: largest value beside it.
+        off_diagonal_mass: share of the sum of all values that stands beside the diagonal.
+        disagreement: largest difference of the formula and of finite differences through the solver,
+            relative to the largest value.
+    """
+
+    model: str
+    token: int
+    entries: int
+    diagonal: float
+    off_diagonal: float
+    off_diagonal_mass: float
+    disagreement: float
+
+
+COLUMNS: tuple[Column, ...] = (
+    column("model"), column("token"), column("entries"), column("diagonal", ".2e"),
+    column("off_diagonal", ".2e"), column("off_diagonal_mass", ".1e"), column("disagreement", ".1e"),
+)  # fmt: skip
+
+
+def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
+    """J (S, S) from the derivatives of one step at the equilibrium, where nothing is solved.
+
+    Args:
+        layer: of one Mamba2 block, in float64.
+        x: (1, 1, D) the token's input.
+        state: before it.
+    """
+    backbone = layer.backbone
+    tail, h = state.layers[0]
+    context = backbone.prepare(x)
+
+    def step(z: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+        before = State(state.seen, ((tail, flat.view_as(h)),))
+        fz, trace = backbone.evaluate(z.view_as(x), context, before)
+        after = backbone.advance(trace, before, torch.ones_like(state.seen))
+        return fz.flatten(), after.layers[0][1].flatten()
+
+    with torch.no_grad():
+        z = _solve(layer, x, state)[0] if backbone.injects else x
+    (f_z, f_h), (h_z, h_h) = torch.func.jacrev(step, argnums=(0, 1))(z.flatten(), h.flatten())
+    if not backbone.injects:
+        return h_h.detach()
+    z_h = torch.linalg.solve(torch.eye(len(f_z), dtype=f_z.dtype) - f_z, f_h)
+    return (h_h + h_z @ z_h).detach()
+
+
+@torch.no_grad()
+def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
+    """J (S, S) by central differences: the layer is solved anew from states that differ in one entry.
+
+    Arguments as in :func:`by_formula`.
+    """
+    tail, h = state.layers[0]
+    z, after = _solve(layer, x, state)
+    size = _STEP * max(h.abs().max(), after.abs().max())
+    moves = torch.eye(h.numel(), dtype=h.dtype).view(-1, *h.shape[1:]) * size
+    states = torch.cat([h + moves, h - moves])
+    batch = len(states)
+    changed = State(state.seen.expand(batch), ((tail.expand(batch, -1, -1), states),))
+    found = _solve(layer, x.expand(batch, -1, -1), changed, z.expand(batch, -1, -1))[1].flatten(1)
+    ahead, behind = found.chunk(2)
+    return ((ahead - behind) / (2 * size)).T
+
+
+def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The output of one token and the recurrence's state after it.
+
+    Raises:
+        ValueError: it does not converge to the tolerance.
+    """
+    options = {} if isinstance(layer, ExplicitSequenceLayer) else {"window": 1, "z0": z0}
+    out = layer(x, state=state, **options)
+    if out.solution is not None and bool((out.solution.status != Status.CONVERGED).any()):
+        worst = out.solution.residual.max().item()
+        raise ValueError(
+            f"the layer does not converge: residual {worst:.1e} after {out.solution.nfe} evaluations"
+        )
+    return out.z, out.state.layers[0][1]
+
+
+def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tensor]]:
+    """The Jacobian at every token of ``x`` (1, L, D), in numbers and in full (S, S).
+
+    Raises:
+        ValueError: a layer of another kind than one Mamba2 block; one that does not converge.
+    """
+    backbone = layer.backbone
+    blocks = len(backbone.layers) if isinstance(backbone, Mamba2Backbone) else 0
+    if blocks != 1:
+        raise ValueError(f"{name} must have one block of Mamba2, got {blocks}")
+    layer.double().eval()
+    if isinstance(layer, ImplicitSequenceLayer):
+        layer.solver = Broyden(memory=64)  # fast near the equilibrium, also where the map does not contract
+        layer.set_convergence(Residual(rtol=TOLERANCE, max_iter=1000))
+    state = backbone.initial_state(1)
+    entries = state.layers[0][1].numel()
+    if entries > MAX_ENTRIES:
+        raise ValueError(
+            f"the state of {name} may have {MAX_ENTRIES} entries, got {entries}: train a model of a smaller "
+            "d_model, expand or d_state"
+        )
+    for t in range(x.shape[1]):
+        token = x[:, t : t + 1].double()
+        found = by_formula(layer, token, state)
+        other = by_differences(layer, token, state)
+        diagonal = found.diagonal().abs()
+        off = (found - found.diag().diag()).abs()
+        row = Jacobian(
+            model=name,
+            token=t + 1,
+            entries=len(found),
+            diagonal=diagonal.max().item(),
+            off_diagonal=off.max().item(),
+            off_diagonal_mass=(off.sum() / found.abs().sum()).item(),
+            disagreement=((found - other).abs().max() / found.abs().max()).item(),
+        )
+        yield row, found
+        with torch.no_grad():
+            state = layer(token, state=state).state
+
+
+def random_layers() -> dict[str, Layer]:
+    """An explicit and an implicit layer of the size that the paper's authors checked, untrained."""
+    sizes: dict[str, Any] = {"n_layer": 1, "d_state": 1, "expand": 1, "headdim": 64}
+    return {
+        "explicit, random": ExplicitSequenceLayer(Mamba2Backbone(64, injection=False, **sizes)),
+        "implicit, random": ImplicitSequenceLayer(Mamba2Backbone(64, **sizes)),
+    }
+
+
+@dataclass
+class _Case:
+    name: str
+    layer: Layer
+    x: Tensor  # (1, L, D)
+
+
+def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[_Case]:
+    """Random layers on random inputs, then trained ones on fresh sequences of their word problem.
+
+    A trained layer's name ends in its folder's, or in its path where several folders have the same name.
+
+    Raises:
+        ValueError: a folder without a finished run; the run of an LSTM.
+    """
+    torch.manual_seed(seed)
+    for name, layer in random_layers().items():
+        yield _Case(name, layer, torch.randn(1, length, 64))
+    folders = [Path(run).resolve() for run in runs]
+    names = [folder.name for folder in folders]
+    for folder in dict.fromkeys(folders):
+        model, settings = load(folder)
+        label = folder.name if names.count(folder.name) == 1 else str(folder)
+        name = f"{'explicit' if settings.explicit else 'implicit'}, {settings.group}, {label}"
+        if isinstance(model, LSTM):
+            raise ValueError(f"{name} must have one block of Mamba2, got an LSTM")
+        tokens = held_out(settings, length, 1, seed).tokens
+        with torch.no_grad():
+            x = model.get_input_embeddings()(tokens.to(model.device))
+        yield _Case(name, model.model.layer.cpu(), x.cpu())
+
+
+def report(runs: Sequence[str | Path], length: int, seed: int, output: Path) -> list[Jacobian]:
+    """Inspect random layers and those of ``runs``; print a table, write JSON and a figure to ``output``.
+
+    Raises:
+        ValueError: see :func:`cases` and :func:`inspect`.
+    """
+    rows, last = [], {}
+    for case in cases(runs, length, seed):
+        for row, found in inspect(case.name, case.layer, case.x):
+            rows.append(row)
+            last[case.name] = found
+    print(table(COLUMNS, rows))
+    output.mkdir(parents=True, exist_ok=True)
+    result = {
+        "settings": {
+            "runs": [str(run) for run in runs],
+            "length": length,
+            "seed": seed,
+            "tolerance": TOLERANCE,
+        },
+        "machine": describe_machine(torch.device("cpu")),
+        "rows": [asdict(row) for row in rows],
+    }
+    (output / "jacobian.json").write_text(json.dumps(result, indent=2) + "\n")
+    plot(rows, last, output / "jacobian.png")
+    return rows
+
+
+def plot(rows: Sequence[Jacobian], last: Mapping[str, Tensor], path: Path) -> None:
+    """Draw the Jacobians at the last token, and the mass beside the diagonal of all; write a PNG."""
+    plt = pyplot()
+    if plt is None:
+        return
+    from matplotlib.colors import BoundaryNorm
+
+    decades = BoundaryNorm([0, *(10.0**k for k in range(-6, 1))], 256)
+    panels = len(last) + 1
+    figure, axes = plt.subplots(1, panels, figsize=(3 * panels, 3.1), layout="constrained")
+    for axis, (name, jacobian) in zip(axes, last.items(), strict=False):
+        image = axis.imshow(jacobian.abs().numpy(), norm=decades, cmap="viridis", interpolation="nearest")
+        axis.set(title=name, xlabel="entry of h before the token", xticks=[], yticks=[])
+    axes[0].set_ylabel("entry after it")
+    figure.colorbar(image, ax=axes[-2], label="|J|", format="%.0e")
+    for name in last:
+        mine = [row for row in rows if row.model == name]
+        axes[-1].plot([row.token for row in mine], [row.off_diagonal_mass for row in mine], "o-", label=name)
+    axes[-1].set(title="mass beside the diagonal", xlabel="token", ylim=(-0.002, None))
+    axes[-1].legend(fontsize="small")
+    figure.savefig(path, dpi=80)
+    plt.close(figure)

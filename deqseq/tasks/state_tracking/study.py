@@ -1,0 +1,274 @@
+"""A study: variants of a run, each with several seeds, tested alike and shown side by side."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from deqseq.convergence import check_count
+from deqseq.solvers.picard import check_damping
+from deqseq.tasks.common.results import Column, table
+from deqseq.tasks.common.runs import RunFolder, read_yaml
+from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh
+from deqseq.tasks.state_tracking.plots import plot_by_length, plot_by_position
+from deqseq.tasks.state_tracking.settings import TrainSettings, check_fields, run_fields
+from deqseq.tasks.state_tracking.train import train
+
+logger = logging.getLogger(__name__)
+
+STUDIES = Path(__file__).parent / "studies"
+_RESULTS = "study.json"
+
+
+@dataclass(frozen=True)
+class Test:
+    """What every model is tested on: each probability at each length, solved in each window.
+
+    Attributes:
+        identity_probability, length: of the sequences.
+        window: tokens solved at a time, or ``"all"``; explicit models are tested once.
+        max_iter: evaluations a token may take part in; the model's by default.
+        damping: of the solver; the model's by default.
+        sequences: how many.
+    """
+
+    __test__ = False  # none of pytest's
+
+    identity_probability: Sequence[float]
+    length: Sequence[int]
+    window: Sequence[int | str] = (8,)
+    max_iter: int | None = None
+    damping: float | None = None
+    sequences: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("identity_probability", "length", "window"):
+            values = getattr(self, name)
+            if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+                raise ValueError(f"{name} of a test must be a list, got {values!r}")
+        for p in self.identity_probability:
+            if not isinstance(p, (int, float)) or not 0 <= p <= 1:
+                raise ValueError(f"identity_probability must be in [0, 1], got {p!r}")
+        counts: list[tuple[str, Any]] = [
+            ("sequences", self.sequences),
+            *(("length", length) for length in self.length),
+        ]
+        counts += [("window", window) for window in self.window if window != "all"]
+        counts += [("max_iter", self.max_iter)] if self.max_iter is not None else []
+        for name, count in counts:
+            check_count(name, count)
+        if self.damping is not None:
+            check_damping(self.damping)
+
+    def cases(self, explicit: bool) -> Iterator[dict[str, Any]]:
+        """What :func:`evaluate_fresh` takes, for every evaluation."""
+        for p in self.identity_probability:
+            for length in self.length:
+                case = {"length": length, "sequences": self.sequences, "identity_probability": p}
+                if explicit:
+                    yield case
+                else:
+                    for window in self.window:
+                        tokens = None if window == "all" else int(window)
+                        yield {**case, "window": tokens, "max_iter": self.max_iter, "damping": self.damping}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study file says.
+
+    Attributes:
+        run: run file that the variants start from.
+        variants: by their names, the fields in which they differ from it.
+        tests: what all are tested on.
+        seeds: of weights and data.
+
+    Raises:
+        ValueError: unknown fields, or values out of their range.
+    """
+
+    run: str
+    variants: Mapping[str, Mapping[str, Any]]
+    tests: Sequence[Test]
+    seeds: Sequence[int] = (1,)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("variants", Mapping), ("seeds", Sequence), ("tests", Sequence)):
+            if not isinstance(getattr(self, name), kind) or not getattr(self, name):
+                raise ValueError(f"{name} of a study must not be empty, got {getattr(self, name)!r}")
+        if not all(type(seed) is int and seed >= 0 for seed in self.seeds):
+            raise ValueError(f"seeds of a study must be whole numbers from 0, got {self.seeds!r}")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds of a study must differ, got {self.seeds!r}")
+        for name, changes in self.variants.items():
+            if not re.fullmatch(r"[\w.=+-]*\w", str(name)) or str(name).endswith((".json", ".png")):
+                raise ValueError(
+                    f"a variant's name is that of a folder: letters, digits and -_.=+, got {name!r}"
+                )
+            if not isinstance(name, str):
+                raise ValueError(f"a variant's name must be text, in quotes, got {name!r}")
+            if not isinstance(changes, Mapping) or "seed" in changes:
+                raise ValueError(
+                    f"variant {name} must be a mapping of fields without a seed, got {changes!r}"
+                )
+            check_fields(changes, f"variant {name}")
+            for seed in self.seeds:
+                try:
+                    self.settings(name, seed)
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"variant {name}: {error}") from error
+
+    def settings(self, variant: str, seed: int) -> TrainSettings:
+        """What to train for a variant and a seed."""
+        return TrainSettings(**{**run_fields(self.run), **self.variants[variant], "seed": seed})
+
+
+def load_study(source: str) -> Study:
+    """A study from a YAML file, or one of ours by its name.
+
+    Raises:
+        ValueError: no such file or name, unknown fields, values out of range.
+    """
+    tree = read_yaml(source, STUDIES)
+    known = [f.name for f in fields(Study)]
+    if unknown := sorted(set(tree) - set(known)):
+        raise ValueError(f"{source} sets {', '.join(unknown)}: a study has {', '.join(known)}")
+    try:
+        return Study(**{**tree, "tests": [Test(**test) for test in tree.get("tests", [])]})
+    except TypeError as error:
+        raise ValueError(f"the study {source} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Result:
+    """One test of one trained model; ``case`` is what :func:`evaluate_fresh` was given."""
+
+    variant: str
+    seed: int
+    case: Mapping[str, Any]
+    evaluation: Evaluation
+
+    @property
+    def window(self) -> str:
+        return "-" if self.evaluation.iterations is None else str(self.case["window"] or "all")
+
+
+def conduct(
+    study: Study, output: Path, variants: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+) -> list[Result]:
+    """Train and test what is not there yet, then put the results of all variants and seeds together.
+
+    Writes ``study.json``, ``by_length.png`` and, of the first model that was tested in several windows,
+    ``by_position.png``.
+
+    Args:
+        output: folder of the study; a run is in ``output/VARIANT/seed-N``.
+        variants, seeds: those to train and test now; all by default. Of the others what is there is shown,
+            so several processes can share a study.
+
+    Raises:
+        ValueError: no such variant or seed; the folder holds runs with other settings.
+    """
+    for name, asked, known in (("variant", variants, study.variants), ("seed", seeds, study.seeds)):
+        if unknown := sorted(set(asked or ()) - set(known)):  # type: ignore[type-var]
+            there = ", ".join(map(str, known))
+            raise ValueError(f"no {name} {', '.join(map(str, unknown))}: the study has {there}")
+    runs = {
+        (name, seed): (study.settings(name, seed), output / name / f"seed-{seed}")
+        for name in study.variants
+        for seed in study.seeds
+    }
+    for settings, folder in runs.values():  # those only shown as well, and before anything is trained
+        RunFolder(folder, asdict(settings))
+    results = []
+    for name in study.variants:
+        for seed in study.seeds:
+            settings, folder = runs[name, seed]
+            cases = {json.dumps(case): case for test in study.tests for case in test.cases(settings.explicit)}
+            if (variants is None or name in variants) and (seeds is None or seed in seeds):
+                logger.info("%s, seed %d: %s", name, seed, folder)
+                _test(settings, folder, cases)
+            found = _read(folder / _RESULTS)
+            results += [Result(name, seed, case, found[key]) for key, case in cases.items() if key in found]
+    _write(output / _RESULTS, [asdict(result) for result in results])
+    _draw(study, results, output)
+    return results
+
+
+def _test(settings: TrainSettings, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
+    """Train, and write down the evaluations that are not there yet, each once it is made."""
+    model = train(settings, folder)
+    for key, case in tqdm(cases.items(), desc="tests", leave=False):
+        found = _read(folder / _RESULTS)
+        if key not in found:
+            found[key] = evaluate_fresh(model, settings, **case, progress=True)
+            _write(folder / _RESULTS, {key: asdict(e) for key, e in found.items()})
+
+
+def _write(file: Path, content: Any) -> None:
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(content) + "\n")
+    part.replace(file)
+
+
+def _read(file: Path) -> dict[str, Evaluation]:
+    if not file.exists():
+        return {}
+    return {key: Evaluation(**values) for key, values in json.loads(file.read_text()).items()}
+
+
+def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
+    run = study.settings(next(iter(study.variants)), study.seeds[0])
+    chance = run.algebra.chance
+    by_window: dict[tuple[float, str], dict[str, dict[int, list[float]]]] = {}
+    models: dict[tuple[str, int, float, int], dict[str, Evaluation]] = {}
+    for r in results:
+        p, length = r.case["identity_probability"], r.case["length"]
+        curve = by_window.setdefault((p, r.variant), {}).setdefault(r.window, {})
+        curve.setdefault(length, []).append(r.evaluation.accuracy_last10)
+        if r.window != "-":
+            models.setdefault((r.variant, r.seed, p, length), {})[r.window] = r.evaluation
+    # Windows agree, so one is enough: that of most lengths.
+    curves = {case: max(found.values(), key=len) for case, found in by_window.items()}
+    plot_by_length(curves, output / "by_length.png", chance, run.length)
+    several = next((case for case in models.items() if len(case[1]) > 1), None)
+    if several is not None:
+        (name, *_), found = several
+        rows = [(name, e) for e in found.values()]
+        plot_by_position(rows, output / "by_position.png", chance, run.length)
+
+
+def summary(results: Sequence[Result]) -> str:
+    """A line for every variant and test: over the seeds, mean and worst accuracy and how the search went."""
+    groups: dict[str, list[Result]] = {}
+    for r in results:
+        groups.setdefault(json.dumps([r.variant, r.case]), []).append(r)
+
+    def mean(name: str, form: str, title: str | None = None) -> Column:
+        def write(group: list[Result]) -> str:
+            values = [getattr(r.evaluation, name) for r in group]
+            return "-" if None in values else format(sum(values) / len(values), form)
+
+        return title or name, write
+
+    columns: list[Column] = [
+        ("model", lambda group: group[0].variant),
+        ("p", lambda group: f"{group[0].case['identity_probability']:g}"),
+        ("length", lambda group: str(group[0].case["length"])),
+        ("window", lambda group: group[0].window),
+        ("seeds", lambda group: str(len(group))),
+        mean("accuracy_last10", ".4f", "last 10"),
+        ("worst", lambda group: f"{min(r.evaluation.accuracy_last10 for r in group):.4f}"),
+        mean("iterations", ".1f"),
+        mean("passes", ".0f"),
+        mean("converged", ".4f"),
+    ]
+    return table(columns, list(groups.values()))

@@ -1,6 +1,0 @@
-"""The data of language modelling: documents, shards of their tokens, rows of a fixed length."""
-
-from deqseq.tasks.corpus.holdout import HoldOut, Split
-from deqseq.tasks.corpus.rows import TokenFolder, token_rows
-
-__all__ = ["HoldOut", "Split", "TokenFolder", "token_rows"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from deqseq import kernels
 from deqseq.backbone import Backbone, State, backbones
 from deqseq.gradients import GradientStrategy, gradients, solve_with_gradient
+from deqseq.inputs import Inputs, take_inputs
 from deqseq.loop import evaluate
-from deqseq.padding import Packing, real_tokens, sequence_starts
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
 from deqseq.search import search
@@ -52,17 +52,6 @@ def _on_its_device(forward: Forward) -> Forward:
     return cast(Forward, on_device)
 
 
-class _Inputs(NamedTuple):
-    """The inputs of a solve: every sequence in a row of its own, its tokens first."""
-
-    x: Tensor
-    z0: Tensor | None
-    position_ids: Tensor
-    lengths: Tensor  # (B,) number of tokens to solve
-    unsolvable: Tensor  # (B, L) bool, the tokens from a sequence's first non-finite one on
-    state: State | None
-
-
 class SequenceLayer(nn.Module):
     """The common part of implicit and explicit layers: a backbone, and inputs without padding.
 
@@ -76,49 +65,6 @@ class SequenceLayer(nn.Module):
         super().__init__()
         self.backbone = backbones.create(backbone)
         self.gradient_checkpointing = False
-
-    def _inputs(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        state: State | None,
-        z0: Tensor | None,
-    ) -> tuple[_Inputs, Packing | None]:
-        """Check the arguments of a call, remove its padding and number its tokens."""
-        _check_x(x, self.backbone.d_model)
-        for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
-            if value is not None and value.shape != x.shape[:2]:
-                raise ValueError(
-                    f"{name} must have x's shape (B, L) = {tuple(x.shape[:2])}, got {tuple(value.shape)}"
-                )
-        if z0 is not None and z0.shape != x.shape:
-            raise ValueError(f"z0 must have x's shape {tuple(x.shape)}, got {tuple(z0.shape)}")
-        if state is not None and state.batch_size != x.shape[0]:
-            raise ValueError(f"state holds {state.batch_size} sequences, but x has {x.shape[0]}")
-        packing = _packing(x, attention_mask, position_ids, state)
-        lengths = torch.full((x.shape[0],), x.shape[1], device=x.device)
-        if packing is not None:
-            x, lengths = packing.pack(x), packing.lengths
-            z0 = None if z0 is None else packing.pack(z0)
-            position_ids = None if position_ids is None else packing.pack(position_ids)
-        # A sequence ends before its first token that is not finite: no later token can be right, and one NaN
-        # in a matrix product would reach the tokens before it (0 * NaN is NaN).
-        place = torch.arange(x.shape[1], device=x.device)
-        finite = torch.isfinite(x).all(-1)
-        end = torch.where(finite | (place >= lengths[:, None]), x.shape[1], place).amin(1)
-        unsolvable = (place >= end[:, None]) & (place < lengths[:, None])
-        lengths = torch.minimum(lengths, end)
-        real = (place < lengths[:, None])[..., None]
-        x = x.where(real, x.new_zeros(()))
-        if z0 is not None:  # a guess that is not finite counts as zero
-            z0 = z0.to(x.dtype)
-            z0 = z0.where(real & torch.isfinite(z0).all(-1, keepdim=True), z0.new_zeros(()))
-        if position_ids is None:
-            position_ids = place.expand(x.shape[:2])
-            if state is not None:
-                position_ids = position_ids + state.seen[:, None]
-        return _Inputs(x, z0, position_ids, lengths, unsolvable, state), packing
 
 
 class ImplicitSequenceLayer(SequenceLayer):
@@ -229,7 +175,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         if window != "layer":
             options = replace(options, window=window)
         self._check_causal(options)
-        inputs, packing = self._inputs(x, attention_mask, position_ids, state, z0)
+        inputs, packing = take_inputs(self.backbone.d_model, x, attention_mask, position_ids, state, z0)
         # Such a call may be recorded, and a recording cannot check the capacity of the state.
         one_token = state is not None and inputs.x.shape[1] == 1 and not torch.is_grad_enabled()
         if one_token and state is not None:
@@ -247,7 +193,7 @@ class ImplicitSequenceLayer(SequenceLayer):
             solution.status = packing.unpack(solution.status, int(Status.CONVERGED))
         return LayerOutput(solution.z, solution.state, solution)
 
-    def _problem(self, inputs: _Inputs, options: SolveOptions, state_has_capacity: bool) -> Problem:
+    def _problem(self, inputs: Inputs, options: SolveOptions, state_has_capacity: bool) -> Problem:
         return Problem(
             map=self.backbone,
             context=self.backbone.prepare(inputs.x, inputs.position_ids),
@@ -307,7 +253,7 @@ class ExplicitSequenceLayer(SequenceLayer):
         state: State | None = None,
     ) -> LayerOutput:
         """Apply the stack to ``x`` (B, L, D); arguments as in :class:`ImplicitSequenceLayer`."""
-        inputs, packing = self._inputs(x, attention_mask, position_ids, state, None)
+        inputs, packing = take_inputs(self.backbone.d_model, x, attention_mask, position_ids, state)
         x, backbone = inputs.x, self.backbone
         context = backbone.prepare(x, inputs.position_ids)
         z, trace = evaluate(backbone, x, context, state, self.gradient_checkpointing)
@@ -321,29 +267,7 @@ class ExplicitSequenceLayer(SequenceLayer):
         return LayerOutput(z, _state_after(state, inputs.unsolvable))
 
 
-def _packing(
-    x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, state: State | None
-) -> Packing | None:
-    """How the tokens of a call go into rows of their own; ``None`` if they already are."""
-    real = None if attention_mask is None else real_tokens(attention_mask)
-    if position_ids is not None and (x.shape[1] > 1 or state is not None):
-        tokens = torch.ones_like(position_ids, dtype=torch.bool) if real is None else real
-        starts = sequence_starts(position_ids, tokens)
-        if starts is not None:
-            if state is not None:
-                raise ValueError(
-                    "position_ids start anew inside a row: several sequences in a row have no common state, "
-                    "so give no state, or one sequence a row"
-                )
-            return Packing.of_packed(tokens, starts)
-        if state is not None and bool((tokens & (position_ids < state.seen[:, None])).any()):
-            raise ValueError(
-                f"position_ids must go on from the {state.seen.tolist()} tokens that the state has seen"
-            )
-    return None if real is None else Packing.of(real)
-
-
-def _finished(solution: Solution, inputs: _Inputs) -> Solution:
+def _finished(solution: Solution, inputs: Inputs) -> Solution:
     """The solution with NaN at tokens that could not be solved."""
     unsolvable = inputs.unsolvable
     solution.z = solution.z.masked_fill(unsolvable[..., None], torch.nan)
@@ -366,13 +290,3 @@ def _state_after(state: State | None, unsolvable: Tensor) -> State | None:
 
     layers = tuple(tuple(map(with_nan, layer)) for layer in state.layers)
     return State(state.seen + unsolvable.sum(1), layers)
-
-
-def _check_x(x: Tensor, d_model: int | None) -> None:
-    """Raise ``ValueError`` unless ``x`` is a floating (B, L, D) with L >= 1 and the backbone's D."""
-    if x.dim() != 3 or 0 in x.shape:
-        raise ValueError(f"x must have shape (B, L, D) without zeros, got {tuple(x.shape)}")
-    if d_model is not None and x.shape[-1] != d_model:
-        raise ValueError(f"x has width {x.shape[-1]}, but the backbone's d_model is {d_model}")
-    if not x.is_floating_point():
-        raise ValueError(f"x must be of a floating-point type, got {x.dtype}")

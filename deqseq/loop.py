@@ -163,18 +163,17 @@ def done(problem: Problem, carry: Carry) -> Tensor:
 
 def finish(problem: Problem, carry: Carry, passes: int) -> Solution:
     """The solution after ``passes`` passes."""
-    valid, length, end = problem.valid, problem.z0.shape[1], None
-    returns_state = problem.returns_state and problem.state is not None
+    valid, state = problem.valid, problem.state if problem.returns_state else None
     if carry.start is None:
-        z = carry.proposal if problem.fixed else carry.fz
+        z = carry.proposal if problem.fixed or carry.fz is None else carry.fz
         _, iterations, residual, status, *_ = carry.tokens
-        if returns_state:
+        if state is not None:
             backbone = cast(Backbone, problem.map)
-            state = problem.state if problem.state_has_capacity else backbone.reserve(problem.state, z)
-            end = backbone.advance(carry.trace, state.copy(), problem.ends).detach()
+            state = state if problem.state_has_capacity else backbone.reserve(state, z)
+            state = backbone.advance(carry.trace, state.copy(), problem.ends).detach()
     else:
-        z, iterations, residual, status = (result[:, :length] for result in carry.results)
-        end = carry.state.detach() if returns_state else None
+        z, iterations, residual, status = (result[:, : valid.shape[1]] for result in carry.results)
+        state = None if state is None or carry.state is None else carry.state.detach()
     if problem.lengths is not None:
         z = z.where(valid[..., None], z.new_zeros(()))
     return Solution(
@@ -183,7 +182,7 @@ def finish(problem: Problem, carry: Carry, passes: int) -> Solution:
         iterations=iterations * valid,
         status=status.where(valid, torch.full_like(status, int(Status.CONVERGED))),
         nfe=passes,
-        state=end,
+        state=state,
     )
 
 

@@ -34,8 +34,8 @@ def take(value: Any, rows: Tensor) -> Any:
 
 def overwrite(buffers: Any, value: Any) -> None:
     """Copy the tensors of ``value`` into those of ``buffers``, which has the same structure."""
-    pairs = zip(tensors(buffers), tensors(value), strict=True)
-    pairs = [(into, source) for into, source in pairs if into.data_ptr() != source.data_ptr()]
+    both = zip(tensors(buffers), tensors(value), strict=True)
+    pairs = [(into, source) for into, source in both if into.data_ptr() != source.data_ptr()]
     written = {into.data_ptr() for into, _ in pairs}
     sources = [source.clone() if source.data_ptr() in written else source for _, source in pairs]
     copy_tensors([into for into, _ in pairs], sources)

@@ -121,7 +121,7 @@ def test_settings_of_others_are_kept(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, window=3)
     assert loaded.config.tokenizer_class == "PreTrainedTokenizerFast"
-    assert loaded.config.window == loaded.model.layer.window == 3
+    assert loaded.config.window == loaded.model.layer.solve.window == 3
     for wrong, said in (
         ({"window": 0}, "window"),
         ({"initial_guess": "nope"}, "nope"),

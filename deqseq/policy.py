@@ -73,9 +73,12 @@ class ConvergencePolicy(ABC):
         )
 
     def __or__(self, other: ConvergencePolicy) -> ConvergencePolicy:
-        return (
-            policies.lookup("either")(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
-        )
+        return self._combined("either", other)
+
+    def _combined(self, name: str, other: ConvergencePolicy) -> ConvergencePolicy:
+        if not isinstance(other, ConvergencePolicy):
+            return NotImplemented
+        return policies.create({"name": name, "first": self, "second": other})
 
 
 @dataclass(frozen=True)

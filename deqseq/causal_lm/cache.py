@@ -1,4 +1,4 @@
-"""What a language model remembers between calls, in the form transformers' generation works with.
+"""The cache of a language model, behind transformers' interface for caches.
 
 Shapes: B sequences, C columns seen so far (tokens and padding), L columns of a call, D width.
 """
@@ -17,12 +17,13 @@ from deqseq.backbone import State, take_tokens
 class StateLayer(CacheLayerMixin):
     """The one layer of an :class:`EquilibriumCache`: a backbone's state behind transformers' interface.
 
-    A stack of blocks settles as one, so its blocks' states (keys and values with one slot a token, or the
-    convolution's tail and the SSM state) are kept together.
+    The blocks of a backbone settle together, so this one layer holds the states of all blocks: keys and
+        values with a
+    slot for every token, or the convolution's tail and the SSM state.
 
     Attributes:
-        state: the backbone's state; ``None`` before the first call, unless one is given to go on from.
-        equilibrium: (B, D) of each sequence's last token; ``None`` where it is not known.
+        state: the backbone's state; ``None`` before the first call, unless the cache was made with a state.
+        equilibrium: (B, D) of each sequence's last token; ``None`` if it is not known.
     """
 
     is_compileable = False
@@ -40,22 +41,25 @@ class StateLayer(CacheLayerMixin):
     def _start(self, state: State | None) -> None:
         self.state = state
         self.equilibrium: Tensor | None = None
-        # A recurrent state may have consumed millions of tokens: of these the numbers are enough.
-        self._given = None if state is None else state.seen.clone()  # (B,)
-        self._given_columns = 0 if state is None else int(state.seen.max())
-        self._called: Tensor | None = None  # (B, columns of the calls since) bool
+        # The state may have consumed millions of tokens before the first call: only their number is stored.
+        self._earlier = None if state is None else state.seen.clone()  # (B,)
+        self._earlier_columns = 0 if state is None else int(state.seen.max())
+        self._called: Tensor | None = None  # (B, columns of the calls since) bool, tokens and not padding
 
     @property
     def real(self) -> Tensor | None:
-        """(B, C) bool, columns that were tokens and not padding; a given state's are padded at the front."""
-        if self._given is None:
+        """(B, C) bool, columns that were tokens and not padding.
+
+        Tokens from before the first call are padded at the front.
+        """
+        if self._earlier is None:
             return self._called
-        column = torch.arange(self._given_columns, device=self._given.device)
-        given = column >= self._given_columns - self._given[:, None]
-        return given if self._called is None else torch.cat([given, self._called], 1)
+        column = torch.arange(self._earlier_columns, device=self._earlier.device)
+        earlier = column >= self._earlier_columns - self._earlier[:, None]
+        return earlier if self._called is None else torch.cat([earlier, self._called], 1)
 
     def continued(self, fresh: State) -> State:
-        """The state a call starts from, ``fresh`` being what it would be before the first token.
+        """The state that a call starts from: the cached one, or ``fresh`` before the first token.
 
         Raises:
             ValueError: the cache holds another number of sequences, or is of another model.
@@ -73,13 +77,13 @@ class StateLayer(CacheLayerMixin):
         return self.state
 
     def commit(self, state: State, z: Tensor, attention_mask: Tensor | None) -> None:
-        """Take over the ``state`` after a call that solved z (B, L, D)."""
+        """Store the ``state`` after a call that solved z (B, L, D)."""
         real = z.new_ones(z.shape[:2], dtype=torch.bool)
         if attention_mask is not None:
             real = attention_mask.bool()
         place = torch.arange(1, z.shape[1] + 1, device=z.device)
         last = take_tokens(z, (real * place).argmax(1, keepdim=True))[:, 0]
-        if self.equilibrium is not None:  # nothing but padding: what was last is still last
+        if self.equilibrium is not None:  # rows of nothing but padding keep their last token
             last = torch.where(real.any(1, keepdim=True), last, self.equilibrium)
         self.state = state
         self.equilibrium = last.detach()
@@ -87,13 +91,14 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def guess(self, x: Tensor) -> Tensor | None:
-        """Every new token's initial guess (B, L, D): the equilibrium of the last one before the call."""
+        """The initial guess (B, L, D) of every token of a call: the equilibrium of the last token before
+        it."""
         if self.equilibrium is None:
             return None
         return self.equilibrium[:, None].expand_as(x).contiguous()
 
     def get_seq_length(self) -> int:
-        return self._given_columns + (0 if self._called is None else self._called.shape[1])
+        return self._earlier_columns + (0 if self._called is None else self._called.shape[1])
 
     def get_max_length(self) -> int:
         return -1  # grows
@@ -102,7 +107,7 @@ class StateLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` columns; the number is negative, as in transformers.
+        """Remove the last ``-tokens_to_remove`` columns; the number is negative, as in transformers.
 
         Raises:
             ValueError: a positive number; more columns than there are; a state that cannot go back.
@@ -119,14 +124,14 @@ class StateLayer(CacheLayerMixin):
             )
         kept = columns + tokens_to_remove
         seen = torch.zeros_like(self.state.seen)
-        if self._given is not None:
-            gone = max(0, self._given_columns - kept)
-            self._given = seen = (self._given - gone).clamp_min(0)
-            self._given_columns -= gone
+        if self._earlier is not None:
+            removed = max(0, self._earlier_columns - kept)
+            self._earlier = seen = (self._earlier - removed).clamp_min(0)
+            self._earlier_columns -= removed
         if self._called is not None:
-            self._called = self._called[:, : kept - self._given_columns]
+            self._called = self._called[:, : kept - self._earlier_columns]
             seen = seen + self._called.sum(1)
-        # Slots behind `seen` are not looked at, and written anew.
+        # Slots behind `seen` are never read; later tokens overwrite them.
         self.state = State(seen, self.state.layers)
         self.equilibrium = None
 
@@ -143,7 +148,7 @@ class StateLayer(CacheLayerMixin):
             return
         indices = indices.to(self.state.seen.device)
         self.state = self.state.select(indices)
-        self._given = None if self._given is None else self._given[indices]
+        self._earlier = None if self._earlier is None else self._earlier[indices]
         self._called = None if self._called is None else self._called[indices]
         self.equilibrium = None if self.equilibrium is None else self.equilibrium[indices]
 
@@ -160,7 +165,7 @@ class StateLayer(CacheLayerMixin):
 
 
 def _same_form(state: State, fresh: State) -> bool:
-    """Whether the state could have grown out of ``fresh``, whose empty dimensions are what grows."""
+    """Whether the state may have grown from ``fresh``: only empty dimensions of ``fresh`` may differ."""
     if len(state.layers) != len(fresh.layers):
         return False
     for layer, start in zip(state.layers, fresh.layers, strict=True):
@@ -176,16 +181,16 @@ def _same_form(state: State, fresh: State) -> bool:
 
 
 class EquilibriumCache(Cache):
-    """The tokens a model has solved: what ``past_key_values`` is for these models.
+    """The cache of these models, ``past_key_values``: the state after the tokens that a model has solved.
 
-    A call commits its tokens once all of them have settled. ``model(..., use_cache=True)`` makes one, and
-    ``generate`` does so by itself. Beams reorder it, ``crop(-n)`` takes the last n columns back where the
-    backbone keeps a slot for every token (attention), and raises where it is recurrent (Mamba2).
+    A call stores its tokens once all of them have settled. ``model(..., use_cache=True)`` makes a cache, and
+    ``generate`` makes one by itself. Beam search reorders it. ``crop(-n)`` removes the last n columns if the
+    backbone has a slot for every token (attention), and raises if it is recurrent (Mamba2).
 
     Args:
-        rewinds: whether the backbone's states do.
-        state: of the backbone, to go on from; by default the next call is the first. Its tokens count as
-            columns; where sequences have seen fewer than the longest, these are padded at the front.
+        rewinds: whether the backbone's states can go back, :attr:`~deqseq.Backbone.rewinds`.
+        state: backbone state to continue; by default the next call is the first. Its tokens count as columns.
+            Sequences that have seen fewer tokens than the longest are padded at the front.
     """
 
     def __init__(self, rewinds: bool, state: State | None = None) -> None:

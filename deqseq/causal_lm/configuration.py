@@ -46,7 +46,7 @@ _TRANSFORMERS = {
 
 
 def _unknown(settings: Mapping[str, Any]) -> list[str]:
-    """Names of settings that nothing would read."""
+    """Names of settings that have no effect."""
     known = {*_TRANSFORMERS, *vars(GenerationConfig()), *(f.name for f in fields(ImplicitConfig))}
     return sorted(name for name in settings if name not in known)
 
@@ -85,8 +85,8 @@ class ImplicitConfig(PreTrainedConfig):
         eval_convergence: policy in evaluation; as in training by default.
         window: tokens solved at a time; all by default.
         causal: refuse, in training, parts that leak the future; see the layer.
-        initial_guess: where a token's search starts in calls that continue a cache, as in generation:
-            ``"zero"``, or ``"previous"``: the equilibrium of the token before the call.
+        initial_guess: the start of a token's search in calls that continue a cache, as in generation:
+            ``"zero"``, or ``"previous"``, the equilibrium of the token before the call.
         initializer_range: standard deviation of the embeddings at the start.
         use_cache: whether calls in evaluation mode return a cache to continue from.
         tie_word_embeddings: share the embeddings with the output layer.
@@ -97,12 +97,13 @@ class ImplicitConfig(PreTrainedConfig):
     """
 
     model_type = "implicit_lm"
-    keys_to_ignore_at_inference = ["past_key_values", "solution"]  # noqa: RUF012 - the trainer adds to the list
+    keys_to_ignore_at_inference = ["past_key_values", "solution"]  # noqa: RUF012 - the trainer adds to the
+    list
 
     vocab_size: int = 50277
     backbone: Any = None
     implicit: bool = True
-    # Parts are names or mappings; what is neither gets an error of ours, which says what to write.
+    # Parts are names or mappings. Any other value raises ``ValueError``.
     solver: Any = "picard"
     gradient: Any = "phantom"
     convergence: Any = None
@@ -139,7 +140,7 @@ class ImplicitConfig(PreTrainedConfig):
             )
         if self.window is not None:
             check_count("window", self.window)
-        # Looked at here, so that a wrong option is reported where it was written.
+        # A wrong option raises here, not only when the model is built.
         backbones.check(self.backbone)
         solvers.create(self.solver)
         gradients.create(self.gradient)
@@ -149,10 +150,10 @@ class ImplicitConfig(PreTrainedConfig):
 
     @PreTrainedConfig._attn_implementation.setter  # type: ignore[attr-defined, untyped-decorator]
     def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
-        """transformers' ``attn_implementation=`` is the body's ``attention``, if it takes one.
+        """transformers' ``attn_implementation=`` sets the ``attention`` of a backbone that has this option.
 
-        The body checks it. transformers would ask whether the model's class supports it, whatever the body:
-        it is told the one that any class does.
+        The backbone checks the value. transformers gets "eager", which every model class supports, because it
+        would otherwise check the model's class.
         """
         name = value.get("") if isinstance(value, Mapping) else value
         if name and backbones.takes(self.backbone, "attention"):
@@ -173,10 +174,10 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but what ``kwargs`` change is checked as if it had been written in the file.
+        """As in transformers, but ``kwargs`` are checked like settings in the file.
 
-        Settings that are none of ours are kept and saved again, as transformers and others put their own
-        into configurations; a line in the log names them.
+        Unknown settings in the file are kept and saved again, because transformers and other packages store
+        their own settings there. A warning in the log names them.
         """
         ours = set(cls.__annotations__) & set(kwargs)
         settings = {**config_dict, **{name: kwargs.pop(name) for name in ours}}

@@ -29,14 +29,14 @@ from deqseq.solution import Solution
 
 @dataclass
 class ImplicitModelOutput(ModelOutput):
-    """What the body returns.
+    """The output of the body.
 
     Attributes:
         last_hidden_state: (B, L, D) the equilibrium.
-        past_key_values: what to pass to the next call; see ``use_cache``.
-        hidden_states: if asked for, whatever the number of blocks, a pair of (B, L, D): the embeddings x
-            that enter, and the equilibrium z* that comes out. The layer has no depth in between: its
-            iterates approach z*.
+        past_key_values: the cache to pass to the next call; see ``use_cache``.
+        hidden_states: with ``output_hidden_states``, a pair of (B, L, D), whatever the number of blocks: the
+            embeddings x and the equilibrium z*. There is no depth in between, because the iterates approach
+            z*.
         solution: residual, iterations and status of every token; ``None`` for explicit models.
     """
 
@@ -48,11 +48,11 @@ class ImplicitModelOutput(ModelOutput):
 
 @dataclass
 class ImplicitCausalLMOutput(ModelOutput):
-    """What the language model returns.
+    """The output of the language model.
 
     Attributes:
         loss: mean cross-entropy of token t + 1 given tokens up to t, if labels were given.
-        logits: (B, L, V), or of the last ``logits_to_keep`` tokens.
+        logits: (B, L, V), or those of the last ``logits_to_keep`` tokens.
         past_key_values, hidden_states, solution: as in :class:`ImplicitModelOutput`.
     """
 
@@ -70,11 +70,13 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     config: ImplicitConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # Not over devices: weights are read without calling the modules that hold them, in every iteration.
-    _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers' form
+    # The layer must not be split over devices: every iteration reads its weights without calling their
+    # modules.
+    _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers'
+    form
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Backbones initialise themselves as they are built; the embeddings are ours.
+        # Backbones initialise themselves when they are built. That leaves the embeddings.
         if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
             nn.init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
 
@@ -83,14 +85,14 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         """As in transformers, but a checkpoint that does not fit raises instead of warning.
 
         Raises:
-            ValueError: weights are missing, superfluous or of another shape: what is missing could only
-                be random; or ``device_map`` leaves weights of the layer off the devices.
+            ValueError: weights are missing, unknown or of another shape; missing weights would be random. Or
+                ``device_map`` leaves weights of the layer off the devices.
         """
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("key_mapping", reference.KEYS)
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
-        # What was renamed on loading would be named back on saving, under a configuration of ours.
+        # Otherwise transformers would save renamed weights under their old names, with our configuration.
         vars(model).pop("_weight_conversions", None)
         problems = {
             what: sorted(map(str, info[key]))
@@ -174,14 +176,15 @@ class ImplicitModel(ImplicitPreTrainedModel):
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(
-                "nn.DataParallel cannot gather how tokens were solved: start one process a GPU (accelerate "
-                "launch, torchrun), or show one only (CUDA_VISIBLE_DEVICES=0)"
+                "nn.DataParallel cannot gather the solutions: start one process a GPU (accelerate launch, "
+                "torchrun), or use one GPU only (CUDA_VISIBLE_DEVICES=0)"
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
             if input_ids is None or input_ids.dim() != 2:
-                raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")  # type: ignore[union-attr]
+                raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")  # type:
+                ignore[union - attr]
             inputs_embeds = self.embed_tokens(input_ids)
         if inputs_embeds.dim() != 3:
             raise ValueError(f"inputs_embeds must be (B, L, D), got {tuple(inputs_embeds.shape)}")
@@ -220,15 +223,15 @@ class ImplicitModel(ImplicitPreTrainedModel):
         return bool(self.config.output_hidden_states if asked is None else asked)
 
     def _caches(self, x: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
-        """Whether a call that does not say so returns a cache."""
+        """Whether a call without ``use_cache`` returns a cache."""
         if self.training or not self.config.use_cache or not self.layer.backbone.keeps_state:
             return False
         fits = all(t is None or t.shape == x.shape[:2] for t in (position_ids, attention_mask))
-        # What does not fit is refused further down.
+        # Shapes that do not fit are refused later.
         return position_ids is None or not fits or not packs_rows(position_ids, attention_mask)
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> EquilibriumCache | None:
-        """The cache to continue: the given one, or a fresh one if one is wanted."""
+        """The cache to continue: the caller's, or a new one if the call returns one."""
         if given is not None and not isinstance(given, EquilibriumCache):
             raise ValueError(
                 f"past_key_values must be the EquilibriumCache of an earlier call, got {type(given).__name__}"
@@ -246,7 +249,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
 
 
 def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) -> Tensor | None:
-    """The part (B, L) of an attention mask that is about this call's tokens."""
+    """The columns (B, L) of an attention mask for this call's tokens."""
     if mask is None or (mask.dim() == 2 and mask.shape[1] == length):
         return mask
     seen = 0 if content is None else content.get_seq_length()
@@ -259,20 +262,20 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
     same_batch = before is not None and before.shape[0] == mask.shape[0]
     if same_batch and not torch.equal(real_tokens(mask[:, :seen]), cast(Tensor, before)):
         raise ValueError(
-            "attention_mask differs from the calls before in what was padding there: what a cache has "
+            "attention_mask differs from that of earlier calls at their columns: tokens that a cache has "
             "consumed cannot be masked afterwards"
         )
     return mask[:, -length:]
 
 
 def aligned_linear(x: Tensor, weight: Tensor, columns: int = 64, cut: bool = True) -> Tensor:
-    """x ``weight``^T, computed with a multiple of ``columns`` columns; ``cut``: without the added ones."""
+    """x ``weight``^T, computed with a multiple of ``columns`` columns; ``cut`` removes the added ones."""
     wanted = weight.shape[0]
     out = F.linear(x, F.pad(weight, (0, 0, 0, -wanted % columns)))
     return out[..., :wanted] if cut else out
 
 
-_IGNORED = {
+_UNUSED_ARGUMENTS = {
     "cache_position",
     "cu_seq_lens_k",
     "cu_seq_lens_q",
@@ -294,7 +297,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ImplicitModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # transformers' word for a cache that cannot take tokens back, as speculative decoding would.
+        # transformers' name for a cache that cannot remove tokens, which speculative decoding needs.
         self._is_stateful = not self.model.layer.backbone.rewinds
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -318,8 +321,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             config_overrides: further settings of :class:`ImplicitConfig`, for :meth:`to_implicit`.
 
         Raises:
-            ValueError: another kind of model; a setting that our backbones have no counterpart for
-                (biases, scaled rotary positions, another activation, a bounded time step, ...).
+            ValueError: another kind of model; a setting that our backbones do not have (biases, scaled rotary
+                positions, another activation, a bounded time step, ...).
         """
         return conversion.from_explicit(cls, source, weight_norm, dtype, config_overrides)
 
@@ -365,21 +368,21 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         """Logits (B, L, V) and, with ``labels`` (B, L), the loss of predicting the next token.
 
         ``labels`` are the input ids, as everywhere in transformers: they are shifted here, and -100 is
-        ignored. Tasks whose targets stand at their inputs compute their loss from the logits.
+        ignored. Tasks whose targets are aligned with their inputs compute their loss from the logits.
 
         Args:
             logits_to_keep: compute the logits of the last so many tokens only (0: of all), or of the
                 tokens at these indices.
             skip_logits: with ``labels``: return the loss without the logits, which a mixed-precision wrapper
                 would otherwise copy to float32.
-            loss_options: ``num_items_in_batch``, as transformers' trainer passes it. What tokenizers,
-                collators and ``generate`` add and these models have no use for is ignored:
-                ``token_type_ids``, ``cache_position``, the offsets of flattened batches (``position_ids``
-                say the same).
+            loss_options: ``num_items_in_batch``, as transformers' trainer passes it. Arguments that
+                tokenizers, collators and ``generate`` add without need are ignored: ``token_type_ids``,
+                ``cache_position``, the offsets of flattened batches (``position_ids`` has the same
+                information).
 
         The other arguments are those of :class:`ImplicitModel`.
         """
-        loss_options = {name: value for name, value in loss_options.items() if name not in _IGNORED}
+        loss_options = {name: value for name, value in loss_options.items() if name not in _UNUSED_ARGUMENTS}
         if loss_options.pop("output_attentions", None):
             raise ValueError("output_attentions: these models keep no attention weights")
         if unknown := set(loss_options) - {"num_items_in_batch"}:
@@ -421,9 +424,9 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         )
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The output layer: logits (B, L, V), and (B, L, V'), V' >= V, of which they are the first columns.
+        """The output layer: logits (B, L, V), and padded ones (B, L, V') whose first V columns they are.
 
-        Matrix units take columns by 64, and many vocabularies (50,277) do not.
+        Matrix units work on multiples of 64 columns, which many vocabularies (50,277) are not.
         """
         head = self.lm_head
         plain = type(head) is nn.Linear and head.bias is None
@@ -436,7 +439,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Put an empty cache of our kind where ``generate`` would put one of its own."""
+        """Give ``generate`` an :class:`EquilibriumCache` instead of transformers' cache."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 "these models have one kind of cache: leave cache_implementation unset, got "

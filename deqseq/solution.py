@@ -55,8 +55,8 @@ class Solution:
             included.
         state: backbone state after the last token, detached; ``None`` unless the solve started from one.
         adjoint: the solution of the backward system, after the backward pass of
-            :class:`~deqseq.ImplicitDifferentiation`. If the call had padding or packed rows, the adjoint has the
-            sequences as they were solved: one a row, its tokens first.
+            :class:`~deqseq.ImplicitDifferentiation`. If the call had padding or packed rows, the
+            adjoint has the sequences as they were solved: one a row, its tokens first.
     """
 
     z: Tensor

@@ -97,8 +97,7 @@ class ImplicitConfig(PreTrainedConfig):
     """
 
     model_type = "implicit_lm"
-    keys_to_ignore_at_inference = ["past_key_values", "solution"]  # noqa: RUF012 - the trainer adds to the
-    list
+    keys_to_ignore_at_inference = ["past_key_values", "solution"]  # noqa: RUF012 - the trainer adds to the list
 
     vocab_size: int = 50277
     backbone: Any = None

@@ -70,10 +70,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     config: ImplicitConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # The layer must not be split over devices: every iteration reads its weights without calling their
-    # modules.
-    _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers'
-    form
+    # Not to be split over devices: every iteration reads all weights, without calling their modules.
+    _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers' form
 
     def _init_weights(self, module: nn.Module) -> None:
         # Backbones initialise themselves when they are built. That leaves the embeddings.
@@ -183,8 +181,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
             if input_ids is None or input_ids.dim() != 2:
-                raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")  # type:
-                ignore[union - attr]
+                raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")  # type: ignore[union-attr]
             inputs_embeds = self.embed_tokens(input_ids)
         if inputs_embeds.dim() != 3:
             raise ValueError(f"inputs_embeds must be (B, L, D), got {tuple(inputs_embeds.shape)}")

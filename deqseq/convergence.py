@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq import kernels
+from deqseq.ops.residual import judge, relative, residual_norms
 from deqseq.registry import Registry
 
 Scope = Literal["token", "sequence"]
@@ -84,29 +84,6 @@ class ConvergencePolicy(ABC):
         return Either(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
 
 
-def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
-    """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W), at least float32."""
-    if _fused(z):
-        from deqseq.loop_triton import residual_norms as fused
-
-        return fused(z, fz)
-    dtype = torch.promote_types(z.dtype, torch.float32)
-    change = torch.linalg.vector_norm(fz - z, dim=-1, dtype=dtype)
-    size = torch.linalg.vector_norm(fz, dim=-1, dtype=dtype)
-    return change, size
-
-
-def _fused(z: Tensor) -> bool:
-    return kernels.implementation(z) == "triton" and not torch.is_grad_enabled()
-
-
-def relative(change: Tensor, size: Tensor) -> Tensor:
-    """``change / size`` as float32; 0 where both vanish, and finite wherever they are."""
-    ratio = change / size.clamp_min(torch.finfo(size.dtype).tiny)
-    largest = torch.finfo(torch.float32).max
-    return torch.where(torch.isfinite(change), ratio.clamp_max(largest), ratio).float()
-
-
 @dataclass(frozen=True)
 class Residual(ConvergencePolicy):
     """Converged when ``||f(z) - z|| <= atol + rtol * ||f(z)||``.
@@ -150,14 +127,9 @@ class Residual(ConvergencePolicy):
         return self.scope == "token"
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        if self.scope == "token" and _fused(z):
-            from deqseq.loop_triton import verdict
-
-            return Judgement(*verdict(z, fz, self.atol, self.rtol))
-        change, size = residual_norms(z, fz)
-        if self.scope == "sequence":
-            change = _over_sequence(change, active)
-            size = _over_sequence(size, active)
+        if self.scope == "token":
+            return Judgement(*judge(z, fz, self.atol, self.rtol))
+        change, size = (_over_sequence(norms, active) for norms in residual_norms(z, fz))
         return Judgement(relative(change, size), change <= self.atol + self.rtol * size)
 
 

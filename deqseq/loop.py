@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deqseq import kernels
 from deqseq.backbone import Context, State, Trace, take_tokens
 from deqseq.convergence import ConvergencePolicy
 from deqseq.graphs import capture, copied, map_tensors, overwrite, tensors
+from deqseq.ops.freeze import freeze
 from deqseq.solution import Solution
 from deqseq.solver import Solver
 from deqseq.tokens import Tokens
@@ -234,7 +234,7 @@ class Together:
         problem = self.problem
         progress = self.tokens.progress(problem.policy)
         proposal, self.memory = problem.solver.step(self.z, self.fz, self.memory, progress)
-        self.z = _held(self.tokens.hold, self.z, proposal) if problem.policy.tests_residual else proposal
+        self.z = freeze(self.tokens.hold, self.z, proposal) if problem.policy.tests_residual else proposal
 
     def solution(self, passes: int) -> Solution:
         problem = self.problem
@@ -303,7 +303,7 @@ class Window:
     def step(self) -> None:
         """On to the next iterate and, where tokens have left, to the next tokens."""
         width = self.offsets.shape[0]
-        z = _held(self.tokens.hold, self.z, self.proposal)
+        z = freeze(self.tokens.hold, self.z, self.proposal)
         moved = self.offsets + self.leaving[:, None]
         stays, source = moved < width, moved.clamp_max(width - 1)
         entering = take_tokens(self.problem.z0, self._place())
@@ -356,15 +356,6 @@ class _Record:
     def read(self, length: int) -> tuple[Tensor, Tokens]:
         fields = {name: value[:, :length] for name, value in vars(self._tokens).items()}
         return self._z[:, :length], Tokens(**fields)
-
-
-def _held(hold: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
-    """z where ``hold`` (B, W) says so, else the proposal, whose memory may be used."""
-    if kernels.implementation(z) == "triton" and not torch.is_grad_enabled():
-        from deqseq.loop_triton import hold_
-
-        return hold_(proposal.contiguous(), z, hold)
-    return torch.where(hold[..., None], z, proposal)
 
 
 def _looks(done: Tensor, passes: int, problem: Problem) -> bool:

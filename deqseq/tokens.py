@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from deqseq import kernels
 from deqseq.backbone import State
 from deqseq.convergence import ConvergencePolicy
+from deqseq.ops.settle import settle
 from deqseq.solution import Solution, Status
 from deqseq.solver import Progress
 
@@ -48,24 +48,11 @@ class Tokens:
         residual = torch.where(active, verdict.residual, self.residual)  # what settled keeps its own
         converged = verdict.converged
         ended = Status.BUDGET_EXHAUSTED if policy.tests_residual else Status.COMPLETED
-        if kernels.implementation(z) == "triton":
-            from deqseq.loop_triton import settle
-
-            settled, status, hold = settle(
-                residual, converged, verdict.stops, self.settled, self.iterations, self.status,
-                policy.max_iter, (int(Status.CONVERGED), int(ended), int(Status.NON_FINITE)),
-            )  # fmt: skip
-            return replace(self, residual=residual, settled=settled, status=status, hold=hold)
-        finite = torch.isfinite(residual)
-        # A value that is not finite is final once no finite token before it can still change it.
-        failed = ~finite & _all_before(self.settled | ~finite)
-        exhausted = self.iterations >= policy.max_iter
-        # What is settled stays so: padding, behind tokens that are not.
-        settled = self.settled | _all_up_to(self.settled | (verdict.stops & finite) | exhausted | failed)
-        code = torch.where(converged, int(Status.CONVERGED), int(ended))
-        code = torch.where(finite, code, int(Status.NON_FINITE))
-        status = torch.where(settled & active, code, self.status)
-        return replace(self, residual=residual, settled=settled, status=status, hold=settled | ~finite)
+        settled, status, hold = settle(
+            residual, converged, verdict.stops, self.settled, active, self.iterations, self.status,
+            policy.max_iter, (int(Status.CONVERGED), int(ended), int(Status.NON_FINITE)),
+        )  # fmt: skip
+        return replace(self, residual=residual, settled=settled, status=status, hold=hold)
 
     def progress(self, policy: ConvergencePolicy) -> Progress:
         residual = self.residual if policy.tests_residual else None
@@ -92,13 +79,3 @@ class Tokens:
             nfe=nfe,
             state=state,
         )
-
-
-def _all_up_to(done: Tensor) -> Tensor:
-    """(B, W) bool: the token and all before it are done."""
-    return (~done).cumsum(1) == 0
-
-
-def _all_before(done: Tensor) -> Tensor:
-    """(B, W) bool: all tokens before this one are done."""
-    return (~done).cumsum(1) - (~done).long() == 0

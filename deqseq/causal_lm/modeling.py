@@ -20,8 +20,8 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
-from deqseq.causal_lm.loss import next_token_loss
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
+from deqseq.ops.cross_entropy import next_token_loss
 from deqseq.padding import packs_rows, real_tokens
 from deqseq.solution import Solution
 

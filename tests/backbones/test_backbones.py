@@ -21,8 +21,8 @@ from deqseq import (
 )
 from deqseq.backbone import backbones
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
-from deqseq.backbones.mamba2 import causal_conv
-from deqseq.backbones.ssd import ssd_naive
+from deqseq.ops.mixer.naive import convolve
+from deqseq.ops.mixer.ssd import ssd_naive
 
 MakeBackbone = Callable[..., Backbone]
 
@@ -246,9 +246,9 @@ def test_mamba2_chunk_size_is_speed_only() -> None:
 
 def test_causal_convolution() -> None:
     x, weight, bias = torch.randn(2, 9, 5), torch.randn(5, 4), torch.randn(5)
-    expected = F.conv1d(x.mT, weight[:, None], bias, padding=3, groups=5)[..., :9].mT
-    torch.testing.assert_close(causal_conv(x, weight, bias), expected)
-    continued = causal_conv(x[:, 5:], weight, bias, x[:, 2:5])
+    expected = F.silu(F.conv1d(x.mT, weight[:, None], bias, padding=3, groups=5)[..., :9].mT)
+    torch.testing.assert_close(convolve(x, weight, bias, None), expected)
+    continued = convolve(x[:, 5:], weight, bias, x[:, 2:5])
     torch.testing.assert_close(continued, expected[:, 5:])
 
 

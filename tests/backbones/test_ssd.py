@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deqseq.backbones.ssd import ssd, ssd_advance, ssd_naive
+from deqseq.ops.mixer.ssd import ssd, ssd_advance, ssd_naive
 
 
 def random_inputs(

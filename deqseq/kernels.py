@@ -122,7 +122,7 @@ def fused(x: Tensor) -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type in which a linear map is applied to, or has the weight, ``x``. Autocast leaves float64."""
+    """The type in which autocast uses ``x``, an input or a weight of a linear map: float64 stays."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == float64:
         return x.dtype

@@ -10,14 +10,16 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from deqseq import kernels
-from deqseq.backbone import Backbone, Context
+from deqseq.backbone import Backbone, Context, State
 from deqseq.convergence import check_count
 from deqseq.normalisation import normalise_weights
-from deqseq.ops.mlp import SwiGLUWeights, ValueGateWeights, swiglu, value_gate
+from deqseq.ops.add_norm import add_norm
+from deqseq.ops.one_token import Norm, SwiGLUWeights, ValueGateWeights
 
 RMS_EPS = 1e-5
 
@@ -30,10 +32,47 @@ class Prepared(NamedTuple):
 
 
 class StackTrace(NamedTuple):
-    """The trace of a stack's evaluation: the implementation that advances states, and each block's trace."""
+    """The trace of a stack's evaluation: the implementation that advances states, and every block's trace."""
 
     form: str
     blocks: list[Any]
+
+
+class Block(nn.Module):
+    """Pre-norm mixer and, if there is one, pre-norm MLP, each added to the stream.
+
+    The next block adds the result to the stream, because the addition is fused with the next norm.
+    """
+
+    def __init__(self, d_model: int, norm_eps: float, mixer: nn.Module, mlp: nn.Module | None) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.mixer: Any = mixer
+        self.norm2 = None if mlp is None else nn.RMSNorm(d_model, eps=norm_eps)
+        self.mlp: Any = mlp
+
+    def weights(self) -> tuple[Any, Any]:
+        """Effective weights of the mixer and of the MLP."""
+        return self.mixer.weights(), None if self.mlp is None else self.mlp.weights()
+
+    def norms(self) -> tuple[Norm, Norm | None]:
+        """For fused blocks."""
+        second = None if self.norm2 is None else (self.norm2.weight, self.norm2.eps)
+        return (self.norm.weight, self.norm.eps), second
+
+    def by_parts(
+        self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
+    ) -> tuple[Tensor, Tensor, Any]:
+        """The plain form: the stream with ``added``, what this block adds to it, and the mixer's trace.
+
+        ``inputs`` are those of the mixer after its weights.
+        """
+        stream, u = add_norm(stream, added, self.norm, form)
+        added, trace = self.mixer(u, weights[0], *inputs)
+        if self.norm2 is not None:
+            stream, u = add_norm(stream, added, self.norm2, form)
+            added = self.mlp(u, weights[1])
+        return stream, added, trace
 
 
 class Stack(Backbone):
@@ -86,6 +125,18 @@ class Stack(Backbone):
         injection = tokens[0] if tokens else None
         return z if self.input_skip is None else self.input_skip(z, tokens[1]), injection
 
+    def through(
+        self, stream: Tensor, context: Context, state: State | None, choice: kernels.Choice, *inputs: Any
+    ) -> tuple[Tensor, StackTrace]:
+        """f(z) (B, W, D) and its trace; ``inputs`` are the same for all blocks."""
+        added, traces = None, []
+        for i, block in enumerate(self.layers):
+            before = None if state is None else state.layers[i]
+            stream, added, trace = block(stream, added, context.shared.weights[i], before, choice, *inputs)
+            traces.append(trace)
+        fz = add_norm(stream, added, self.norm_f, choice.others, last=True)[1]
+        return fz, StackTrace(choice.others, traces)
+
     def zeros(
         self, *shapes: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None
     ) -> list[Tensor]:
@@ -132,7 +183,8 @@ class ValueGateMLP(nn.Module):
         return ValueGateWeights(projection(self.fc1), projection(self.fc2))
 
     def forward(self, x: Tensor, weights: ValueGateWeights) -> Tensor:
-        return value_gate(x, weights)
+        value, gate = F.linear(x, weights.into).chunk(2, dim=-1)
+        return F.linear(value * F.silu(gate), weights.out)
 
 
 class SwiGLU(nn.Module):
@@ -149,7 +201,8 @@ class SwiGLU(nn.Module):
         return SwiGLUWeights(projection(self.w1), projection(self.w3), projection(self.fc2))
 
     def forward(self, x: Tensor, weights: SwiGLUWeights) -> Tensor:
-        return swiglu(x, weights)
+        hidden = F.silu(F.linear(x, weights.gate)) * F.linear(x, weights.value)
+        return F.linear(hidden, weights.out)
 
 
 def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:

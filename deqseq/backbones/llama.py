@@ -6,7 +6,6 @@ P = D / H head dim, S slots of the key/value state.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +17,15 @@ from deqseq.backbone import Context, State, Trace
 from deqseq.backbones.attention import AttentionFunction
 from deqseq.backbones.blocks import (
     RMS_EPS,
+    Block,
     Stack,
-    StackTrace,
     SwiGLU,
     check_norm_eps,
     check_sizes,
     projection,
 )
 from deqseq.ops import advance, one_token
-from deqseq.ops.add_norm import add_norm
-from deqseq.ops.attention import AttentionWeights, attend, no_slots, rotate
-from deqseq.ops.mlp import SwiGLUWeights
+from deqseq.ops.one_token import AttentionWeights, SwiGLUWeights
 
 SLOTS = 64
 """A state grows by multiples of this number of slots."""
@@ -57,70 +54,55 @@ class Attention(nn.Module):
         return AttentionWeights(qkv, projection(self.out_proj))
 
     def forward(
-        self,
-        u: Tensor,
-        weights: AttentionWeights,
-        injection: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        state: tuple[Tensor, ...] | None,
-        mask: Any,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        function = None if self.function is None else partial(self.function, self)
-        return attend(u, weights, injection, rotary, state, mask, self.n_head, function)
+        self, u: Tensor, weights: AttentionWeights, injection: Tensor | None,
+        state: tuple[Tensor, ...] | None, rotary: tuple[Tensor, Tensor], mask: Any,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+        """The output (B, W, D), and keys and values (B, J, W, P) if there is a state."""
+        qkv = F.linear(u, weights.qkv)
+        if injection is not None:
+            qkv = qkv + injection
+        qkv = qkv.unflatten(-1, (-1, self.headdim)).transpose(1, 2)  # (B, H + 2 J, W, P)
+        q, k, v = qkv.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        trace = None if state is None else (k, v)
+        if self.function is not None and no_slots(state):
+            y = self.function(self, q, k, v, mask)
+        else:
+            if state is not None:
+                k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
+            y = F.scaled_dot_product_attention(
+                q, k, v, mask, is_causal=mask is None, enable_gqa=self.n_kv_head != self.n_head
+            ).transpose(1, 2)
+        return F.linear(y.flatten(2), weights.out_proj), trace
 
 
-class LlamaBlock(nn.Module):
-    """Pre-norm attention and pre-norm SwiGLU, each added to the stream.
+def no_slots(state: tuple[Tensor, ...] | None) -> bool:
+    """Whether a layer's state has no slots, so that attention is plain and causal."""
+    return state is None or state[0].shape[2] == 0
 
-    The next block adds the result to the stream, because the addition is fused with the next norm.
-    """
 
-    def __init__(
-        self,
-        d_model: int,
-        n_head: int,
-        n_kv_head: int,
-        d_inner: int,
-        norm_eps: float,
-        function: AttentionFunction | None,
-    ) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=norm_eps)
-        self.mixer = Attention(d_model, n_head, n_kv_head, function)
-        self.norm2 = nn.RMSNorm(d_model, eps=norm_eps)
-        self.mlp = SwiGLU(d_model, d_inner)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021) on ``x`` (B, H, W, P), tables (B, 1, W, P): halves are pairs."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
-    def weights(self) -> tuple[AttentionWeights, SwiGLUWeights]:
-        return self.mixer.weights(), self.mlp.weights()
 
+class LlamaBlock(Block):
     def forward(
-        self,
-        stream: Tensor,
-        added: Tensor | None,
-        weights: tuple[AttentionWeights, SwiGLUWeights],
-        injection: Tensor | None,
-        rotary: tuple[Tensor, Tensor],
-        state: tuple[Tensor, ...] | None,
-        mask: Any,
-        seen: Tensor | None,
-        form: str,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        self, stream: Tensor, added: Tensor | None, weights: tuple[AttentionWeights, SwiGLUWeights],
+        state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
+        rotary: tuple[Tensor, Tensor], mask: Any, seen: Tensor | None,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
         """The stream with ``added``, what this block adds to it, and the trace.
 
         ``seen`` (B,): the number of filled slots, instead of a mask, for the kernels of one token a sequence.
         """
-        attention, mlp = weights
         if seen is not None and state is not None:
             from deqseq.ops.one_token.triton import llama_block
 
-            norms = (self.norm.weight, self.norm.eps), (self.norm2.weight, self.norm2.eps)
-            return llama_block(
-                stream, added, attention, mlp, injection, rotary, state, seen, self.mixer.n_head, *norms
-            )
-        stream, u = add_norm(stream, added, self.norm, form)
-        mixed, trace = self.mixer(u, attention, injection, rotary, state, mask)
-        stream, u = add_norm(stream, mixed, self.norm2, form)
-        return stream, self.mlp(u, mlp), trace
+            heads = self.mixer.n_head
+            return llama_block(stream, added, *weights, injection, rotary, state, seen, heads, *self.norms())
+        return self.by_parts(stream, added, weights, choice.others, injection, state, rotary, mask)
 
 
 class LlamaBackbone(Stack):
@@ -184,10 +166,12 @@ class LlamaBackbone(Stack):
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
         check_norm_eps(norm_eps)
         headdim = d_model // n_head
-        super().__init__(
-            [LlamaBlock(d_model, n_head, n_kv_head, d_inner, norm_eps, function) for _ in range(n_layer)],
-            d_model, (n_head + 2 * n_kv_head) * headdim, norm_eps, weight_norm, injection, input_skip,
-        )  # fmt: skip
+        blocks = []
+        for _ in range(n_layer):
+            mixer = Attention(d_model, n_head, n_kv_head, function)
+            blocks.append(LlamaBlock(d_model, norm_eps, mixer, SwiGLU(d_model, d_inner)))
+        width = (n_head + 2 * n_kv_head) * headdim
+        super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
         self.attention = function
         self.headdim = headdim
         self.n_kv_head = n_kv_head
@@ -208,7 +192,7 @@ class LlamaBackbone(Stack):
         return angle.cos(), angle.sin()
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        choice, weights = kernels.in_force(context.shared.choice), context.shared.weights
+        choice = kernels.in_force(context.shared.choice)
         cos, sin, *tokens = context.tokens
         stream, injection = self.enter(z, tuple(tokens))
         rotary = (cos[:, None], sin[:, None])
@@ -219,15 +203,7 @@ class LlamaBackbone(Stack):
             seen = state.seen
         elif state is not None:
             mask = self._mask(z.shape[1], state)
-        added, traces = None, []
-        for i, layer in enumerate(self.layers):
-            before = None if state is None else state.layers[i]
-            stream, added, trace = layer(
-                stream, added, weights[i], injection, rotary, before, mask, seen, choice.others
-            )
-            traces.append(trace)
-        fz = add_norm(stream, added, self.norm_f, choice.others, last=True)[1]
-        return fz, StackTrace(choice.others, traces)
+        return self.through(stream, context, state, choice, injection, rotary, mask, seen)
 
     def _mask(self, width: int, state: State) -> Tensor | None:
         """(B, 1, W, S + W) bool: a token sees the filled slots, and the window up to itself.

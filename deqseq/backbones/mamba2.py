@@ -7,7 +7,7 @@ H = E / headdim heads, P = headdim, N = d_state, G = n_groups, K = d_conv.
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
 from deqseq.backbones.blocks import (
     RMS_EPS,
+    Block,
     Stack,
-    StackTrace,
     ValueGateMLP,
     check_norm_eps,
     check_sizes,
@@ -25,22 +25,18 @@ from deqseq.backbones.blocks import (
     projection,
 )
 from deqseq.ops import advance, one_token
-from deqseq.ops.add_norm import add_norm
 from deqseq.ops.mixer import mix
 from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights, at_least_float32
-from deqseq.ops.mlp import ValueGateWeights
+from deqseq.ops.one_token import ValueGateWeights
 
 
 class Mamba2Mixer(nn.Module):
     """The Mamba2 mixer (Dao & Gu, 2024), evaluated with effective weights."""
 
-    def __init__(
-        self, d_model: int, d_state: int, expand: int, headdim: int, d_conv: int, n_groups: int,
-        chunk_size: int, norm_groups: int, norm_eps: float, dt_min: float, dt_max: float,
-    ) -> None:  # fmt: skip
+    def __init__(self, d_model: int, sizes: MixerSizes, d_conv: int, dt_min: float, dt_max: float) -> None:
         super().__init__()
-        heads = expand * d_model // headdim
-        self.sizes = MixerSizes(heads, headdim, d_state, n_groups, norm_groups, norm_eps, chunk_size)
+        self.sizes = sizes
+        heads = sizes.heads
         inner, width = self.sizes.inner, self.sizes.conv_width
         self.in_proj = nn.Linear(d_model, inner + width + heads, bias=False)
         self.conv1d = nn.Conv1d(width, width, d_conv, groups=width, padding=d_conv - 1)
@@ -49,7 +45,7 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.D = nn.Parameter(torch.ones(heads))
-        self.norm = nn.RMSNorm(inner, eps=norm_eps)
+        self.norm = nn.RMSNorm(inner, eps=sizes.norm_eps)
         self.out_proj = nn.Linear(inner, d_model, bias=False)
 
     def weights(self) -> MixerWeights:
@@ -66,56 +62,23 @@ class Mamba2Mixer(nn.Module):
         )
 
     def forward(
-        self,
-        u: Tensor,
-        weights: MixerWeights,
-        injection: Tensor | None,
-        state: tuple[Tensor, ...] | None,
-        form: str,
+        self, u: Tensor, weights: MixerWeights, injection: Tensor | None, state: Any, form: str
     ) -> tuple[Tensor, LayerTrace | None]:
         return mix(u, weights, injection, state, self.sizes, form)
 
 
-class Mamba2Block(nn.Module):
-    """Pre-norm mixer and, if ``d_inner`` > 0, pre-norm gated MLP, each added to the stream.
-
-    The next block adds the result to the stream, because the addition is fused with the next norm.
-    """
-
-    def __init__(self, mixer: Mamba2Mixer, d_model: int, d_inner: int, norm_eps: float) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=norm_eps)
-        self.mixer = mixer
-        self.norm2 = nn.RMSNorm(d_model, eps=norm_eps) if d_inner else None
-        self.mlp = ValueGateMLP(d_model, d_inner) if d_inner else None
-
-    def weights(self) -> tuple[MixerWeights, ValueGateWeights | None]:
-        return self.mixer.weights(), None if self.mlp is None else self.mlp.weights()
-
+class Mamba2Block(Block):
     def forward(
-        self,
-        stream: Tensor,
-        added: Tensor | None,
-        weights: tuple[MixerWeights, ValueGateWeights | None],
-        injection: Tensor | None,
-        state: tuple[Tensor, ...] | None,
-        choice: kernels.Choice,
-    ) -> tuple[Tensor, Tensor, LayerTrace | None]:
+        self, stream: Tensor, added: Tensor | None, weights: tuple[MixerWeights, ValueGateWeights | None],
+        state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
+    ) -> tuple[Tensor, Tensor, LayerTrace | None]:  # fmt: skip
         """The stream with ``added``, what this block adds to it, and the trace."""
-        mixer, mlp = weights
-        sizes = self.mixer.sizes
+        sizes: MixerSizes = self.mixer.sizes
         if state is not None and sizes.norm_groups == 1 and one_token.applies(stream, state, choice):
             from deqseq.ops.one_token.triton import mamba2_block
 
-            norm2 = None if self.norm2 is None else (self.norm2.weight, self.norm2.eps)
-            norm = self.norm.weight, self.norm.eps
-            return mamba2_block(stream, added, mixer, mlp, injection, state, sizes, norm, norm2)
-        stream, u = add_norm(stream, added, self.norm, choice.others)
-        added, trace = self.mixer(u, mixer, injection, state, choice.products)
-        if self.mlp is not None and self.norm2 is not None:
-            stream, u = add_norm(stream, added, self.norm2, choice.others)
-            added = self.mlp(u, mlp)
-        return stream, added, trace
+            return mamba2_block(stream, added, *weights, injection, state, sizes, *self.norms())
+        return self.by_parts(stream, added, weights, choice.others, injection, state, choice.products)
 
 
 class Mamba2Backbone(Stack):
@@ -183,26 +146,19 @@ class Mamba2Backbone(Stack):
         check_norm_eps(norm_eps)
         if not 0 < dt_min <= dt_max < math.inf:
             raise ValueError(f"dt_min and dt_max must be 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
+        heads = expand * d_model // headdim
+        sizes = MixerSizes(heads, headdim, d_state, n_groups, norm_groups, norm_eps, chunk_size)
         blocks = []
         for _ in range(n_layer):
-            mixer = Mamba2Mixer(
-                d_model, d_state, expand, headdim, d_conv, n_groups, chunk_size, norm_groups, norm_eps,
-                dt_min, dt_max,
-            )  # fmt: skip
-            blocks.append(Mamba2Block(mixer, d_model, d_inner, norm_eps))
-        width = blocks[0].mixer.in_proj.out_features
+            mixer = Mamba2Mixer(d_model, sizes, d_conv, dt_min, dt_max)
+            mlp = ValueGateMLP(d_model, d_inner) if d_inner else None
+            blocks.append(Mamba2Block(d_model, norm_eps, mixer, mlp))
+        width = sizes.inner + sizes.conv_width + heads
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        choice = kernels.in_force(context.shared.choice)
         stream, injection = self.enter(z, context.tokens)
-        added, traces = None, []
-        for i, layer in enumerate(self.layers):
-            before = None if state is None else state.layers[i]
-            stream, added, trace = layer(stream, added, context.shared.weights[i], injection, before, choice)
-            traces.append(trace)
-        fz = add_norm(stream, added, self.norm_f, choice.others, last=True)[1]
-        return fz, StackTrace(choice.others, traces)
+        return self.through(stream, context, state, kernels.in_force(context.shared.choice), injection)
 
     def initial_state(
         self,
@@ -211,7 +167,7 @@ class Mamba2Backbone(Stack):
         dtype: torch.dtype | None = None,
     ) -> State:
         """Zeros: per layer the convolution's tail (B, K-1, E + 2 G N) and the SSM state (B, H, P, N)."""
-        mixer = cast(Mamba2Block, self.layers[0]).mixer
+        mixer: Any = self.layers[0].mixer
         sizes = mixer.sizes
         layer = self.zeros(
             (batch_size, mixer.conv1d.kernel_size[0] - 1, sizes.conv_width),

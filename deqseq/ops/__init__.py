@@ -8,8 +8,6 @@ beside it: ``triton.py``, and one file for every package that has the operation.
 =================  ======================================================================
 ``add_norm``       residual addition and RMSNorm
 ``mixer``          the Mamba2 mixer: projections, convolution, recurrence, gated norm
-``attention``      causal attention with rotary positions; plain form only
-``mlp``            gated MLPs; plain form only
 ``one_token``      whole blocks at one token a sequence (decoding); Triton only
 ``advance``        moving a state past the tokens that it consumes
 ``residual``       norms of f(z) - z, and the verdict on every token

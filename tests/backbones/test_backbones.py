@@ -22,7 +22,6 @@ from deqseq import (
 from deqseq.backbone import backbones
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
 from deqseq.ops.mixer.naive import convolve
-from deqseq.ops.mixer.ssd import ssd_naive
 
 MakeBackbone = Callable[..., Backbone]
 
@@ -212,7 +211,7 @@ def test_a_backbone_without_state_refuses_a_window() -> None:
 # --- Mamba2 ---
 
 
-def test_mamba2_against_the_equations() -> None:
+def test_mamba2_against_the_equations(ssd_naive: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """One layer from its parameters, token by token, without the library's kernels."""
     torch.manual_seed(5)
     f = Mamba2Backbone(16, 1, d_state=4, headdim=8, n_groups=2, d_conv=3, weight_norm=False).double()

@@ -74,18 +74,3 @@ def ssd_advance(x: Tensor, a: Tensor, b: Tensor, state: Tensor, count: Tensor) -
     weighted = rearrange(x * left.to(x.dtype)[..., None], "b l (g h) p -> b l g h p", g=b.shape[2])
     added = torch.einsum("blghp,blgn->bghpn", weighted, b).flatten(1, 2)
     return state * total[:, -1].exp().to(state.dtype)[..., None, None] + added.to(state.dtype)
-
-
-def ssd_naive(
-    x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The recurrence token by token, the oracle of the chunked form. Returns y and the last state."""
-    batch, length, heads, width = x.shape
-    repeat = heads // b.shape[2]
-    b, c = b.repeat_interleave(repeat, 2), c.repeat_interleave(repeat, 2)
-    h = x.new_zeros(batch, heads, width, b.shape[-1]) if state is None else state
-    y = []
-    for t in range(length):
-        h = h * a[:, t].exp()[..., None, None] + x[:, t, ..., None] * b[:, t, :, None]
-        y.append((h * c[:, t, :, None]).sum(-1))
-    return torch.stack(y, 1), h

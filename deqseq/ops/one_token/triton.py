@@ -18,13 +18,9 @@ from torch import Tensor
 
 from deqseq.kernels import launch
 from deqseq.ops.add_norm.triton import summed
-from deqseq.ops.attention import AttentionWeights
 from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights
 from deqseq.ops.mixer.triton_convolution import silu
-from deqseq.ops.mlp import SwiGLUWeights, ValueGateWeights
-
-Norm = tuple[Tensor, float | None]
-"""Weight and eps of an RMSNorm."""
+from deqseq.ops.one_token import AttentionWeights, Norm, SwiGLUWeights, ValueGateWeights
 
 _FEW = 132
 """Programs that a GPU should get at least: the multiprocessors of an H100."""
@@ -339,7 +335,7 @@ def attention_step(
 def llama_block(
     stream: Tensor, added: Tensor | None, attention: AttentionWeights, mlp: SwiGLUWeights,
     injection: Tensor | None, rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor,
-    heads: int, norm: Norm, norm2: Norm,
+    heads: int, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """A Llama block: the stream, what the block adds to it, and keys and values (B, J, 1, P)."""
     stream, row = project(stream, attention.qkv, norm, added, plus=injection)

@@ -12,20 +12,11 @@ def settle(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Arguments and results as in :func:`deqseq.ops.settle.settle`."""
     finite = torch.isfinite(residual)
-    failed = ~finite & _all_before(settled | ~finite)
+    can_change = ~settled & finite
+    failed = ~finite & (can_change.cumsum(1) == 0)  # no finite token before it can change it
     done = settled | (stops & finite) | (iterations >= max_iter) | failed
-    # What is settled stays so, also padding behind tokens that are not.
-    settled = settled | _all_up_to(done)
+    # Settled tokens stay settled, also padding after tokens that are not.
+    settled = settled | ((~done).cumsum(1) == 0)
     code = torch.where(converged, codes[0], codes[1])
     code = torch.where(finite, code, codes[2])
     return settled, torch.where(settled & active, code, status), settled | ~finite
-
-
-def _all_up_to(done: Tensor) -> Tensor:
-    """(B, W) bool: the token and all before it are done."""
-    return (~done).cumsum(1) == 0
-
-
-def _all_before(done: Tensor) -> Tensor:
-    """(B, W) bool: all tokens before this one are done."""
-    return (~done).cumsum(1) - (~done).long() == 0

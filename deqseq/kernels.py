@@ -1,19 +1,22 @@
-"""Which implementation computes the inner parts of the backbones and of the loop.
+"""Which implementation computes the operations in :mod:`deqseq.ops`.
 
 ``"torch"``
-    plain PyTorch, anywhere: the twin by which all others are tested.
+    plain PyTorch. It runs anywhere and is the oracle of all others.
 ``"triton"``
     our own fused kernels, forward and backward; on NVIDIA GPUs, and on the CPU under Triton's interpreter
     (``TRITON_INTERPRET=1``).
 ``"mamba_ssm"``
     the recurrence of ``mamba_ssm`` and the convolution of ``causal_conv1d``.
 ``"fla"``
-    the recurrence of ``fla-core``, flash-linear-attention's pure Python package.
+    the recurrence and the convolution of ``fla-core`` (flash-linear-attention).
 
-On a GPU the first of triton, mamba_ssm and fla that imports is taken, elsewhere torch. The environment
-variable ``DEQSEQ_KERNELS``, or :func:`use`, names another. Float64, and what an implementation cannot do, is
-computed by torch; and so are matrix products in float32 unless another is named, because exact ones are slow
-in Triton, to compile too, and other packages' are not exact.
+On a GPU the default is the first of triton, mamba_ssm and fla that imports, elsewhere torch. The environment
+variable ``DEQSEQ_KERNELS``, or :func:`use`, names another. Torch computes in float64, and whatever the named
+implementation lacks. Matrix products in float32 are computed by torch too unless another is named: exact ones
+compile and run slowly in Triton, and other packages round to TF32.
+
+A backbone asks once a forward pass (:func:`choose`, in ``prepare``) and keeps the answer in the context. All
+evaluations with this context use it, also when gradient checkpointing repeats them in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ import logging
 import os
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, float32, float64
@@ -38,12 +42,20 @@ _PACKAGES = {
     "torch": (),
 }
 NAMES = tuple(_PACKAGES)
-_named: dict[object, str | None] = {}  # by block, the innermost last
+_named: dict[object, str | None] = {}  # by ``use`` block, the innermost last
+_twice: ContextVar[bool] = ContextVar("second derivatives are wanted", default=False)
+
+
+class Choice(NamedTuple):
+    """The implementations of a forward pass: of operations with matrix products, and of all others."""
+
+    products: str
+    others: str
 
 
 @functools.cache
 def available(name: str) -> bool:
-    """Whether the packages of an implementation import; what does not is named in the log, once."""
+    """Whether the packages of an implementation import. The log names the one that does not, once."""
     for package in _PACKAGES[name]:
         try:
             importlib.import_module(package)
@@ -55,10 +67,12 @@ def available(name: str) -> bool:
 
 @contextmanager
 def use(name: str | None) -> Iterator[None]:
-    """Within the block, compute by the implementation ``name``; ``None``: choose by itself.
+    """Within the block, compute by the implementation ``name``; ``None``: by the default.
+
+    For backbones the block has to contain ``prepare``.
 
     Raises:
-        ValueError: no implementation of that name, or its packages do not import.
+        ValueError: no implementation has this name, or its packages do not import.
     """
     if name is not None:
         _check(name)
@@ -66,8 +80,19 @@ def use(name: str | None) -> Iterator[None]:
     _named[block] = name
     try:
         yield
-    finally:  # this one, not the last: those of several threads end in any order
+    finally:  # this block, not the last one: blocks of several threads end in any order
         del _named[block]
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Within the block, compute by torch, also with contexts that were prepared for kernels outside of it."""
+    token = _twice.set(True)
+    try:
+        with use("torch"):
+            yield
+    finally:
+        _twice.reset(token)
 
 
 def chosen() -> str | None:
@@ -76,14 +101,44 @@ def chosen() -> str | None:
 
 
 def implementation(x: Tensor, products: bool = False) -> str:
-    """What computes on ``x``; ``products``: with matrix products."""
-    if x.dtype == float64:
+    """The implementation to use for ``x``. ``products``: the operation multiplies matrices."""
+    return _implementation(x.dtype, x.is_cuda, products)
+
+
+def choose(x: Tensor) -> Choice:
+    """The implementations for a forward pass on ``x``, whose matrix products have autocast's type."""
+    dtype = autocast_dtype(x)
+    return Choice(_implementation(dtype, x.is_cuda, True), _implementation(x.dtype, x.is_cuda, False))
+
+
+def in_force(choice: Choice) -> Choice:
+    """The implementations for an evaluation with a context that has ``choice``."""
+    if torch.compiler.is_compiling():  # the compiler cannot read context variables
+        return choice
+    return Choice("torch", "torch") if _twice.get() else choice
+
+
+def fused(x: Tensor) -> bool:
+    """Whether Triton computes what has no backward pass: never while gradients are recorded."""
+    return implementation(x) == "triton" and not torch.is_grad_enabled()
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The type in which autocast uses ``x``, an input or a weight of a linear map: float64 stays."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == float64:
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def _implementation(dtype: torch.dtype, is_cuda: bool, products: bool) -> str:
+    if dtype == float64:
         return "torch"
     name = chosen()
     if name is not None:
         _check(name)
-        return name if x.is_cuda or _interpreted(name) else "torch"
-    if not x.is_cuda or (products and x.dtype == float32):
+        return name if is_cuda or _interpreted(name) else "torch"
+    if not is_cuda or (products and dtype == float32):
         return "torch"
     return next(name for name in NAMES if available(name))
 
@@ -100,12 +155,12 @@ def _check(name: str) -> None:
 
 
 def first_derivative_only() -> None:
-    """For backward passes in kernels, which leave no graph of what they do.
+    """Refuse a second derivative: backward passes in kernels leave no graph of what they do.
 
     Raises:
-        RuntimeError: a graph of the backward pass is asked for.
+        RuntimeError: the caller wants a graph of the backward pass.
     """
-    if torch.is_grad_enabled():  # inside a backward pass, exactly then
+    if torch.is_grad_enabled():  # in a backward pass, only if a graph of it is wanted
         raise RuntimeError(
             "fused kernels have no second derivative: compute what is differentiated twice under "
             "deqseq.kernels.use('torch')"
@@ -116,8 +171,8 @@ _compiled: dict[Hashable, Any] = {}
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Within it, kernels and CUDA graphs go to the device of ``x``, whichever was current."""
-    if not x.is_cuda or torch.compiler.is_compiling():  # whose code names its devices
+    """Within the block, kernels and CUDA graphs run on the device of ``x``, whichever was current."""
+    if not x.is_cuda or torch.compiler.is_compiling():  # compiled code names its devices
         return nullcontext()
     return torch.cuda.device(x.device)
 
@@ -125,21 +180,24 @@ def device_of(x: Tensor) -> AbstractContextManager[Any]:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
 ) -> None:
-    """Run a Triton kernel, at half of what Triton's own look-up costs the host from the second time on.
+    """Run a Triton kernel. From the second time on this takes the host half as long as Triton's own launch.
 
-    Small models are bound by launches, and Triton takes longer to find out which of a kernel's compiled forms
-    is meant than to launch it.
+    Small models are bound by launches, and Triton takes longer to look up the compiled form of a kernel than
+    to launch it.
 
     Args:
         kernel: made by ``triton.jit``.
         grid: programs, one to three dimensions.
         args: tensors and numbers, in the order of the kernel's parameters.
-        constants: the parameters behind them, in their order too.
+        constants: the remaining parameters, in their order.
+
+    Raises:
+        TypeError: ``constants`` are not the kernel's remaining parameters in order.
     """
     if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
         kernel[grid](*args, **constants)  # Triton's interpreter
         return
-    # What Triton compiles for: types, alignment and values that it takes for constants.
+    # Triton compiles a form for every combination of these: types, alignment, values taken for constants.
     kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (type(a), a) for a in args]
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *kinds, *constants.values())
     compiled = _compiled.get(key)
@@ -148,7 +206,7 @@ def launch(
         if list(constants) != order:
             raise TypeError(f"constants of {kernel.__name__} must be {order} in this order")
         made = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        if made is not None:  # as it is where the interpreter works on a GPU's tensors
+        if made is not None:  # the interpreter returns None
             _compiled[key] = made
         return
     compiled[(*grid, 1, 1)[:3]](*args, *constants.values())

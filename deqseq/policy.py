@@ -68,9 +68,7 @@ class ConvergencePolicy(ABC):
         """
 
     def __and__(self, other: ConvergencePolicy) -> ConvergencePolicy:
-        return (
-            policies.lookup("both")(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
-        )
+        return self._combined("both", other)
 
     def __or__(self, other: ConvergencePolicy) -> ConvergencePolicy:
         return self._combined("either", other)

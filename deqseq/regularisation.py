@@ -37,7 +37,7 @@ def jacobian_penalty(
     """
     check_count("samples", samples)
     # Neither fused attention nor our kernels have a second derivative, which training on the penalty takes.
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.use("torch"):
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.twice_differentiable():
         z = z.detach().requires_grad_()
         fz = f(z)
         total = fz.new_zeros((), dtype=torch.promote_types(fz.dtype, torch.float32))  # float16 overflows

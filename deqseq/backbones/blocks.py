@@ -1,12 +1,13 @@
-"""Pieces that backbones share: the injection, gated MLPs, argument checks.
+"""Parts that backbones share: a stack of blocks with injection, gated MLPs, effective weights, checks.
 
-Modules here are evaluated with effective weights read beforehand, once a forward pass.
+Shapes: B sequences, L tokens, W tokens in the window, D width.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,52 +15,139 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from deqseq import kernels
+from deqseq.backbone import Backbone, Context, State
 from deqseq.checks import check_count
+from deqseq.normalisation import normalise_weights
+from deqseq.ops.add_norm import add_norm
+from deqseq.ops.one_token import Norm, SwiGLUWeights, ValueGateWeights
 
 RMS_EPS = 1e-5
 
 
-def add_norm(
-    stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, last: bool = False
-) -> tuple[Tensor, Tensor]:
-    """stream + added (B, W, D), in the stream's type, and its norm.
+class Prepared(NamedTuple):
+    """``Context.shared`` of a stack: the implementations, and the effective weights of every block."""
 
-    The norm comes in autocast's type, as it enters linear maps; the ``last`` one, f(z), in the stream's.
-    After that one nothing looks at the stream, and what stands in its place may be ``None``.
+    choice: kernels.Choice
+    weights: list[Any]
+
+
+class StackTrace(NamedTuple):
+    """The trace of a stack's evaluation: the implementation that advances states, and every block's trace."""
+
+    form: str
+    blocks: list[Any]
+
+
+class Block(nn.Module):
+    """Pre-norm mixer and, if there is one, pre-norm MLP, each added to the stream.
+
+    The next block adds the result to the stream, because the addition is fused with the next norm.
     """
-    device = stream.device.type
-    cast = torch.is_autocast_enabled(device) and not last and stream.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(device) if cast else stream.dtype
-    if not torch.compiler.is_compiling() and kernels.implementation(stream) == "triton":
-        from deqseq.backbones.kernels.norm import add_norm as fused
 
-        return fused(stream, added, norm, dtype, last)
-    if added is not None:
-        stream = stream + added
-    return stream, norm(stream).to(dtype)
+    def __init__(self, d_model: int, norm_eps: float, mixer: nn.Module, mlp: nn.Module | None) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.mixer: Any = mixer
+        self.norm2 = None if mlp is None else nn.RMSNorm(d_model, eps=norm_eps)
+        self.mlp: Any = mlp
+
+    def weights(self) -> tuple[Any, Any]:
+        """Effective weights of the mixer and of the MLP."""
+        return self.mixer.weights(), None if self.mlp is None else self.mlp.weights()
+
+    def norms(self) -> tuple[Norm, Norm | None]:
+        """For fused blocks."""
+        second = None if self.norm2 is None else (self.norm2.weight, self.norm2.eps)
+        return (self.norm.weight, self.norm.eps), second
+
+    def by_parts(
+        self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
+    ) -> tuple[Tensor, Tensor, Any]:
+        """The plain form: the stream with ``added``, what this block adds to it, and the mixer's trace.
+
+        ``inputs`` are those of the mixer after its weights.
+        """
+        stream, u = add_norm(stream, added, self.norm, form)
+        added, trace = self.mixer(u, weights[0], *inputs)
+        if self.norm2 is not None:
+            stream, u = add_norm(stream, added, self.norm2, form)
+            added = self.mlp(u, weights[1])
+        return stream, added, trace
 
 
-def one_token(stream: Tensor, weight: Tensor, state: tuple[Tensor, ...] | None) -> bool:
-    """Whether the kernels for one token a sequence compute a block: decoding, by Triton.
+class Stack(Backbone):
+    """A stack of blocks and a final norm, with one shared injection into every block.
 
     Args:
-        stream: (B, W, D).
-        weight: of a projection, in the type that it is applied in.
-        state: the layer's.
+        blocks: modules with a method ``weights()``.
+        d_model: width D.
+        width: output width of the injection W RMSNorm(x) + b.
+        norm_eps, weight_norm, injection, input_skip: as in :class:`~deqseq.backbones.Mamba2Backbone`.
+
+    Raises:
+        ValueError: ``input_skip`` without ``injection``.
     """
-    return (
-        state is not None
-        and stream.shape[1] == 1
-        and stream.shape[0] <= 64
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and kernels.implementation(stream) == "triton"
-        and kernels.implementation(weight, products=True) == "triton"
-    )
+
+    d_model: int
+    capturable = True
+
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        d_model: int,
+        width: int,
+        norm_eps: float,
+        weight_norm: bool,
+        injection: bool,
+        input_skip: bool,
+    ) -> None:
+        super().__init__()
+        if input_skip and not injection:
+            raise ValueError("input_skip needs injection=True: in explicit use x enters as z")
+        self.d_model = d_model
+        self.layers = nn.ModuleList(blocks)
+        self.norm_f = nn.RMSNorm(d_model, eps=norm_eps)
+        self.injects = injection
+        self.injection = Injection(d_model, width, norm_eps) if injection else None
+        self.input_skip = InputSkip(d_model) if input_skip else None
+        if weight_norm:
+            normalise_weights(self)
+
+    def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        tokens = () if self.injection is None else (self.injection(x),)
+        if self.input_skip is not None:
+            tokens = (*tokens, x)
+        blocks: Any = self.layers
+        return Context(tokens, Prepared(kernels.choose(x), [block.weights() for block in blocks]))
+
+    def enter(self, z: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+        """The stream (B, W, D) before the first block, and the injection; ``tokens`` as from ``prepare``."""
+        injection = tokens[0] if tokens else None
+        return z if self.input_skip is None else self.input_skip(z, tokens[1]), injection
+
+    def through(
+        self, stream: Tensor, context: Context, state: State | None, choice: kernels.Choice, *inputs: Any
+    ) -> tuple[Tensor, StackTrace]:
+        """f(z) (B, W, D) and its trace; ``inputs`` are the same for all blocks."""
+        added, traces = None, []
+        for i, block in enumerate(self.layers):
+            before = None if state is None else state.layers[i]
+            stream, added, trace = block(stream, added, context.shared.weights[i], before, choice, *inputs)
+            traces.append(trace)
+        fz = add_norm(stream, added, self.norm_f, choice.others, last=True)[1]
+        return fz, StackTrace(choice.others, traces)
+
+    def zeros(
+        self, *shapes: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> list[Tensor]:
+        """Zeros, by default on the device and in the type of the weights."""
+        weight = self.norm_f.weight
+        device, dtype = (weight.device if device is None else device), (dtype or weight.dtype)
+        return [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
 
 
 class Injection(nn.Module):
-    """W RMSNorm(x) + b: how the layer's input x (B, L, D) enters every block, (B, L, width)."""
+    """W RMSNorm(x) + b (B, L, width): the layer's input x (B, L, D) as it enters every block."""
 
     def __init__(self, d_model: int, width: int, norm_eps: float = RMS_EPS) -> None:
         super().__init__()
@@ -72,7 +160,7 @@ class Injection(nn.Module):
 
 
 class InputSkip(nn.Module):
-    """gain * z + x: where the blocks start if x (B, W, D) enters their stream too; the gain starts at 0."""
+    """gain * z + x (B, W, D), the stream before the first block; the gain (D,) starts at 0."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -80,13 +168,6 @@ class InputSkip(nn.Module):
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         return torch.addcmul(x, self.gain.to(x.dtype), z)
-
-
-class MLPWeights(NamedTuple):
-    """Effective weights of a gated MLP: ``into`` (2 * hidden, D), ``out`` (D, hidden)."""
-
-    into: Tensor
-    out: Tensor
 
 
 class ValueGateMLP(nn.Module):
@@ -98,10 +179,10 @@ class ValueGateMLP(nn.Module):
         self.fc1 = nn.Linear(d_model, 2 * hidden, bias=False)
         self.fc2 = nn.Linear(hidden, d_model, bias=False)
 
-    def weights(self) -> MLPWeights:
-        return MLPWeights(projection(self.fc1), projection(self.fc2))
+    def weights(self) -> ValueGateWeights:
+        return ValueGateWeights(projection(self.fc1), projection(self.fc2))
 
-    def forward(self, x: Tensor, weights: MLPWeights) -> Tensor:
+    def forward(self, x: Tensor, weights: ValueGateWeights) -> Tensor:
         value, gate = F.linear(x, weights.into).chunk(2, dim=-1)
         return F.linear(value * F.silu(gate), weights.out)
 
@@ -116,20 +197,20 @@ class SwiGLU(nn.Module):
         self.w3 = nn.Linear(d_model, hidden, bias=False)
         self.fc2 = nn.Linear(hidden, d_model, bias=False)
 
-    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        return projection(self.w1), projection(self.w3), projection(self.fc2)
+    def weights(self) -> SwiGLUWeights:
+        return SwiGLUWeights(projection(self.w1), projection(self.w3), projection(self.fc2))
 
-    def forward(self, x: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        w1, w3, fc2 = weights
-        return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), fc2)
+    def forward(self, x: Tensor, weights: SwiGLUWeights) -> Tensor:
+        hidden = F.silu(F.linear(x, weights.gate)) * F.linear(x, weights.value)
+        return F.linear(hidden, weights.out)
 
 
 def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
-    """The effective weight of a map that backbones apply themselves, once a forward pass.
+    """The effective weight of a linear map or convolution, which backbones apply themselves.
 
     Raises:
-        ValueError: something else stands in the module's place, an adapter for example, whose own forward
-            would never be called.
+        ValueError: another module is in its place, for example an adapter, whose forward would never be
+            called.
     """
     if type_before_parametrizations(module) not in (nn.Linear, nn.Conv1d):
         raise ValueError(
@@ -140,15 +221,9 @@ def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
 
 
 def projection(linear: nn.Linear) -> Tensor:
-    """The effective weight of a linear map, in the type that autocast would apply it in.
-
-    Cast once a forward pass instead of at every evaluation.
-    """
+    """The effective weight of a linear map, cast as autocast would: once a forward pass."""
     weight = plain_weight(linear)
-    device = weight.device.type
-    if not torch.is_autocast_enabled(device) or weight.dtype == torch.float64:  # which autocast leaves
-        return weight
-    return weight.to(torch.get_autocast_dtype(device))
+    return weight.to(kernels.autocast_dtype(weight))
 
 
 def check_sizes(**sizes: int) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from deqseq.backbones.mamba2 import at_least_float32
 from deqseq.causal_lm.configuration import ImplicitConfig
+from deqseq.ops.mixer.naive import at_least_float32
 
 if TYPE_CHECKING:
     from deqseq.causal_lm.modeling import ImplicitForCausalLM

@@ -20,9 +20,9 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
-from deqseq.causal_lm.loss import next_token_loss
 from deqseq.inputs import packs_rows, real_tokens
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
+from deqseq.ops.cross_entropy import next_token_loss
 from deqseq.problem import SolveOptions
 from deqseq.solution import Solution
 

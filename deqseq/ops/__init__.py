@@ -1,1 +1,18 @@
-"""Operations: one folder each, plain PyTorch (naive.py) beside the fast forms."""
+"""Operations of the backbones and the loop: a folder each.
+
+``naive.py`` is the plain PyTorch form, which runs anywhere and is the oracle of the tests. The fast forms are
+beside it: ``triton.py``, and one file for every package that has the operation. Callers use the function in
+``__init__.py``, which picks the form: the backbones' operations by the name that
+:func:`deqseq.kernels.choose` gave for the forward pass, the loop's by :func:`deqseq.kernels.fused`.
+
+=================  ======================================================================
+``add_norm``       residual addition and RMSNorm
+``mixer``          the Mamba2 mixer: projections, convolution, recurrence, gated norm
+``one_token``      whole blocks at one token a sequence (decoding); Triton only
+``advance``        moving a state past the tokens that it consumes
+``residual``       norms of f(z) - z, and the verdict on every token
+``settle``         which tokens are settled, and their status
+``freeze``         keeping z where tokens are frozen
+``cross_entropy``  the loss of a language model
+=================  ======================================================================
+"""

@@ -21,8 +21,7 @@ from deqseq import (
 )
 from deqseq.backbone import backbones
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
-from deqseq.backbones.mamba2 import causal_conv
-from deqseq.backbones.ssd import ssd_naive
+from deqseq.ops.mixer.naive import convolve
 
 MakeBackbone = Callable[..., Backbone]
 
@@ -212,7 +211,7 @@ def test_a_backbone_without_state_refuses_a_window() -> None:
 # --- Mamba2 ---
 
 
-def test_mamba2_against_the_equations() -> None:
+def test_mamba2_against_the_equations(ssd_naive: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """One layer from its parameters, token by token, without the library's kernels."""
     torch.manual_seed(5)
     f = Mamba2Backbone(16, 1, d_state=4, headdim=8, n_groups=2, d_conv=3, weight_norm=False).double()
@@ -246,9 +245,9 @@ def test_mamba2_chunk_size_is_speed_only() -> None:
 
 def test_causal_convolution() -> None:
     x, weight, bias = torch.randn(2, 9, 5), torch.randn(5, 4), torch.randn(5)
-    expected = F.conv1d(x.mT, weight[:, None], bias, padding=3, groups=5)[..., :9].mT
-    torch.testing.assert_close(causal_conv(x, weight, bias), expected)
-    continued = causal_conv(x[:, 5:], weight, bias, x[:, 2:5])
+    expected = F.silu(F.conv1d(x.mT, weight[:, None], bias, padding=3, groups=5)[..., :9].mT)
+    torch.testing.assert_close(convolve(x, weight, bias, None), expected)
+    continued = convolve(x[:, 5:], weight, bias, x[:, 2:5])
     torch.testing.assert_close(continued, expected[:, 5:])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deqseq import FixedIterations, ImplicitSequenceLayer, Phantom, kernels
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone
-from deqseq.backbones.blocks import add_norm
+from deqseq.ops.add_norm import add_norm
 from deqseq.regularisation import jacobian_penalty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,12 +75,12 @@ def test_values_without_a_graph(name: str, length: int) -> None:
 
 
 def test_backward_by_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deqseq.backbones.kernels import mamba2
+    from deqseq.ops.mixer import triton
 
     body = backbone("plain")
     x = torch.randn(5, 19, 16, device=DEVICE)
     start = body.initial_state(5).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
-    monkeypatch.setattr(mamba2, "PART", 2 * 19 * 4 * body.layers[0].mixer.in_proj.out_features)
+    monkeypatch.setattr(triton, "PART", 2 * 19 * 4 * body.layers[0].mixer.in_proj.out_features)
 
     def run() -> list[Tensor]:
         inputs = x.clone().requires_grad_()
@@ -170,6 +170,44 @@ def test_training_through_the_layer(name: str) -> None:
     twins(run)
 
 
+@pytest.mark.parametrize(
+    ("forward", "backward"), [("torch", "triton"), ("triton", "torch"), ("triton", None)]
+)
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_recomputation_uses_the_kernels_of_the_forward_pass(
+    name: str, forward: str, backward: str | None
+) -> None:
+    body = backbone("deep") if name == "mamba2" else LlamaBackbone(16, n_layer=2, n_head=2).to(DEVICE)
+    layer = ImplicitSequenceLayer(body, gradient=Phantom(2), convergence=FixedIterations(2))
+    x = torch.randn(2, 5, 16, device=DEVICE)
+
+    def run(during_backward: str | None) -> list[Tensor]:
+        with kernels.use(during_backward):
+            with kernels.use(forward):
+                z = layer(x).z
+            return [z, *torch.autograd.grad(z.square().sum(), list(body.parameters()))]
+
+    expected = run(forward)
+    layer.gradient_checkpointing = True
+    for found, stored in zip(run(backward), expected, strict=True):
+        torch.testing.assert_close(found, stored, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_the_jacobian_penalty_of_a_context_prepared_for_kernels(name: str) -> None:
+    """The penalty evaluates without kernels, whatever the context was prepared for."""
+    body = backbone("plain") if name == "mamba2" else LlamaBackbone(16, n_layer=1, n_head=2).to(DEVICE)
+    x, z = torch.randn(2, 1, 5, 16, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        context = body.prepare(x)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        penalty = jacobian_penalty(lambda z: body(z, context), z, generator=generator)
+        return [penalty.detach(), *torch.autograd.grad(penalty, list(body.layers.parameters()))]
+
+    twins(run)
+
+
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
 def test_second_derivatives(name: str) -> None:
     """Kernels refuse them; the Jacobian's penalty, which takes them, avoids kernels."""
@@ -196,7 +234,8 @@ def test_add_norm(shape: tuple[int, ...], with_added: bool) -> None:
 
     def run() -> list[Tensor]:
         inputs = [stream.clone().requires_grad_(), added.clone().requires_grad_()]
-        total, normed = add_norm(inputs[0], inputs[1] if with_added else None, norm)
+        form = kernels.choose(stream).others
+        total, normed = add_norm(inputs[0], inputs[1] if with_added else None, norm, form)
         wanted = [*inputs[: 1 + with_added], norm.weight]
         return [total, normed, *torch.autograd.grad((total * left + normed * right).sum(), wanted)]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from deqseq.backbones.ssd import ssd, ssd_advance, ssd_naive
+from deqseq.ops.mixer.ssd import ssd, ssd_advance
+
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
 
 def random_inputs(
@@ -23,14 +27,16 @@ def random_inputs(
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 17])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("with_state", [False, True])
-def test_chunked_equals_naive(length: int, groups: int, chunk: int, with_state: bool) -> None:
+def test_chunked_equals_naive(
+    length: int, groups: int, chunk: int, with_state: bool, ssd_naive: Recurrence
+) -> None:
     x, a, b, c, state = random_inputs(length, groups)
     before = state if with_state else None
     expected, _ = ssd_naive(x, a, b, c, before)
     torch.testing.assert_close(ssd(x, a, b, c, before, chunk), expected)
 
 
-def test_naive_is_the_recurrence_as_written() -> None:
+def test_naive_is_the_recurrence_as_written(ssd_naive: Recurrence) -> None:
     x, a, b, c, state = random_inputs(3, groups=2)
     y, end = ssd_naive(x, a, b, c, state)
     h = state[1, 3].clone()  # sequence 1, head 3, which shares group 1
@@ -41,7 +47,7 @@ def test_naive_is_the_recurrence_as_written() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_state_after_any_number_of_tokens(groups: int) -> None:
+def test_state_after_any_number_of_tokens(groups: int, ssd_naive: Recurrence) -> None:
     length = 6
     x, a, b, c, state = random_inputs(length, groups)
     for first in range(length + 1):

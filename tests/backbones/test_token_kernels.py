@@ -95,8 +95,8 @@ def test_llama(name: str, batch: int, slots: int) -> None:
 @pytest.mark.parametrize(("kind", "each"), [("mamba2", 3 + 2), ("llama", 5)])
 def test_few_kernels(kind: str, each: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five kernels a block, three without an MLP, and the last norm."""
-    from deqseq.backbones.kernels import norm
-    from deqseq.backbones.kernels import token as token_kernels
+    from deqseq.ops.add_norm import triton as norm
+    from deqseq.ops.one_token import triton as token_kernels
 
     launched: list[Any] = []
 

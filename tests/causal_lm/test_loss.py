@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from deqseq import kernels
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, modeling
-from deqseq.causal_lm.loss import next_token_loss
+from deqseq.ops.cross_entropy import next_token_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V = 40

@@ -1,14 +1,20 @@
-"""Temporary."""
+"""Keeping z where tokens are frozen."""
 
-import torch
+from __future__ import annotations
+
 from torch import Tensor
 
 from deqseq import kernels
+from deqseq.ops.freeze import naive
 
 
 def freeze(frozen: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
-    if kernels.implementation(z) == "triton" and not torch.is_grad_enabled():
-        from deqseq.loop_triton import hold_
+    """z (B, W, D) where ``frozen`` (B, W), else the proposal.
 
-        return hold_(proposal.contiguous(), z, frozen)
-    return torch.where(frozen[..., None], z, proposal)
+    The result may be in the proposal's memory, unless gradients are recorded.
+    """
+    if kernels.fused(z):
+        from deqseq.ops.freeze.triton import freeze_
+
+        return freeze_(frozen, z, proposal.contiguous())
+    return naive.freeze(frozen, z, proposal)

@@ -1,16 +1,13 @@
-"""Temporary."""
+"""Norms of f(z) - z in plain PyTorch."""
+
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from deqseq import kernels
-
 
 def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
-    if kernels.implementation(z) == "triton" and not torch.is_grad_enabled():
-        from deqseq.loop_triton import residual_norms as fused
-
-        return fused(z, fz)
+    """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W), at least float32."""
     dtype = torch.promote_types(z.dtype, torch.float32)
     change = torch.linalg.vector_norm(fz - z, dim=-1, dtype=dtype)
     size = torch.linalg.vector_norm(fz, dim=-1, dtype=dtype)
@@ -18,15 +15,13 @@ def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative(change: Tensor, size: Tensor) -> Tensor:
+    """``change / size`` as float32: 0 where both are zero, and finite wherever both are finite."""
     ratio = change / size.clamp_min(torch.finfo(size.dtype).tiny)
     largest = torch.finfo(torch.float32).max
     return torch.where(torch.isfinite(change), ratio.clamp_max(largest), ratio).float()
 
 
 def judge(z: Tensor, fz: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
-    if kernels.implementation(z) == "triton" and not torch.is_grad_enabled():
-        from deqseq.loop_triton import verdict
-
-        return verdict(z, fz, atol, rtol)
+    """The relative residual and whether it meets the tolerance, each (B, W)."""
     change, size = residual_norms(z, fz)
     return relative(change, size), change <= atol + rtol * size

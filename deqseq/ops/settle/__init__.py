@@ -1,31 +1,42 @@
-"""Temporary."""
+"""Which tokens are settled after an evaluation.
 
-import torch
+Shapes: B sequences, W tokens in the window.
+"""
+
+from __future__ import annotations
+
 from torch import Tensor
 
 from deqseq import kernels
+from deqseq.ops.settle import naive
 
 
 def settle(
     residual: Tensor, converged: Tensor, stops: Tensor, settled: Tensor, active: Tensor, iterations: Tensor,
     status: Tensor, max_iter: int, codes: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if kernels.implementation(residual) == "triton":
-        from deqseq.loop_triton import settle as fused
+    """Settle the tokens that are done and have only done tokens before them.
+
+    A token is done when it ``stops`` with a finite residual, when its budget is exhausted, or when it is not
+    finite and no finite token before it can still change it.
+
+    Args:
+        residual: (B, W) of this evaluation; of settled tokens, their last one.
+        converged: (B, W) bool, the tolerance is met.
+        stops: (B, W) bool, the policy lets the token settle.
+        settled: (B, W) bool, before this evaluation; padding counts as settled.
+        active: (B, W) bool, took part in this evaluation: the tokens that are not ``settled``.
+        iterations: (B, W) int64 evaluations of each token, this one included.
+        status: (B, W) int64 before this evaluation.
+        max_iter: evaluations that a token may take part in.
+        codes: statuses of tokens that settle converged, otherwise, and not finite.
+
+    Returns:
+        ``settled``, ``status`` and ``frozen`` (B, W) bool: z must not move, because the token is settled or
+        its evaluation is not finite.
+    """
+    if kernels.fused(residual):
+        from deqseq.ops.settle.triton import settle as fused
 
         return fused(residual, converged, stops, settled, iterations, status, max_iter, codes)
-    finite = torch.isfinite(residual)
-    failed = ~finite & _all_before(settled | ~finite)
-    exhausted = iterations >= max_iter
-    now = settled | _all_up_to(settled | (stops & finite) | exhausted | failed)
-    code = torch.where(converged, codes[0], codes[1])
-    code = torch.where(finite, code, codes[2])
-    return now, torch.where(now & active, code, status), now | ~finite
-
-
-def _all_up_to(done: Tensor) -> Tensor:
-    return (~done).cumsum(1) == 0
-
-
-def _all_before(done: Tensor) -> Tensor:
-    return (~done).cumsum(1) - (~done).long() == 0
+    return naive.settle(residual, converged, stops, settled, active, iterations, status, max_iter, codes)

@@ -70,7 +70,7 @@ def _tile(width: int) -> dict[str, int]:
 def _forward(
     stream: Tensor, added: Tensor | None, weight: Tensor, eps: float | None, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """The sum, or the stream if there is none or it is the ``last``, and the norm."""
+    """The sum, or just the stream if nothing is added or nothing reads the sum (``last``), and the norm."""
     width = stream.shape[-1]
     rows = stream.numel() // width
     store = added is not None and not last
@@ -91,7 +91,7 @@ class _AddNorm(torch.autograd.Function):
         last: bool,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         total, out = _forward(stream, added, weight, eps, dtype, last)
-        # A total that goes on anyway is kept, and what it was the sum of is not.
+        # The total is an output and stays in memory anyway; its two summands need not.
         kept = (stream, added) if last else (total, None)
         ctx.save_for_backward(*kept, weight)
         ctx.eps = eps
@@ -126,7 +126,7 @@ class _AddNorm(torch.autograd.Function):
 def add_norm(
     stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """stream + added (nothing, if this is the ``last`` one), and its norm in ``dtype``."""
+    """``stream + added``, undefined if this is the ``last`` norm, and its norm in ``dtype``."""
     stream = stream.contiguous()
     added = None if added is None else added.contiguous()
     if not torch.is_grad_enabled():

@@ -1,6 +1,6 @@
-"""Cross-entropy of padded logits in two Triton kernels, without a copy of the logits.
+"""The loss of predicting the next token in two Triton kernels, without a copy of the logits.
 
-Shapes: R rows (tokens), V vocabulary, V' >= V columns.
+Shapes: B sequences, L tokens, V vocabulary, V' >= V columns.
 """
 
 from __future__ import annotations
@@ -8,14 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deqseq.kernels import first_derivative_only, launch
+from deqseq.kernels import device_of, first_derivative_only, launch
 
-# Padding columns are read like the others and then left out: V' is a multiple of what one load takes, a mask
-# that ends at V would make loads of single numbers.
+IGNORED = -100
+
+# Padding columns are read and then left out. V' is a multiple of the numbers that one instruction loads; a
+# mask that ends at V would split loads into single numbers.
 
 
 @triton.jit
@@ -94,7 +97,13 @@ class _TokenLosses(torch.autograd.Function):
         return d_logits, None, None, None
 
 
-def token_losses(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int) -> Tensor:
-    """Cross-entropy (B, L) in float32 of logits (B, L, V') for ``targets`` (B, L), 0 where ``ignored``."""
-    losses: Tensor = _TokenLosses.apply(logits, targets, vocab_size, ignored)
-    return losses
+def next_token_loss(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None
+) -> Tensor:
+    """Arguments as in :func:`deqseq.ops.cross_entropy.next_token_loss`."""
+    targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].to(logits.device)
+    with device_of(logits):  # the logits may be on another device than the sequence layer
+        total = _TokenLosses.apply(logits, targets, vocab_size, IGNORED).sum()
+    items: Any = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    loss: Tensor = total / (items.to(total.device) if isinstance(items, Tensor) else items)
+    return loss

@@ -1,6 +1,6 @@
 """The convolution and the recurrence of Mamba2 by causal_conv1d and mamba_ssm.
 
-Shapes and arguments as in :mod:`deqseq.backbones.mamba2`.
+Shapes and arguments as in :mod:`deqseq.ops.mixer.naive`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from causal_conv1d import causal_conv1d_fn
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
-from deqseq.backbones import mamba2 as plain
+from deqseq.ops.mixer import naive
 
-CHUNK = 256  # its kernels' best on an H100
+CHUNK = 256  # the fastest for its kernels on an H100
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
-    """SiLU of the causal convolution; shapes that the kernel does not take go through plain PyTorch."""
+    """SiLU of the causal convolution. Plain PyTorch computes it for shapes that the kernel refuses."""
     by_channel = x.transpose(1, 2)
     aligned = by_channel.stride(0) % 8 == 0 and by_channel.stride(2) % 8 == 0
     if tail is not None or not aligned or not 2 <= weight.shape[1] <= 4:
-        return plain.convolve(x, weight, bias, tail)
+        return naive.convolve(x, weight, bias, tail)
     out: Tensor = causal_conv1d_fn(by_channel, weight.to(x.dtype), bias.to(x.dtype), activation="silu")
     return out.transpose(1, 2)
 

@@ -1,5 +1,6 @@
-"""Blocks at one token a sequence in few Triton kernels, for decoding: at such sizes a kernel's start and its
-first loads take most of its time, so each does all that it can.
+"""Blocks at one token a sequence in few Triton kernels, for decoding.
+
+At such sizes a kernel's start and its first loads take most of its time, so every kernel does what it can.
 
 Shapes: B sequences, D inputs and N outputs of a projection; of Mamba2: E inner width, H heads, P head dim,
 N state dim, G groups, W = E + 2 G N convolved channels, K taps, J = E + W + H columns [gate, x, b, c, dt]; of
@@ -8,36 +9,30 @@ Llama: H query heads, J key/value heads, P head dim, S slots of the state.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deqseq.backbones.kernels.convolution import silu
-from deqseq.backbones.kernels.norm import summed
-from deqseq.backbones.mamba2 import LayerTrace, MixerSizes, MixerWeights
 from deqseq.kernels import launch
-
-if TYPE_CHECKING:
-    from deqseq.backbones.llama import LlamaBlock
-    from deqseq.backbones.mamba2 import Mamba2Block
-
-Norm = tuple[Tensor, float | None]
-"""Weight and eps."""
+from deqseq.ops.add_norm.triton import summed
+from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights
+from deqseq.ops.mixer.triton_convolution import silu
+from deqseq.ops.one_token import AttentionWeights, Norm, SwiGLUWeights, ValueGateWeights
 
 _FEW = 132
-"""Programs that a GPU should have at least: multiprocessors of an H100."""
+"""Programs that a GPU should get at least: the multiprocessors of an H100."""
 _ALONE = 1
-"""Sequences of which each has programs of its own in a projection."""
+"""Most sequences for which a projection starts separate programs."""
 
 
 @triton.jit
 def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, eps, D: tl.constexpr,
                 N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                 HAS_PLUS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """BN outputs of a sequence. Everything is asked for before the first exchange among threads."""
+    """BN outputs of one sequence. All loads are issued before the first exchange among threads."""
     b = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     if HAS_PLUS:
@@ -81,8 +76,8 @@ def _rows_kernel(x, added, norm, weight, times, plus, total, out, B, plus_stride
                  N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                  HAS_PLUS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """BN outputs of all sequences. The norm's scale of a row is known at the end, and applied there, unless
-    what is multiplied has to be SCALED: unscaled, it could leave float16's range."""
+    """BN outputs of all sequences. The norm's scale of a row is known and applied at the end. With SCALED it
+    is computed first: in float16 unscaled factors could overflow."""
     r = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     mine = tl.where(tl.program_id(0) == 0, B, 0)  # the first program stores the sum
@@ -132,18 +127,18 @@ def project(
     x: Tensor, weight: Tensor, norm: Norm | None = None, added: Tensor | None = None,
     plus: Tensor | None = None, times: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A linear map of few rows with what is around it.
+    """A linear map of few rows, fused with the norm before it and the operations after it.
 
     Args:
         x: (B, 1, D), B at most 64.
         weight: (N, D).
-        norm: RMSNorm of what is mapped.
-        added: (B, 1, D) added to x before that, in x's type.
-        plus: (B, 1, N) added to what comes out.
-        times: (N, D) weight of a second map, by which SiLU of the first is multiplied.
+        norm: RMSNorm before the map.
+        added: (B, 1, D) added to x before the norm, in x's type.
+        plus: (B, 1, N) added to the output.
+        times: (N, D) weight of a second map; the output is silu(first) * second.
 
     Returns:
-        x + added, and (B, 1, N) in the weight's type.
+        x + added, and the output (B, 1, N) in the weight's type.
     """
     batch, (width, columns) = x.shape[0], (x.shape[2], weight.shape[0])
     x = x.contiguous()
@@ -157,7 +152,7 @@ def project(
         x, x if added is None else added, scale, weight.contiguous(),
         weight if times is None else times.contiguous(), x if plus is None else plus, total, out,
     ]  # fmt: skip
-    # A single sequence has no stride, and another one at every token would look like another kernel.
+    # One sequence needs no stride; passing it would compile a kernel for every value that it takes.
     stride = 0 if plus is None or batch == 1 else plus.stride(0)
     constants: dict[str, Any] = {
         "D": width, "N": columns, "HAS_ADDED": added is not None, "HAS_NORM": norm is not None,
@@ -228,9 +223,9 @@ def _mixer_kernel(row, tail, state, weight, bias, decay, dt_bias, skip, y, x_out
 def mixer_step(
     row: Tensor, w: MixerWeights, state: tuple[Tensor, ...], sizes: MixerSizes
 ) -> tuple[Tensor, LayerTrace]:
-    """y * silu(gate) (B, 1, E) of the projection (B, 1, J), and what moves the state on.
+    """y * silu(gate) (B, 1, E) of the projection (B, 1, J), and the trace.
 
-    Every head convolves its group's b and c for itself.
+    Every head repeats the convolution of its group's b and c.
     """
     batch = row.shape[0]
     tail, ssm = (t.contiguous() for t in state)
@@ -249,18 +244,16 @@ def mixer_step(
 
 
 def mamba2_block(
-    block: Mamba2Block, stream: Tensor, added: Tensor | None, weights: tuple[MixerWeights, Any],
-    injection: Tensor | None, state: tuple[Tensor, ...],
+    stream: Tensor, added: Tensor | None, mixer: MixerWeights, mlp: ValueGateWeights | None,
+    injection: Tensor | None, state: tuple[Tensor, ...], sizes: MixerSizes, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, LayerTrace]:  # fmt: skip
-    """The block at one token a sequence, with one group of the gated norm."""
-    mixer, mlp = weights
-    sizes = block.mixer.sizes
-    stream, row = project(stream, mixer.in_proj, (block.norm.weight, block.norm.eps), added, plus=injection)
+    """A Mamba2 block with one group in its gated norm: the stream, what the block adds to it, the trace."""
+    stream, row = project(stream, mixer.in_proj, norm, added, plus=injection)
     y, trace = mixer_step(row, mixer, state, sizes)
     added = project(y, mixer.out_proj, (mixer.norm, sizes.norm_eps))[1]
-    if block.norm2 is not None:
+    if mlp is not None:
         value, gate = mlp.into.chunk(2)
-        stream, y = project(stream, gate, (block.norm2.weight, block.norm2.eps), added, times=value)
+        stream, y = project(stream, gate, norm2, added, times=value)
         added = project(y, mlp.out)[1]
     return stream, added, trace
 
@@ -277,8 +270,7 @@ def _rotated(x, cos, sin, p, P: tl.constexpr):
 @triton.jit
 def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, scale, H: tl.constexpr,
                       J: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr):  # fmt: skip
-    """Every one of BS places of a block keeps a softmax of its own, so that blocks need no exchange among
-    threads."""
+    """Each of the BS rows of a block keeps its own softmax, so that blocks need no exchange among threads."""
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     j = h // (H // J)
@@ -323,7 +315,7 @@ def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, sca
 def attention_step(
     row: Tensor, rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor, heads: int
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Attention of the projection (B, 1, (H + 2 J) P) to the state's slots that are ``seen`` (B,) and itself.
+    """Attention of the projected token (B, 1, (H + 2 J) P) to the first ``seen`` (B,) slots and to itself.
 
     Returns y (B, 1, H P), and keys and values (B, J, 1, P).
     """
@@ -341,13 +333,13 @@ def attention_step(
 
 
 def llama_block(
-    block: LlamaBlock, stream: Tensor, added: Tensor | None, weights: Any, injection: Tensor | None,
-    rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor,
+    stream: Tensor, added: Tensor | None, attention: AttentionWeights, mlp: SwiGLUWeights,
+    injection: Tensor | None, rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor,
+    heads: int, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-    """The block at one token a sequence."""
-    mixer, (w1, w3, fc2) = weights
-    stream, row = project(stream, mixer.qkv, (block.norm.weight, block.norm.eps), added, plus=injection)
-    y, trace = attention_step(row, rotary, state, seen, block.mixer.n_head)
-    added = project(y, mixer.out_proj)[1]
-    stream, y = project(stream, w1, (block.norm2.weight, block.norm2.eps), added, times=w3)
-    return stream, project(y, fc2)[1], trace
+    """A Llama block: the stream, what the block adds to it, and keys and values (B, J, 1, P)."""
+    stream, row = project(stream, attention.qkv, norm, added, plus=injection)
+    y, trace = attention_step(row, rotary, state, seen, heads)
+    added = project(y, attention.out_proj)[1]
+    stream, y = project(stream, mlp.gate, norm2, added, times=mlp.value)
+    return stream, project(y, mlp.out)[1], trace

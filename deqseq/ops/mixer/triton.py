@@ -1,8 +1,8 @@
-"""The Mamba2 mixer in Triton kernels: what the plain form computes, reading the projection once.
+"""The Mamba2 mixer in Triton kernels that read the projection once.
 
 Forward, between the two projections: one kernel adds the injection and convolves; one prepares step sizes;
-one runs the recurrence; one gates and normalises. Backward stores the mixer's input and the recurrence's
-output only and recomputes the rest, so that a step with a graph costs little memory.
+one runs the recurrence; one gates and normalises. The graph keeps only the mixer's input and the recurrence's
+output; the backward pass recomputes the rest, which saves memory.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deqseq.backbones.kernels.convolution import convolve, convolve_backward
-from deqseq.backbones.kernels.gated_norm import gated_norm, gated_norm_backward
-from deqseq.backbones.kernels.recurrence import recurrence_options, scan, scan_backward, steps
-from deqseq.backbones.mamba2 import LayerTrace, MixerSizes, MixerWeights
 from deqseq.kernels import first_derivative_only
+from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights
+from deqseq.ops.mixer.triton_convolution import convolve, convolve_backward
+from deqseq.ops.mixer.triton_gated_norm import gated_norm, gated_norm_backward
+from deqseq.ops.mixer.triton_recurrence import recurrence_options, scan, scan_backward, steps
 
 PART = 160 * 2**20
-"""Bytes of the projection, at most, that a backward pass recomputes at a time; all it needs is some ten times
-that."""
+"""Most bytes of the projection that a backward pass recomputes at a time. In all it needs about ten times as
+many."""
 
 
 def _forward(
@@ -49,7 +49,7 @@ class _Mix(torch.autograd.Function):
         ctx.sizes = sizes
         ctx.options = options
         ctx.mark_non_differentiable(*out[1:])
-        ctx.set_materialize_grads(False)  # zeros for what the trace holds
+        ctx.set_materialize_grads(False)  # no zeros for the outputs of the trace
         return tuple(out)
 
     @staticmethod
@@ -93,8 +93,10 @@ def _recompute(
     inputs: list[Tensor | None], y: Tensor, grad: Tensor, outputs: tuple[Tensor, Tensor], w: MixerWeights,
     sizes: MixerSizes, options: dict[str, Any],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Backward of a part of the batch: fills the projection's gradient and the normalised output, and sums
-    over its tokens those of the norm (E,), the convolution (W, 5) and the heads (3, H)."""
+    """Backward of a part of the batch. It writes the projection's gradient and the normalised output.
+
+    Returns the gradients of the norm (E,), the convolution (W, 5) and the heads (3, H), summed over tokens.
+    """
     u, inj, tail, state = inputs
     assert u is not None
     d_proj, normed = outputs
@@ -119,7 +121,7 @@ def _outer(left: Tensor, right: Tensor) -> Tensor:
 def mix(
     u: Tensor, inj: Tensor | None, weights: MixerWeights, state: tuple[Tensor, ...] | None, sizes: MixerSizes
 ) -> tuple[Tensor, LayerTrace | None]:
-    """The mixer of u (B, L, D) with at most four taps: (B, L, D), and what moves ``state`` on."""
+    """The mixer of u (B, L, D) with at most four taps, and the trace; as :func:`deqseq.ops.mixer.mix`."""
     tail, ssm = (None, None) if state is None else state
     missing = 4 - weights.conv.shape[1]
     if missing:

@@ -45,7 +45,7 @@ def ssd(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None,
     y = (decay * (c @ b.transpose(-1, -2))).to(x.dtype) @ x
 
     if x.shape[1] > 1 or state is not None:
-        # Between chunks: what each adds to the state, the state each starts from, what that gives.
+        # Between chunks: what each adds to the state, the state before each, the outputs from that state.
         left = (total[..., -1:] - total).exp().to(x.dtype)  # decay from a token to its chunk's end
         added = (x * left[..., None]).transpose(-1, -2) @ b  # (B, C, G, H/G, P, N)
         kept = total[..., -1].exp().to(x.dtype)[..., None, None]  # decay through a chunk
@@ -67,25 +67,10 @@ def ssd_advance(x: Tensor, a: Tensor, b: Tensor, state: Tensor, count: Tensor) -
     consumed = position < count[:, None]  # (B, L)
     a = a.where(consumed[..., None], a.new_zeros(()))
     total = a.cumsum(1)
-    left = (total[:, -1:] - total).exp()  # decay from a token to the end, 1 for what is not consumed
+    left = (total[:, -1:] - total).exp()  # decay from a token to the end; 1 for tokens that are not consumed
     left = left.where(consumed[..., None], left.new_zeros(()))
-    # Zeros instead of a product with zero: what is not consumed may be infinite.
+    # Zeros, not products with zero: tokens that are not consumed may be infinite.
     x, b = (t.where(consumed[..., None, None], t.new_zeros(())) for t in (x, b))
     weighted = rearrange(x * left.to(x.dtype)[..., None], "b l (g h) p -> b l g h p", g=b.shape[2])
     added = torch.einsum("blghp,blgn->bghpn", weighted, b).flatten(1, 2)
     return state * total[:, -1].exp().to(state.dtype)[..., None, None] + added.to(state.dtype)
-
-
-def ssd_naive(
-    x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The recurrence token by token, as written; the oracle of the fast forms. Returns y and the state."""
-    batch, length, heads, width = x.shape
-    repeat = heads // b.shape[2]
-    b, c = b.repeat_interleave(repeat, 2), c.repeat_interleave(repeat, 2)
-    h = x.new_zeros(batch, heads, width, b.shape[-1]) if state is None else state
-    y = []
-    for t in range(length):
-        h = h * a[:, t].exp()[..., None, None] + x[:, t, ..., None] * b[:, t, :, None]
-        y.append((h * c[:, t, :, None]).sum(-1))
-    return torch.stack(y, 1), h

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deqseq.backbones.mamba2 import MixerSizes, MixerWeights
 from deqseq.kernels import launch
+from deqseq.ops.mixer.naive import MixerSizes, MixerWeights
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _taps(weight, bias, c, real):
 def _conv_kernel(proj, inj, tail, weight, bias, out, L, J: tl.constexpr, W: tl.constexpr,
                  FIRST: tl.constexpr, HAS_INJ: tl.constexpr, HAS_TAIL: tl.constexpr, T: tl.constexpr,
                  C: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """T tokens, one after the other: every input is read once and kept for the next three."""
+    """T tokens in order. Every input is read once and stays in registers for the next three tokens."""
     c = tl.program_id(0) * C + tl.arange(0, C)
     first = tl.program_id(1) * T
     b = tl.program_id(2).to(tl.int64)
@@ -75,9 +75,9 @@ def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, shares, 
                           J: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, HAS_INJ: tl.constexpr,
                           HAS_TAIL: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
                           UNROLL: tl.constexpr):  # fmt: skip
-    """Gradients of the convolution's input, weight and bias, the latter summed over T tokens.
+    """Gradients of the convolution's input, and of its weight and bias, summed over T tokens.
 
-    Three tokens behind the block belong to the next one: they only pass back to this one's inputs.
+    The three tokens after the block contribute to the gradients of its inputs only.
     """
     c = tl.program_id(0) * C + tl.arange(0, C)
     first = tl.program_id(1) * T
@@ -154,7 +154,7 @@ def convolve_backward(
     d_conv: Tensor, proj: Tensor, inj: Tensor | None, tail: Tensor | None, w: MixerWeights, d_proj: Tensor,
     sizes: MixerSizes,
 ) -> Tensor:  # fmt: skip
-    """Gradients of the four taps and the bias, (W, 5); the input's goes into ``d_proj``."""
+    """Gradients of the four taps and the bias, (W, 5). The input's gradient is written into ``d_proj``."""
     batch, length, columns = proj.shape
     grid, options = _grid(batch, length, sizes.conv_width, unroll=4)
     shares = proj.new_empty(grid[1] * batch, sizes.conv_width, 5, dtype=torch.float32)

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deqseq.backbones.kernels.convolution import silu
-from deqseq.backbones.mamba2 import MixerSizes
 from deqseq.kernels import launch
+from deqseq.ops.mixer.naive import MixerSizes
+from deqseq.ops.mixer.triton_convolution import silu
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def gated_norm_backward(
     grad: Tensor, y: Tensor, proj: Tensor, inj: Tensor | None, weight: Tensor, out: Tensor, d_proj: Tensor,
     sizes: MixerSizes,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of y and weight; the gate's goes into ``d_proj``, and :func:`gated_norm` into ``out``."""
+    """Gradients of y and weight. Writes the gate's gradient into ``d_proj``, and the norm into ``out``."""
     d_y = torch.empty_like(y)
     rows, columns = proj.shape[0] * proj.shape[1], proj.shape[2]
     group = sizes.inner // sizes.norm_groups

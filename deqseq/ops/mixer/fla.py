@@ -1,6 +1,6 @@
 """The convolution and the recurrence of Mamba2 by flash-linear-attention (fla-core).
 
-Shapes and arguments as in :mod:`deqseq.backbones.mamba2`.
+Shapes and arguments as in :mod:`deqseq.ops.mixer.naive`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from fla.modules.conv import causal_conv1d
 from fla.ops.simple_gla import chunk_simple_gla
 from torch import Tensor
 
-from deqseq.backbones import mamba2 as plain
+from deqseq.ops.mixer import naive
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
-    """SiLU of the causal convolution; one that goes on from a state goes through plain PyTorch."""
+    """SiLU of the causal convolution. Plain PyTorch computes it where there is a tail."""
     if tail is not None:
-        return plain.convolve(x, weight, bias, tail)
+        return naive.convolve(x, weight, bias, tail)
     out = causal_conv1d(x.contiguous(), weight.to(x.dtype), bias.to(x.dtype), activation="silu")
     y: Tensor = out[0] if isinstance(out, tuple) else out
     return y

@@ -1,26 +1,16 @@
-"""Moving states on in place in Triton: nothing is read or written of sequences whose tokens stay.
+"""Moving states on in place in Triton: sequences that consume nothing are neither read nor written.
 
-Shapes: B sequences, W tokens, H heads, P head dim, N state dim, G groups, K taps, C convolved channels;
-J key/value heads, S slots.
+Shapes as in :mod:`deqseq.ops.advance`; G groups of heads.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deqseq.backbones.mamba2 import LayerTrace
 from deqseq.kernels import launch
-
-MOST_TOKENS = 64
-"""Tokens that one program walks along; more are faster in matrix products."""
-
-
-def fits(tokens: int) -> bool:
-    """Whether a state is to be moved on by so many tokens here."""
-    return tokens <= MOST_TOKENS and not torch.is_grad_enabled()
+from deqseq.ops.mixer.naive import LayerTrace
 
 
 @triton.jit
@@ -29,7 +19,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
                       C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                       SUMMED: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                       BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """Programs up to H: of a head's state; behind them: of a block of the convolution's channels."""
+    """The first H programs: a head's state each; the others: a block of the tail's channels each."""
     h = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
     consumed = tl.load(count + i)
@@ -64,7 +54,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
 
 
 def recurrent_(tail: Tensor, ssm: Tensor, trace: LayerTrace, count: Tensor) -> None:
-    """The convolution's tail (B, K-1, C) and the SSM state (B, H, P, N) past ``count`` (B,) tokens."""
+    """Move a layer's tail (B, K-1, C) and SSM state (B, H, P, N) past ``count`` (B,) tokens."""
     batch, heads, headdim, d_state = ssm.shape
     taps, channels = tail.shape[1:]
     first, second = trace.conv[0], trace.conv[-1]
@@ -96,7 +86,7 @@ def _append_kernel(keys, values, k, v, seen, count, S, k_b, k_j, k_t, v_b, v_j, 
 
 
 def append_(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, seen: Tensor, count: Tensor) -> None:
-    """The first ``count`` (B,) of k and v (B, J, W, P) into the slots (B, J, S, P) behind ``seen`` (B,)."""
+    """Write the first ``count`` (B,) of k, v (B, J, W, P) to the slots (B, J, S, P) after ``seen`` (B,)."""
     batch, heads, slots, headdim = keys.shape
     launch(
         _append_kernel, (heads, batch), keys, values, k, v, seen, count, slots, *k.stride()[:3],

@@ -1,9 +1,9 @@
 """The recurrence of Mamba2 (SSD; Dao & Gu, 2024, arXiv 2405.21060) in Triton, forward and backward.
 
-Forward: one program a head carries the state in registers from chunk to chunk. Backward: states at the
-chunks' starts, their gradients from the end, then what is inside a chunk,
-by head for x and the step sizes, and summed over a group's heads in registers, in a fixed order, for b and c.
-Sums of log decays are kept in base 2, and start anew with every chunk.
+Forward: one program per head carries the state in registers from chunk to chunk. Backward: the states at the
+chunks' starts; their gradients, from the last chunk on; then the gradients inside every chunk, per head for x
+and the step sizes, and summed over a group's heads in registers, in a fixed order, for b and c. Sums of log
+decays have base 2 and restart with every chunk.
 
 Shapes: B sequences, L tokens, E inner width, H heads, P head dim, N state dim, G groups, W = E + 2 G N
 convolved channels [x, b, c], J columns of the projection, Q tokens of a chunk.
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deqseq.backbones.mamba2 import MixerSizes, MixerWeights
 from deqseq.kernels import launch
+from deqseq.ops.mixer.naive import MixerSizes, MixerWeights
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -194,8 +194,8 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
                         H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                         EVEN: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                         PRECISION: tl.constexpr):  # fmt: skip
-    """Of one head in one chunk: gradients of x and of the step sizes' inputs, and its share of those of
-    decay, skip and the step sizes' bias."""
+    """Gradients of one head in one chunk: of x and the step sizes' inputs, and the chunk's share of the
+    gradients of decay, skip and the step sizes' bias."""
     h = tl.program_id(0)
     i = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -312,9 +312,9 @@ def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
 
 
 def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What every kernel of the recurrence is compiled for."""
-    # Tokens of a chunk: as many as fit a multiprocessor, no more than there are. Heads of 32 in chunks of 64
-    # are compiled wrongly for Hopper by Triton 3.6 (LOG.md).
+    """The constants for which every kernel of the recurrence is compiled."""
+    # Tokens of a chunk: as many as fit a multiprocessor, at most those of the sequence. Triton 3.6 compiles
+    # heads of 32 in chunks of 64 wrongly for Hopper (LOG.md).
     wide = sizes.d_state >= 64 and sizes.headdim >= 64
     small = sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2
     chunk = min(16 if not small else 64 if wide else 32, max(16, triton.next_power_of_2(length)))
@@ -368,7 +368,7 @@ def scan_backward(
     convolved: Tensor, step: Tensor, total: Tensor, state: Tensor | None, d_y: Tensor, d_proj: Tensor,
     w: MixerWeights, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``convolved``, and of decay, skip and dt_bias (3, H); that of the step sizes goes into
+    """Gradients of ``convolved``, and of decay, skip and dt_bias (3, H). Writes the step sizes' gradient into
     ``d_proj``."""
     batch, length, _ = convolved.shape
     heads, chunks = options["H"], triton.cdiv(length, options["Q"])

@@ -1,1 +1,0 @@
-"""The inner parts of the backbones, fused for GPUs; :mod:`deqseq.kernels` chooses among them."""

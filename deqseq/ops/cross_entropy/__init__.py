@@ -1,0 +1,42 @@
+"""The loss of predicting the next token.
+
+Shapes: B sequences, L tokens, V vocabulary, V' >= V columns of an output layer that pads.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deqseq import kernels
+from deqseq.ops.cross_entropy import naive
+
+
+def next_token_loss(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """Cross-entropy of token t + 1 given the logits of token t, in float32; equals transformers' loss.
+
+    The fused form keeps no copy of the logits, only two numbers a token.
+
+    Args:
+        logits: (B, L, V'). Columns from ``vocab_size`` on do not count and get no gradient.
+        labels: (B, L) ids, not shifted; -100 is ignored. The plain form raises an error for other ids outside
+            the vocabulary; the fused form, which cannot raise, returns NaN.
+        num_items_in_batch: divisor of the sum over tokens; by default the number of targets.
+
+    Raises:
+        ValueError: ``logits`` with fewer columns than ``vocab_size``; ``labels`` that are not (B, L).
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"labels must be {tuple(logits.shape[:-1])} for the logits, got {tuple(labels.shape)}"
+        )
+    if logits.shape[-1] < vocab_size:
+        raise ValueError(
+            f"logits must have vocab_size = {vocab_size} columns or more, got {logits.shape[-1]}"
+        )
+    if kernels.implementation(logits) == "triton":
+        from deqseq.ops.cross_entropy.triton import next_token_loss as fused
+
+        return fused(logits, labels, vocab_size, num_items_in_batch)
+    return naive.next_token_loss(logits, labels, vocab_size, num_items_in_batch)

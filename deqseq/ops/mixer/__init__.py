@@ -1,0 +1,34 @@
+"""The Mamba2 mixer (Dao & Gu, 2024, arXiv 2405.21060).
+
+Shapes: B sequences, W tokens, D width, E inner width, H heads, P head dim, N state dim, G groups, K taps.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from torch import Tensor
+
+from deqseq.ops.mixer import naive
+from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights
+
+
+def mix(
+    u: Tensor, weights: MixerWeights, injection: Tensor | None, state: tuple[Tensor, ...] | None,
+    sizes: MixerSizes, form: str,
+) -> tuple[Tensor, LayerTrace | None]:  # fmt: skip
+    """The mixer's output (B, W, D), and the trace that moves ``state`` on, if there is one.
+
+    Args:
+        u: (B, W, D).
+        injection: (B, W, 2 E + 2 G N + H) added to the input projection.
+        state: the convolution's tail (B, K-1, E + 2 G N) and the SSM state (B, H, P, N) before the first
+            token; zeros by default.
+        form: the implementation. Triton's takes at most four taps; more are computed by torch.
+    """
+    if form == "triton" and weights.conv.shape[1] <= 4:
+        from deqseq.ops.mixer.triton import mix as fused
+
+        return fused(u, injection, weights, state, sizes)
+    parts = naive if form in ("torch", "triton") else import_module(f"deqseq.ops.mixer.{form}")
+    return naive.mix(u, weights, injection, state, sizes, parts.convolve, parts.recur)

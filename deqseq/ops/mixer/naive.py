@@ -1,0 +1,130 @@
+"""The Mamba2 mixer in plain PyTorch, and the records that all forms take.
+
+Shapes: B sequences, W tokens, D width, E = H P inner width, H heads, P head dim, N state dim, G groups of
+heads that share b and c, K taps, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deqseq.ops.mixer.ssd import ssd
+
+
+class MixerSizes(NamedTuple):
+    """The sizes that the tensors alone do not tell."""
+
+    heads: int
+    headdim: int
+    d_state: int
+    n_groups: int
+    norm_groups: int
+    norm_eps: float
+    chunk: int
+
+    @property
+    def inner(self) -> int:
+        """E."""
+        return self.heads * self.headdim
+
+    @property
+    def conv_width(self) -> int:
+        """E + 2 G N."""
+        return self.inner + 2 * self.n_groups * self.d_state
+
+
+class MixerWeights(NamedTuple):
+    """Effective weights, computed once a forward pass."""
+
+    in_proj: Tensor  # (2 E + 2 G N + H, D): rows [gate, x, b, c, dt]
+    conv: Tensor  # (E + 2 G N, K)
+    conv_bias: Tensor
+    decay: Tensor  # (H,) A < 0
+    dt_bias: Tensor  # (H,)
+    skip: Tensor  # (H,) D
+    norm: Tensor  # (E,)
+    out_proj: Tensor  # (D, E)
+
+
+class LayerTrace(NamedTuple):
+    """The inputs of an evaluation that move a layer's state on."""
+
+    conv: tuple[Tensor, ...]  # each (B, W, E + 2 G N); the convolution's input is their sum
+    x: Tensor  # (B, W, H, P) inputs of the recurrence
+    b: Tensor  # (B, W, G, N)
+    step: Tensor  # (B, W, H)
+    decay: Tensor  # (H,)
+
+
+def mix(
+    u: Tensor, weights: MixerWeights, injection: Tensor | None, state: tuple[Tensor, ...] | None,
+    sizes: MixerSizes, convolve: Callable[..., Tensor], recur: Callable[..., Tensor],
+) -> tuple[Tensor, LayerTrace | None]:  # fmt: skip
+    """As :func:`deqseq.ops.mixer.mix`, with these forms of the convolution and the recurrence."""
+    projected = F.linear(u, weights.in_proj)
+    if injection is not None:
+        projected = projected + injection
+    gate, conv_in, dt = projected.split([sizes.inner, sizes.conv_width, sizes.heads], dim=-1)
+    tail, before = (None, None) if state is None else state
+    convolved = convolve(conv_in, weights.conv, weights.conv_bias, tail)
+    shared = sizes.n_groups * sizes.d_state
+    x, b, c = convolved.split([sizes.inner, shared, shared], dim=-1)
+    x = x.unflatten(-1, (sizes.heads, sizes.headdim))
+    b, c = (t.unflatten(-1, (sizes.n_groups, sizes.d_state)) for t in (b, c))
+    step = F.softplus(at_least_float32(dt + weights.dt_bias))  # (B, W, H)
+    y = recur(x, step, weights.decay, b, c, weights.skip, before, sizes.chunk)
+    out = F.linear(_norm(y.flatten(-2) * F.silu(gate), weights.norm, sizes), weights.out_proj)
+    return out, None if state is None else LayerTrace((conv_in,), x, b, step, weights.decay)
+
+
+def _norm(y: Tensor, weight: Tensor, sizes: MixerSizes) -> Tensor:
+    """RMSNorm of every group of channels."""
+    if sizes.norm_groups == 1:
+        return F.rms_norm(y, (sizes.inner,), weight.to(y.dtype), sizes.norm_eps)
+    groups = y.unflatten(-1, (sizes.norm_groups, -1))
+    return F.rms_norm(groups, groups.shape[-1:], eps=sizes.norm_eps).flatten(-2) * weight
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in float32, or in its own type if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
+    """SiLU of the causal depthwise convolution.
+
+    Args:
+        x: (B, W, C).
+        weight: (C, K).
+        bias: (C,).
+        tail: (B, K-1, C) the inputs before the first token; zeros by default.
+    """
+    width, kernel = x.shape[1], weight.shape[1]
+    padded = F.pad(x, (0, 0, kernel - 1, 0)) if tail is None else torch.cat([tail.to(x.dtype), x], 1)
+    y = torch.addcmul(bias, padded[:, :width], weight[:, 0])
+    for k in range(1, kernel):
+        y = torch.addcmul(y, padded[:, k : k + width], weight[:, k])
+    return F.silu(y)
+
+
+def recur(
+    x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
+    chunk: int,
+) -> Tensor:  # fmt: skip
+    """The recurrence with its skip, y (B, W, H, P).
+
+    Args:
+        x: (B, W, H, P).
+        step: (B, W, H) step sizes, float32 or better.
+        decay, skip: (H,).
+        b, c: (B, W, G, N).
+        state: (B, H, P, N) before the first token; zeros by default.
+        chunk: tokens of a chunk; see :func:`deqseq.ops.mixer.ssd.ssd`.
+    """
+    y = ssd(x * step.to(x.dtype)[..., None], step * decay, b, c, state, chunk)
+    return torch.addcmul(y, x, skip.to(x.dtype)[:, None])

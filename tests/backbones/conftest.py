@@ -1,0 +1,30 @@
+"""The oracle of the state-space recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+
+def recurrence(
+    x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(a_t) h_{t-1} + x_t b_t^T, y_t = h_t c_t, token by token. Returns y and the last state."""
+    batch, length, heads, width = x.shape
+    repeat = heads // b.shape[2]
+    b, c = b.repeat_interleave(repeat, 2), c.repeat_interleave(repeat, 2)
+    h = x.new_zeros(batch, heads, width, b.shape[-1]) if state is None else state
+    y = []
+    for t in range(length):
+        h = h * a[:, t].exp()[..., None, None] + x[:, t, ..., None] * b[:, t, :, None]
+        y.append((h * c[:, t, :, None]).sum(-1))
+    return torch.stack(y, 1), h
+
+
+@pytest.fixture
+def ssd_naive() -> Callable[..., tuple[Tensor, Tensor]]:
+    """``ssd_naive(x, a, b, c, state=None)``, with the arguments of :func:`deqseq.ops.mixer.ssd.ssd`."""
+    return recurrence

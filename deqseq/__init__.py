@@ -20,7 +20,7 @@ from deqseq.regularisation import jacobian_penalty, spectral_radius
 from deqseq.solution import Solution, Status
 from deqseq.solver import Progress, Solver
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Backbone",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +103,22 @@ def contract(backbone: Backbone) -> Backbone:
 def _seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(scope="session")
+def optional_data() -> Callable[[str], Path]:
+    """``optional_data("golden")``: that folder of ``DEQSEQ_TEST_DATA``; the test is skipped without it."""
+
+    def folder(name: str) -> Path:
+        root = os.environ.get("DEQSEQ_TEST_DATA")
+        if not root:
+            pytest.skip(f"optional data: set DEQSEQ_TEST_DATA to a folder that contains {name}/")
+        path = Path(root).resolve() / name
+        if not path.is_dir():
+            pytest.skip(f"optional data: DEQSEQ_TEST_DATA={root} does not contain {name}/")
+        return path
+
+    return folder
 
 
 @pytest.fixture

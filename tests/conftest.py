@@ -20,6 +20,8 @@ if not torch.cuda.is_available():  # read when a kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if device := os.environ.get("DEQSEQ_TEST_DEVICE"):
     torch.set_default_device(device)
+data = os.environ.get("DEQSEQ_TEST_DATA")
+TEST_DATA = Path(data).resolve() if data else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -110,13 +112,11 @@ def optional_data() -> Callable[[str], Path]:
     """``optional_data("golden")``: that folder of ``DEQSEQ_TEST_DATA``; the test is skipped without it."""
 
     def folder(name: str) -> Path:
-        root = os.environ.get("DEQSEQ_TEST_DATA")
-        if not root:
+        if TEST_DATA is None:
             pytest.skip(f"optional data: set DEQSEQ_TEST_DATA to a folder that contains {name}/")
-        path = Path(root).resolve() / name
-        if not path.is_dir():
-            pytest.skip(f"optional data: DEQSEQ_TEST_DATA={root} does not contain {name}/")
-        return path
+        if not (TEST_DATA / name).is_dir():
+            pytest.skip(f"optional data: DEQSEQ_TEST_DATA={TEST_DATA} does not contain {name}/")
+        return TEST_DATA / name
 
     return folder
 

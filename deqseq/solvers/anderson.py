@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.convergence import Scope, check_count, check_scope
+from deqseq.checks import Scope, check_count, check_damping, check_scope
 from deqseq.solver import Progress, Solver, SolverState
 from deqseq.solvers.history import REACH, combine, dots, guarded, restarted, valid_slots
-from deqseq.solvers.picard import check_damping, damped
+from deqseq.solvers.picard import damped
 
 
 class _State(NamedTuple):

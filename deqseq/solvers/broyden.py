@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.convergence import Scope, check_count, check_scope
+from deqseq.checks import Scope, check_count, check_scope
 from deqseq.solver import Progress, Solver, SolverState
 from deqseq.solvers.history import REACH, combine, dots, guarded, restarted, valid_slots
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deqseq.convergence import Scope
+from deqseq.checks import Scope
 from deqseq.solver import Progress
 
 REACH = 100.0

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.causal_lm.cache import EquilibriumCache
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 from deqseq.solution import Solution, Status
 from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, Stories, counted, once
 from deqseq.tasks.catbabi.settings import TrainedOn, TrainSettings, load_settings

@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import deqseq.causal_lm  # noqa: F401 - registers the implicit models with AutoModelForCausalLM
-from deqseq.convergence import ConvergencePolicy, Residual, check_count
+from deqseq.checks import check_count
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.policies import Residual
+from deqseq.policy import ConvergencePolicy
 from deqseq.tasks.common.tokenizer import first_line, is_local
 
 Window = int | None | Literal["model"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from deqseq.convergence import ConvergencePolicy
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.policy import ConvergencePolicy
 from deqseq.solution import Solution, Status
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer, solving
 from deqseq.tasks.evaluate.perplexity import SolveTally, batches, exponential, losses, run

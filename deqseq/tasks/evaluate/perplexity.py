@@ -18,7 +18,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from deqseq.convergence import FixedIterations, Residual, check_count
+from deqseq.checks import check_count
+from deqseq.policies import Residual
+from deqseq.policy import FixedIterations
 from deqseq.solution import Solution, Status
 from deqseq.tasks.common.models import (
     Window,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deqseq.convergence import ConvergencePolicy
+from deqseq.policy import ConvergencePolicy
 from deqseq.tasks.common.models import (
     implicit_layer,
     load_model,

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from deqseq.convergence import Residual
 from deqseq.curriculum import Curriculum
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.policies import Residual
 from deqseq.solution import Status
 from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.trainer import CurriculumTrainer, SolveWatch

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.gradients import GradientStrategy
+from deqseq.gradient import GradientStrategy
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.regularisation import spectral_radius
 

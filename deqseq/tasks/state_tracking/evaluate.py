@@ -16,8 +16,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.convergence import Residual, check_count
+from deqseq.checks import check_count
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.policies import Residual
 from deqseq.solution import Status
 from deqseq.solvers import Picard
 from deqseq.tasks.state_tracking.data import WordProblemDataset

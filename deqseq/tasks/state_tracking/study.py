@@ -13,8 +13,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from deqseq.convergence import check_count
-from deqseq.solvers.picard import check_damping
+from deqseq.checks import check_count, check_damping
 from deqseq.tasks.common.results import Column, table
 from deqseq.tasks.common.runs import RunFolder, read_yaml
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh

@@ -18,11 +18,11 @@ from deqseq.registry import Registry
 
 @dataclass(frozen=True)
 class Context:
-    """All that f needs and that does not depend on z, made once a forward pass by ``prepare``.
+    """Everything that f needs besides z. ``prepare`` makes it once a forward pass.
 
     Attributes:
         tokens: per-token tensors (B, L, ...), such as the injection and rotary tables.
-        shared: what all tokens share, such as effective (normalised) weights.
+        shared: values that all tokens share, such as effective (normalised) weights.
     """
 
     tokens: tuple[Tensor, ...] = ()
@@ -35,7 +35,7 @@ class Context:
 
 @dataclass(frozen=True)
 class State:
-    """What a backbone remembers of the tokens consumed so far.
+    """A backbone's memory of the tokens it has consumed.
 
     Attributes:
         seen: (B,) int64, number of tokens consumed by each sequence.
@@ -59,34 +59,35 @@ class State:
         return self.map(lambda t: t.index_select(0, rows))
 
     def copy(self) -> State:
-        """The same in memory of its own, contiguous."""
+        """A contiguous copy."""
         return self.map(lambda t: t.clone(memory_format=torch.contiguous_format))
 
     def detach(self) -> State:
-        """The state cut from its graph."""
+        """The state without its graph."""
         return self.map(torch.Tensor.detach)
 
 
 Trace = Any
-"""What one evaluation leaves behind for ``advance``; its form belongs to the backbone."""
+"""A record of one evaluation, from which ``advance`` computes the next state. The backbone chooses its
+form."""
 
 
 class Backbone(nn.Module, ABC):
     """A causal map f(z, x). It reads a state and never changes it.
 
-    A subclass implements :meth:`prepare` and :meth:`evaluate`; with :meth:`initial_state` and
-    :meth:`advance` it also carries state across windows and calls. Token t of the result depends on
-    tokens up to t of z, the context and the state only. Padding never reaches a backbone: the layer
-    moves every sequence's real tokens to the front, where causality alone protects them.
+    A subclass implements :meth:`prepare` and :meth:`evaluate`. With :meth:`initial_state` and :meth:`advance`
+    it also carries state across windows and calls. Token t of the result depends only on the tokens up to t
+    of z, on the context and on the state. A backbone needs no masks: the layer moves the real tokens of every
+    sequence to the front, and later tokens cannot influence them.
 
     Attributes:
-        d_model: width D of z and x; ``None`` where any width goes.
-        injects: whether f depends on x through the context. Explicit use, where x enters as z, takes a
+        d_model: width D of z and x; ``None`` if every width works.
+        injects: whether f depends on x through the context. An explicit layer, where x enters as z, needs a
             backbone that does not.
-        rewinds: whether lowering ``State.seen`` takes a state back to fewer tokens, as it does where the
-            state keeps a slot for every token.
-        capturable: whether ``prepare``, ``evaluate`` and ``advance`` read nothing on the host, so that a CUDA
-            graph of them is right.
+        rewinds: whether lowering ``State.seen`` takes a state back to fewer tokens. True for states with a
+            slot for every token (keys and values), false for recurrent ones.
+        capturable: whether ``prepare``, ``evaluate`` and ``advance`` read nothing on the host, so that they
+            can be recorded as a CUDA graph.
     """
 
     d_model: int | None = None
@@ -96,7 +97,7 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
-        """Do all work that does not depend on z.
+        """Compute everything that does not depend on z.
 
         Args:
             x: (B, L, D) the layer's input.
@@ -107,9 +108,9 @@ class Backbone(nn.Module, ABC):
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         """One evaluation: f(z) (B, W, D) of the tokens that follow ``state``, and its trace.
 
-        The trace is what :meth:`advance` needs to consume tokens at exactly these z, so that moving
-        the state on costs no further evaluation; without a state there is nothing to move, and it may be
-        ``None``. f(z) is a tensor of its own, which a solve without a graph may overwrite.
+        From the trace, :meth:`advance` computes the state after tokens with exactly these z, without a
+        further evaluation. Without a state the trace may be ``None``. The result must not alias ``z``: a
+        solve without a graph may overwrite it.
         """
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
@@ -118,7 +119,8 @@ class Backbone(nn.Module, ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether it can carry state across windows and calls. A wrapper asks what it wraps."""
+        """Whether the backbone can carry state across windows and calls. A wrapper returns that of its inner
+        one."""
         return type(self).initial_state is not Backbone.initial_state
 
     def initial_state(
@@ -133,22 +135,22 @@ class Backbone(nn.Module, ABC):
         )
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """Make room for the tokens of ``z`` (B, L, D) in states that grow with the sequence."""
+        """The state with capacity for the tokens of ``z`` (B, L, D), if states grow with the sequence."""
         return state
 
     def keep_last(self, state: State, tokens: int) -> State:
-        """The state with no more than its last ``tokens`` tokens, where it keeps a slot for every token.
+        """The state of the last ``tokens`` tokens only, if it has a slot for every token.
 
-        What is kept goes on as if it had come first: ``seen`` counts no more than it. Recurrent states,
-        whose size does not grow, stay as they are.
+        Afterwards ``seen`` counts the kept tokens only, as if they had come first. Recurrent states, whose
+        size does not grow, stay as they are.
         """
         return state
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         """The state after the first ``count`` (B,) tokens of the evaluation that left ``trace``.
 
-        The tensors of ``state`` are contiguous and the caller's own: they may be changed in place and
-        returned.
+        The tensors of ``state`` are contiguous, and nothing else uses them: the method may change them in
+        place.
         """
         raise ValueError(f"{type(self).__name__} keeps no state to advance")
 

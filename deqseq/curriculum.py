@@ -24,10 +24,10 @@ class Stage:
     Attributes:
         until: share of the steps after which it ends, in (0, 1].
         gradient: gradient strategy, as a name or mapping.
-        convergence: policy of the search, as a name or mapping; ``None``: that of the stage before, in the
-            first one the layer's.
-        window: tokens searched at a time; all by default.
-        eval_convergence: policy in evaluation; ``None`` as for ``convergence``.
+        convergence: policy of the search, as a name or mapping; ``None``: the policy of the stage before, and
+            in the first stage the layer's.
+        window: tokens solved at a time; all by default.
+        eval_convergence: policy in evaluation; ``None``: likewise.
     """
 
     until: float
@@ -56,13 +56,11 @@ class Curriculum:
             if stage.window is not None:
                 check_count("window", stage.window)
         self.stages: list[Stage] = []
-        held: dict[str, Any] = {"convergence": None, "eval_convergence": None}
-        for stage in stages:  # what holds in one must not depend on which were applied before
-            held = {
-                name: policy if (own := getattr(stage, name)) is None else own
-                for name, policy in held.items()
-            }
-            self.stages.append(replace(stage, **held))
+        policies_now: dict[str, Any] = {"convergence": None, "eval_convergence": None}
+        for stage in stages:  # written out, so that a stage does not depend on which were applied before
+            own = {name: getattr(stage, name) for name in policies_now}
+            policies_now |= {name: policy for name, policy in own.items() if policy is not None}
+            self.stages.append(replace(stage, **policies_now))
 
     def at(self, step: int, steps: int) -> Stage:
         """The stage of step number ``step``, from 0, out of ``steps``."""

@@ -68,14 +68,17 @@ class ConvergencePolicy(ABC):
         """
 
     def __and__(self, other: ConvergencePolicy) -> ConvergencePolicy:
-        from deqseq.policies.combined import Both
-
-        return Both(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
+        return (
+            policies.lookup("both")(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
+        )
 
     def __or__(self, other: ConvergencePolicy) -> ConvergencePolicy:
-        from deqseq.policies.combined import Either
+        return self._combined("either", other)
 
-        return Either(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
+    def _combined(self, name: str, other: ConvergencePolicy) -> ConvergencePolicy:
+        if not isinstance(other, ConvergencePolicy):
+            return NotImplemented
+        return policies.create({"name": name, "first": self, "second": other})
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ policies: Registry[ConvergencePolicy] = _Policies(
     {
         "residual": "deqseq.policies.residual:Residual",
         "fixed": "deqseq.policy:FixedIterations",
+        "both": "deqseq.policies.combined:Both",
+        "either": "deqseq.policies.combined:Either",
         "quantile": "deqseq.policies.quantile:Quantile",
     },
     base=ConvergencePolicy,  # type: ignore[type-abstract]

@@ -1,4 +1,4 @@
-"""What a solve returns: the equilibrium and, for every token, how it was reached."""
+"""The result of a solve: the equilibrium, and for every token how the search for it ended."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Solution:
         nfe: number of function evaluations: calls of f over all tokens of a window, gradient steps
             included.
         state: backbone state after the last token, detached; ``None`` unless the solve started from one.
-        adjoint: the solution of the backward system, there after the backward pass of
-            :class:`~deqseq.gradients.ImplicitDifferentiation`. Where a call has padding or packed rows, every
-            sequence stands in a row of its own there, its tokens first, as it was solved.
+        adjoint: the solution of the backward system, after the backward pass of
+            :class:`~deqseq.ImplicitDifferentiation`. If the call had padding or packed rows, the rows of the adjoint
+            are the sequences as they were solved: one a row, its tokens first.
     """
 
     z: Tensor
@@ -68,7 +68,7 @@ class Solution:
     adjoint: Solution | None = None
 
     def __getitem__(self, row: int | slice) -> Solution:
-        """Of some sequences: how a batch is taken apart, in pipelines for example."""
+        """The solution of some sequences. Pipelines take batches apart this way."""
         per_token = {name: getattr(self, name)[row] for name in ("z", "residual", "iterations", "status")}
         return replace(self, **per_token, state=None, adjoint=None)
 

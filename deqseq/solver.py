@@ -18,13 +18,13 @@ from deqseq.registry import Registry
 
 @dataclass
 class Progress:
-    """What the loop knows about the tokens at a step, each (B, W); what follows is made when asked for.
+    """The loop's knowledge of the tokens at a step. Every tensor is (B, W).
 
     Attributes:
-        residual: float32, relative residual of the evaluation; ``None`` if the policy tests none.
-        active: bool, tokens that took part in the evaluation unsettled.
-        iterations: int64, evaluations each has taken part in.
-        settled: bool; none where the policy tests no residual.
+        residual: float32, relative residual of the evaluation; ``None`` for a fixed number of iterations.
+        active: bool, tokens that had not settled before the evaluation.
+        iterations: int64, evaluations that each token has taken part in.
+        settled: bool, tokens that have settled.
         budget: evaluations a token may take part in.
     """
 
@@ -41,25 +41,25 @@ class Progress:
 
     @cached_property
     def shifting(self) -> Tensor:
-        """(B, W) bool, tokens with an unsettled one before them: their map is still going to change."""
+        """(B, W) bool, tokens with an unsettled token before them: their map will still change."""
         if self.residual is None:
             return torch.zeros_like(self.settled)
         return (~self.settled).cumsum(1) > (~self.settled).long()
 
     @cached_property
     def last(self) -> Tensor:
-        """(B, W) bool, tokens whose next evaluation is the last that the budget allows."""
+        """(B, W) bool, tokens whose next evaluation is the last one in the budget."""
         return self.iterations + 1 == self.budget
 
     @property
     def fresh(self) -> Tensor:
-        """(B, W) bool, tokens whose history says nothing about the map they have now."""
+        """(B, W) bool, tokens whose history is of another map than their present one."""
         return self.entered | self.shifting
 
 
 SolverState = Any
-"""Nested tuples and lists of tensors (B, W, ...) and of plain numbers; the loop gathers the tensors along
-W when the window slides."""
+"""Nested tuples and lists of tensors (B, W, ...) and of plain numbers. When the window slides, the loop
+gathers the tensors along W."""
 
 
 class Solver(ABC):
@@ -70,8 +70,8 @@ class Solver(ABC):
             refused in training unless asked for (``ImplicitSequenceLayer(causal=False)``).
         differentiable: whether autograd through ``step`` is exact.
         windowed: whether its state can slide with a window.
-        capturable: whether ``step`` reads nothing on the host and its state holds tensors only, so that a
-            CUDA graph of it is right.
+        capturable: whether ``step`` reads nothing on the host and the state holds tensors only, so that steps
+            can be recorded as a CUDA graph.
     """
 
     causal: bool = True

@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,10 +19,14 @@ from deqseq import (
     ImplicitDifferentiation,
     ImplicitSequenceLayer,
     Phantom,
+    Problem,
     Residual,
+    Solution,
     SolveOptions,
     Status,
     Unrolled,
+    search,
+    steps,
 )
 from deqseq.solvers import Anderson, Broyden, Picard
 
@@ -120,8 +125,8 @@ def test_phantom_tends_to_the_exact_gradient(
     x, weight = inputs()
     exact = gradients_of(layer, x, weight)
     errors = []
-    for steps in (1, 2, 4, 8, 16, 40):
-        layer.gradient = Phantom(steps=steps, damping=0.8)
+    for count in (1, 2, 4, 8, 16, 40):
+        layer.gradient = Phantom(steps=count, damping=0.8)
         errors.append(distance(gradients_of(layer, x, weight), exact))
     assert errors == sorted(errors, reverse=True)
     assert errors[0] > 1e-2 and errors[-1] < 1e-4
@@ -226,17 +231,34 @@ def test_second_derivative_of_unrolled_picard(
     assert abs(actual - expected) <= 1e-5 * max(1.0, abs(expected))
 
 
+class JacobianFree(GradientStrategy):
+    """As another package writes one."""
+
+    def solve(self, problem: Problem) -> Solution:
+        return steps(problem, 1, start=search(problem))
+
+
+class OneEvaluation(GradientStrategy):
+    """As another package may write one without ``steps``."""
+
+    def solve(self, problem: Problem) -> Solution:
+        found = search(problem)
+        return replace(found, z=problem.map.evaluate(found.z, problem.context)[0])
+
+
 @pytest.mark.parametrize("loss", ["linear", "square"])
 @pytest.mark.parametrize(
     ("solver", "gradient"),
     [
+        ("picard", JacobianFree()),
+        ("picard", OneEvaluation()),
         ("picard", Phantom(2)),
         ("picard", Phantom(2, checkpoint=True)),
         ("picard", ImplicitDifferentiation()),
         (Anderson(), Unrolled(4)),
         (Broyden(), Unrolled(4)),
     ],
-    ids=["phantom", "checkpointed", "implicit", "anderson", "broyden"],
+    ids=["other", "evaluation", "phantom", "checkpointed", "implicit", "anderson", "broyden"],
 )
 def test_second_derivatives_that_would_be_wrong_raise(
     make_layer: MakeLayer, solver: object, gradient: GradientStrategy, loss: str
@@ -245,6 +267,15 @@ def test_second_derivatives_that_would_be_wrong_raise(
     x = torch.randn(2, 5, D, requires_grad=True)
     with pytest.raises(RuntimeError, match="second derivative"):
         second_derivative(layer, x, loss)
+
+
+def test_a_strategy_of_another_package_is_phantom_with_one_undamped_step(
+    make_layer: MakeLayer, gradients_of: GradientsOf
+) -> None:
+    x, weight = torch.randn(2, 5, D), torch.randn(2, 5, D)
+    theirs, ours = (make_layer("mamba2", gradient=g) for g in (JacobianFree(), Phantom(1, damping=1.0)))
+    for a, b in zip(gradients_of(theirs, x, weight), gradients_of(ours, x, weight), strict=True):
+        assert torch.equal(a, b)
 
 
 class TwoLayers(nn.Module):

@@ -19,7 +19,9 @@ from deqseq import (
     Backbone,
     FixedIterations,
     ImplicitSequenceLayer,
+    Progress,
     Residual,
+    SolveOptions,
     Solver,
     State,
     graphs,
@@ -152,6 +154,49 @@ def test_weights_that_change_are_seen(
     for change in (in_place, replaced, tolerance):
         changed(change)
     assert len(recorded) >= 3
+
+
+class Scaled(Solver):
+    """Two of them print alike."""
+
+    def __init__(self, damping: float) -> None:
+        self.damping = damping
+
+    def __repr__(self) -> str:
+        return "Scaled()"
+
+    def init(self, z: Tensor) -> Any:
+        return ()
+
+    def step(self, z: Tensor, fz: Tensor, state: Any, progress: Progress) -> tuple[Tensor, Any]:
+        return torch.lerp(z, fz, self.damping), state
+
+
+def test_recordings_are_told_apart_by_their_parts_not_by_how_they_print(
+    make_layer: MakeLayer, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer("mamba2").eval()
+    x, start = torch.randn(2, 4, 16), layer.backbone.initial_state(2)
+    iterations = []
+    for damping in (1.0, 0.5):
+        layer.eval_solve = SolveOptions(Scaled(damping), tight())
+        found = tokens(layer, x, start)
+        expected = plain(monkeypatch, lambda: tokens(layer, x, start))
+        for a, b in zip(found, expected, strict=True):
+            equal(a, b)
+        iterations.append(sum(int(out.solution.iterations.sum()) for out in found))
+    assert len(recorded) == 2 and iterations[0] < iterations[1]
+
+
+def test_options_of_a_call_are_recorded_by_their_parts(make_layer: MakeLayer, recorded: list[Any]) -> None:
+    """A record made anew for every call, of the same solver and policy, replays one recording."""
+    layer = make_layer("mamba2").eval()
+    solver, policy = Picard(), tight()
+    state, x = layer.backbone.initial_state(1), torch.randn(1, 5, 16)
+    with torch.no_grad():
+        for t in range(5):
+            state = layer(x[:, t : t + 1], state=state, solve=SolveOptions(solver, policy)).state
+    assert len(recorded) == 1
 
 
 def test_broken_tokens_are_marked(make_layer: MakeLayer, recorded: list[Any]) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
+from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement, policies
 
 
 class _Combined(ConvergencePolicy):
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
-        self.first = first
-        self.second = second
+        self.first, self.second = first, second = policies.create(first), policies.create(second)
         self.causal = first.causal and second.causal
         self.capturable = first.capturable and second.capturable
         self.check_every = min(filter(None, (first.check_every, second.check_every)), default=None)
@@ -30,7 +29,7 @@ class Both(_Combined):
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
         super().__init__(first, second)
-        self.max_iter = max(first.max_iter, second.max_iter)
+        self.max_iter = max(self.first.max_iter, self.second.max_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         first, second = self._judge_both(z, fz, iterations, active)
@@ -48,7 +47,7 @@ class Either(_Combined):
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
         super().__init__(first, second)
-        self.max_iter = min(first.max_iter, second.max_iter)
+        self.max_iter = min(self.first.max_iter, self.second.max_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         first, second = self._judge_both(z, fz, iterations, active)

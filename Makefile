@@ -21,7 +21,7 @@ help: ## list the targets
 	@echo
 	@echo '  ARGS="..." is passed on by demo, pretrain-demo and test; PYTHON=... and VENV=... choose the environment.'
 
-demo: $(STAMP) ## train and show a small state-tracking model 
+demo: $(STAMP) ## train and show a small state-tracking model
 	@$(BIN)/python -m deqseq.tasks.state_tracking demo $(ARGS)
 
 # Models this small lose more by threads that wait for each other than they gain.

@@ -15,7 +15,7 @@ from deqseq.search import search, steps
 from deqseq.solution import Solution, Status
 from deqseq.solver import Progress, Solver
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Backbone",

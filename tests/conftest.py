@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ if not torch.cuda.is_available():  # read when a kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if device := os.environ.get("DEQSEQ_TEST_DEVICE"):
     torch.set_default_device(device)
+data = os.environ.get("DEQSEQ_TEST_DATA")
+TEST_DATA = Path(data).resolve() if data else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -102,6 +105,20 @@ def contract(backbone: Backbone) -> Backbone:
 def _seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(scope="session")
+def optional_data() -> Callable[[str], Path]:
+    """``optional_data("golden")``: that folder of ``DEQSEQ_TEST_DATA``; the test is skipped without it."""
+
+    def folder(name: str) -> Path:
+        if TEST_DATA is None:
+            pytest.skip(f"optional data: set DEQSEQ_TEST_DATA to a folder that contains {name}/")
+        if not (TEST_DATA / name).is_dir():
+            pytest.skip(f"optional data: DEQSEQ_TEST_DATA={TEST_DATA} does not contain {name}/")
+        return TEST_DATA / name
+
+    return folder
 
 
 @pytest.fixture

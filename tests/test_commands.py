@@ -15,6 +15,7 @@ import shutil
 import string
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from transformers.hf_argparser import HfArgumentParser
 from deqseq.tasks.pretraining import plan, train
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TESTS = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__))
 
 
@@ -119,6 +120,12 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert (ROOT / script).is_file(), script
             module = ".".join(("deqseq", *script.with_suffix("").parts))
             check(["python", "-m", module, *found.training_script_args], monkeypatch)
+        case ["pip", "install", *targets]:
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            for target in targets:
+                extras = re.fullmatch(r"\.(?:\[(.*)\])?", target)
+                assert extras, f"{target} is not this repository"
+                assert {*filter(None, (extras[1] or "").split(","))} <= {*project["optional-dependencies"]}
         case _:
             pytest.fail(f"no test covers this command: {shlex.join(words)}")
 
@@ -165,6 +172,8 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         "python benchmarks/leak.py --nothing",
         "accelerate launch --num_processes 2 tasks/pretrain.py llama-130m --data data --nothing 3",
         "accelerate launch --config_file nothing.yaml tasks/pretrain.py llama-130m --data data",
+        "pip install '.[nothing]'",
+        "pip install nothing",
         "make nothing",
         "make demo ARGS='--nothing 3'",
         "nothing",

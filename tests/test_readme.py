@@ -1,33 +1,77 @@
-"""Python in the README and on the pages of docs/ runs as printed."""
+"""The README and the pages of docs/: their Python runs as printed, and their links lead somewhere."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
-PAGES = [README, *sorted((README.parent / "docs").glob("*.md"))]
-BLOCKS = [
-    block for page in PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-]
+import deqseq
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+ROOT_PAGES = sorted(ROOT.glob("*.md"))
 
 
-@pytest.mark.parametrize("code", BLOCKS)
-def test_code_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def python(page: Path) -> list[str]:
+    """The page's Python, block by block, each behind as many empty lines as there are above it."""
+    text = page.read_text()
+    blocks = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in blocks]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python(page)], ids=lambda page: page.stem)
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a page run in order; a later block may use names of an earlier one."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
+    names = {"__name__": page.stem}
+    for block in python(page):
+        exec(compile(block, str(page), "exec"), names)
 
 
-def test_files_of_the_reading_order_exist() -> None:
-    listing = re.search(r"reading order\n\n```text\n(.*?)```", README.read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ROOT_PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    """`make docs` checks the links of docs/; these pages are outside."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = ROOT / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_a_landing_page() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(text.split()) <= 900
+
+
+def test_folders_that_contributing_lists_exist() -> None:
+    listing = re.search(
+        r"^```text\ndeqseq/\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.M
+    )
     assert listing is not None
-    root, folder = README.parent, README.parent
+    folder = ROOT / "deqseq"
     for line in listing[1].splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = root / name
-            assert folder.is_dir(), name
-        else:
-            assert (folder / name.rstrip(",")).exists(), line
+        names = re.split(r"\s{2,}", line.strip())[0].split(", ")
+        folder = folder if line.startswith(" ") else ROOT
+        for name in names:
+            assert (folder / name).exists(), line
+
+
+def test_one_version_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    newest = re.search(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert citation and newest
+    assert deqseq.__version__ == project["version"] == citation[1] == newest[1]

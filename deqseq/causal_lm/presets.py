@@ -85,7 +85,7 @@ def parameters(name: str) -> tuple[int, int]:
 
 def table() -> str:
     """A Markdown table of all presets and their parameters."""
-    lines = ["| preset | layers | width | parameters | of these embeddings |", "|---|---|---|---|---|"]
+    lines = ["| Preset | Layers | Width | Parameters | Embeddings among them |", "|---|---|---|---|---|"]
     for name in names():
         total, embeddings = parameters(name)
         backbone = options(name)["backbone"]

@@ -1,12 +1,12 @@
-"""Parity with the reference implementation: its checkpoints, and numbers it computed from them.
+"""Parity with the reference implementation: its checkpoints, and the numbers that it computed from them.
 
-The golden files lie beside the repository, in ``../shared/golden``, or where ``DEQSEQ_GOLDEN`` says.
+The files are optional data, in the folder ``golden`` of ``DEQSEQ_TEST_DATA``.
 """
 
 from __future__ import annotations
 
-import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from deqseq.causal_lm import ImplicitForCausalLM, reference
 
-GOLDEN = Path(os.environ.get("DEQSEQ_GOLDEN", Path(__file__).parents[2].parent / "shared" / "golden"))
 # The reference's own search for the phantom gradient stood at a residual of 6e-5 in mamba2, and its
 # sequential and simultaneous logits differ by 3e-5 there.
 PHANTOM = {"llama": 1e-4, "mamba2": 1e-3}
 EVALUATION = {"llama": 2e-5, "mamba2": 2e-4}
-
-pytestmark = pytest.mark.skipif(
-    not (GOLDEN / "README.md").exists(), reason=f"needs the golden files of the reference, in {GOLDEN}"
-)
 
 Golden = tuple[ImplicitForCausalLM, dict[str, torch.Tensor]]
 
@@ -37,9 +32,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def golden(name: str) -> Golden:
-    model = AutoModelForCausalLM.from_pretrained(GOLDEN / name)
-    return model, load_file(GOLDEN / name / "expected.safetensors")
+def golden(name: str, optional_data: Callable[[str], Path]) -> Golden:
+    folder = optional_data("golden") / name
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return model, load_file(folder / "expected.safetensors")
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import pairwise
@@ -37,7 +37,6 @@ from deqseq.tasks.evaluate.downstream import (
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
 from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 TEXT = "".join(
     f"The {a} {b} saw a {c} near the {d}. " * 2
     for a in ("old", "red", "tall") for b in ("cat", "king", "tree")
@@ -433,12 +432,12 @@ def test_downstream_reads_selections_and_the_schema_of_the_hub(
     assert "hellaswag: the prompt is not lm-eval's" in said and found[1].own_prompt is None
 
 
-def test_files_of_the_shared_data(model: ImplicitForCausalLM, tokenizer: Any) -> None:
+def test_published_documents(
+    model: ImplicitForCausalLM, tokenizer: Any, optional_data: Callable[[str], Path]
+) -> None:
     pytest.importorskip("lm_eval")
-    if not (SHARED / "eval").is_dir():
-        pytest.skip(f"no data in {SHARED / 'eval'}")
     names = ["winogrande", "openbookqa"]
-    files = local_files(names, SHARED / "eval")
+    files = local_files(names, optional_data("data/eval"))
     with solving(model, policy=Residual(rtol=0.05, max_iter=8)):
         found = evaluate_tasks(model, tokenizer, names, files, limit=4)
         for s in found:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from itertools import islice, product
 from pathlib import Path
 
@@ -21,9 +22,6 @@ from deqseq.tasks.state_tracking.data import (
     write_csv,
 )
 from deqseq.tasks.state_tracking.metrics import IGNORE_INDEX, Accuracies, accuracies
-
-# Files of the word-problem benchmark, compared with where a copy lies beside the repository.
-BENCHMARK = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "word_problem"
 
 GROUPS = ["Z2", "Z7", "Z60", "S2", "S3", "S5", "A3", "A4", "A5", "A4xZ5", "Z2xS3xZ2"]
 MONOIDS = ["M", "A5xM", "MxZ3", "Z2xMxZ3", "MxM"]
@@ -371,23 +369,31 @@ class TestCsv:
         assert copy.read_bytes() == path.read_bytes()
 
     @pytest.mark.parametrize("name", ["S3", "A4xZ5", "A5xM"])
-    def test_round_trip_and_benchmark_files(self, name: str, tmp_path: Path) -> None:
+    def test_round_trip(self, name: str, tmp_path: Path) -> None:
         tokens = random_tokens(name, 20, 7)
         targets = prefix_products(algebra(name), tokens)
         path = tmp_path / f"{name}=7.csv"
         write_csv(path, tokens, targets, seed=42)
-        for original in [path, *sorted(BENCHMARK.glob("*.csv"))]:
-            content = read_csv(original, algebra_of_csv(original))
-            copy = tmp_path / "copy.csv"
-            write_csv(copy, *content)
-            assert copy.read_bytes() == original.read_bytes()
+        self.assert_reads_as_written(path, tmp_path / "copy.csv")
 
-    def test_benchmark_tables(self) -> None:
-        # Spot checks of our own first: the meaning of indices is what files depend on.
+    def test_benchmark_files(self, optional_data: Callable[[str], Path], tmp_path: Path) -> None:
+        files = sorted(optional_data("data/word_problem").glob("*.csv"))
+        assert files
+        for file in files:
+            self.assert_reads_as_written(file, tmp_path / "copy.csv")
+
+    @staticmethod
+    def assert_reads_as_written(file: Path, copy: Path) -> None:
+        write_csv(copy, *read_csv(file, algebra_of_csv(file)))
+        assert copy.read_bytes() == file.read_bytes()
+
+    def test_elements_are_numbered_as_in_files(self) -> None:
         assert algebra("A5").elements[1] == (0, 1, 3, 4, 2)
         assert algebra("A5").table[1, 3] == 6 and algebra("A5").table[3, 1] == 5
-        file = BENCHMARK / "group_tables.json"
-        for name, known in (json.loads(file.read_text()) if file.exists() else {}).items():
+
+    def test_benchmark_tables(self, optional_data: Callable[[str], Path]) -> None:
+        file = optional_data("data/word_problem") / "group_tables.json"
+        for name, known in json.loads(file.read_text()).items():
             assert algebra(name).table.tolist() == known["table"]
 
     @pytest.mark.parametrize(

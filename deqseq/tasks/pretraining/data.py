@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from deqseq.causal_lm import ImplicitConfig
-from deqseq.tasks.common.corpus import HoldOut, TokenFolder, token_rows
+from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder
 from deqseq.tasks.common.corpus.documents import stamps, stream
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.rows import Row
@@ -150,7 +150,7 @@ def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
     def rows(split: str, side: Any) -> Any:
         texts = stream(name, given.get("subset"), split, files)
         options: dict[str, Any] = {"column": column, "split": side, "hold_out": hold_out}
-        return token_rows(texts, tokenizer, settings.length, documents, **options)
+        return StreamedRows(texts, tokenizer, settings.length, documents, **options)
 
     side = "validation" if other == split else None  # the same split: what is not trained on
     validation = list(islice(rows(other, side), settings.eval_rows))

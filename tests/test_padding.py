@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deqseq import Backbone, ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, Status
-from deqseq.padding import Packing, sequence_starts
+from deqseq.inputs import Packing, sequence_starts
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
 MakeBackbone = Callable[..., Backbone]

@@ -1,0 +1,202 @@
+"""The inputs of a layer without padding: every sequence in a row of its own, its tokens first.
+
+Rows that hold several sequences are split. What is left of padding stands behind all tokens of a sequence,
+where it cannot matter because the map is causal. So backbones and solvers need no masks.
+
+Shapes: B rows of L columns as the caller has them, R sequences of up to C tokens as they are solved, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deqseq.backbone import State
+
+
+class Inputs(NamedTuple):
+    """The inputs of a solve: every sequence in a row of its own, its tokens first."""
+
+    x: Tensor
+    z0: Tensor | None
+    position_ids: Tensor
+    lengths: Tensor  # (R,) number of tokens to solve
+    unsolvable: Tensor  # (R, C) bool, the tokens from a sequence's first non-finite one on
+    state: State | None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of a batch go.
+
+    Attributes:
+        source: (R, C) int64, the token (its number in the B * L of the batch) that goes to each place.
+        target: (B, L) int64, the place (its number in R * C) that each token goes to.
+        real: (B, L) bool, tokens that are not padding.
+        lengths: (R,) int64, number of tokens of each sequence.
+    """
+
+    source: Tensor
+    target: Tensor
+    real: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, real: Tensor) -> Packing:
+        """One sequence a row; ``real`` (B, L) is non-zero for tokens, which may stand anywhere."""
+        real = real.bool()
+        order = torch.argsort(~real, dim=1, stable=True)
+        first = torch.arange(real.shape[0], device=real.device)[:, None] * real.shape[1]
+        return cls(order + first, torch.argsort(order, dim=1) + first, real, real.sum(1))
+
+    @classmethod
+    def of_packed(cls, real: Tensor, starts: Tensor) -> Packing:
+        """Several sequences a row: one begins at every token of ``starts`` (B, L) bool."""
+        flat = real.flatten().nonzero()[:, 0]  # the tokens, row by row
+        begins = starts.flatten()[flat]
+        sequence = begins.cumsum(0) - 1
+        place = torch.arange(flat.numel(), device=real.device)
+        column = place - place[begins][sequence]
+        lengths = torch.bincount(sequence)
+        width = int(lengths.max())
+        source = torch.zeros(lengths.numel(), width, dtype=torch.int64, device=real.device)
+        source[sequence, column] = flat
+        target = torch.zeros(real.numel(), dtype=torch.int64, device=real.device)
+        target[flat] = sequence * width + column
+        return cls(source, target.view(real.shape), real, lengths)
+
+    def pack(self, values: Tensor) -> Tensor:
+        """(B, L, ...) as the caller has it -> (R, C, ...); what stands behind a sequence is arbitrary."""
+        return values.flatten(0, 1)[self.source]
+
+    def unpack(self, values: Tensor, padding: float = 0) -> Tensor:
+        """The inverse of :meth:`pack`, with ``padding`` where no token is."""
+        real = self.real.view(*self.real.shape, *[1] * (values.dim() - 2))
+        return values.flatten(0, 1)[self.target].where(real, values.new_full((), padding))
+
+
+def real_tokens(attention_mask: Tensor) -> Tensor:
+    """(B, L) bool, the tokens that are not padding.
+
+    Raises:
+        ValueError: an additive mask (0 for tokens, large negative for padding), or NaN.
+    """
+    if attention_mask.dtype != torch.bool and not bool((attention_mask >= 0).all()):
+        raise ValueError(
+            "attention_mask is 1 for tokens and 0 for padding; this one has values below 0 or NaN, as "
+            "additive masks do"
+        )
+    return attention_mask.bool()
+
+
+def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bool:
+    """Whether a row holds several sequences, by where ``position_ids`` (B, L) start anew. Reads the host."""
+    if position_ids.shape[1] == 1:
+        return False
+    real = torch.ones_like(position_ids, dtype=torch.bool)
+    real = real if attention_mask is None else real_tokens(attention_mask)
+    return sequence_starts(position_ids, real) is not None
+
+
+def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
+    """(B, L) bool, the tokens at which a sequence begins; ``None`` if every row has one sequence at most.
+
+    A sequence begins at a row's first token and wherever ``position_ids`` start anew at 0. Reads the host.
+
+    Raises:
+        ValueError: positions that fall to something else than 0.
+    """
+    # The position of the token before, skipping padding; -1 before the first.
+    rank = real.cumsum(1)
+    line = position_ids.new_full((real.shape[0], real.shape[1] + 1), -1)
+    line.scatter_(1, rank * real, position_ids.where(real, line.new_full((), -1)))
+    line[:, 0] = -1
+    before = line.gather(1, (rank - 1).clamp_min(0))
+    first = rank == 1
+    anew = real & ~first & (position_ids <= before)
+    found, wrong = torch.stack([anew.any(), (anew & (position_ids != 0)).any()]).tolist()
+    if wrong:
+        raise ValueError("position_ids must rise within a sequence, and start anew at 0 with the next one")
+    return (first & real) | anew if found else None
+
+
+def take_inputs(
+    d_model: int | None,
+    x: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    state: State | None = None,
+    z0: Tensor | None = None,
+) -> tuple[Inputs, Packing | None]:
+    """Check the arguments of a layer's call, remove padding and number the tokens.
+
+    Returns:
+        The inputs of the solve, and the packing that :meth:`Packing.unpack` undoes; ``None`` if nothing
+        moved.
+
+    Raises:
+        ValueError: shapes or positions that do not fit.
+    """
+    if x.dim() != 3 or 0 in x.shape:
+        raise ValueError(f"x must have shape (B, L, D) without zeros, got {tuple(x.shape)}")
+    if d_model is not None and x.shape[-1] != d_model:
+        raise ValueError(f"x has width {x.shape[-1]}, but the backbone's d_model is {d_model}")
+    if not x.is_floating_point():
+        raise ValueError(f"x must be of a floating-point type, got {x.dtype}")
+    for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+        if value is not None and value.shape != x.shape[:2]:
+            raise ValueError(
+                f"{name} must have x's shape (B, L) = {tuple(x.shape[:2])}, got {tuple(value.shape)}"
+            )
+    if z0 is not None and z0.shape != x.shape:
+        raise ValueError(f"z0 must have x's shape {tuple(x.shape)}, got {tuple(z0.shape)}")
+    if state is not None and state.batch_size != x.shape[0]:
+        raise ValueError(f"state holds {state.batch_size} sequences, but x has {x.shape[0]}")
+    packing = _packing(x, attention_mask, position_ids, state)
+    lengths = torch.full((x.shape[0],), x.shape[1], device=x.device)
+    if packing is not None:
+        x, lengths = packing.pack(x), packing.lengths
+        z0 = None if z0 is None else packing.pack(z0)
+        position_ids = None if position_ids is None else packing.pack(position_ids)
+    # A sequence ends before its first token that is not finite: no later token can be right, and one NaN in a
+    # matrix product would reach the tokens before it (0 * NaN is NaN).
+    place = torch.arange(x.shape[1], device=x.device)
+    finite = torch.isfinite(x).all(-1)
+    end = torch.where(finite | (place >= lengths[:, None]), x.shape[1], place).amin(1)
+    unsolvable = (place >= end[:, None]) & (place < lengths[:, None])
+    lengths = torch.minimum(lengths, end)
+    real = (place < lengths[:, None])[..., None]
+    x = x.where(real, x.new_zeros(()))
+    if z0 is not None:  # a guess that is not finite counts as zero
+        z0 = z0.to(x.dtype)
+        z0 = z0.where(real & torch.isfinite(z0).all(-1, keepdim=True), z0.new_zeros(()))
+    if position_ids is None:
+        position_ids = place.expand(x.shape[:2])
+        if state is not None:
+            position_ids = position_ids + state.seen[:, None]
+    return Inputs(x, z0, position_ids, lengths, unsolvable, state), packing
+
+
+def _packing(
+    x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, state: State | None
+) -> Packing | None:
+    """How the tokens of a call go into rows of their own; ``None`` if they already are."""
+    real = None if attention_mask is None else real_tokens(attention_mask)
+    if position_ids is not None and (x.shape[1] > 1 or state is not None):
+        tokens = torch.ones_like(position_ids, dtype=torch.bool) if real is None else real
+        starts = sequence_starts(position_ids, tokens)
+        if starts is not None:
+            if state is not None:
+                raise ValueError(
+                    "position_ids start anew inside a row: several sequences in a row have no common state, "
+                    "so give no state, or one sequence a row"
+                )
+            return Packing.of_packed(tokens, starts)
+        if state is not None and bool((tokens & (position_ids < state.seen[:, None])).any()):
+            raise ValueError(
+                f"position_ids must go on from the {state.seen.tolist()} tokens that the state has seen"
+            )
+    return None if real is None else Packing.of(real)

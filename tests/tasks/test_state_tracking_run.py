@@ -161,11 +161,10 @@ def test_windows_agree_and_batch_size_does_not_matter(run: Path) -> None:
 
 def test_evaluation_leaves_the_model_alone(run: Path) -> None:
     model, settings = load(run)
-    layer = model.model.layer
-    before = layer.eval_convergence, layer.solver
+    before = model.model.layer.eval_solve
     fresh = held_out(settings, 4, sequences=2, seed=0)
     evaluate(model, fresh.tokens, fresh.targets, tolerance=0.1, max_iter=3, damping=0.2)
-    assert layer.eval_convergence is before[0] and layer.solver is before[1]
+    assert model.model.layer.eval_solve is before
 
 
 def test_damping_changes_the_way_and_not_the_answer(run: Path) -> None:

@@ -77,11 +77,12 @@ def summary(rows: Sequence[Named]) -> str:
 def by_task(rows: Sequence[Named]) -> str:
     """A table with a line for every task and a column for every evaluation."""
     tasks = sorted({task for _, e in rows for task in e.accuracy_by_task})
-    columns: list[Column] = [("task", str)]
-    columns += [
-        (name, lambda task, e=e: f"{e.accuracy_by_task[task]:.4f}" if task in e.accuracy_by_task else "-")
-        for name, e in rows
-    ]
+
+    def accuracy(name: str, found: Evaluation) -> Column:
+        shares = found.accuracy_by_task
+        return name, lambda task: f"{shares[task]:.4f}" if task in shares else "-"
+
+    columns: list[Column] = [("task", str), *(accuracy(*row) for row in rows)]
     return table(columns, tasks)
 
 

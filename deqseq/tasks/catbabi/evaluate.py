@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.convergence import check_count
+from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, counted, once
 from deqseq.tasks.catbabi.settings import TrainedOn, TrainSettings, load_settings
@@ -80,14 +81,16 @@ def evaluate(
     data: CatBabi,
     split: str = "test",
     batch_size: int = 256,
+    solve: SolveOptions | None = None,
     progress: bool = False,
 ) -> Evaluation:
     """Read the split's stories of the run's tasks once, and compare answers.
 
     Args:
-        run: the model, which is solved with its evaluation policy, and its mode, tasks, cut and type.
+        run: the model, and its mode, tasks, cut and type.
         data: with the vocabulary that the model was trained on.
         batch_size: streams.
+        solve: options of the solves; the model's by default.
 
     Raises:
         ValueError: another vocabulary; no such split, or one without questions of the run's tasks; a batch
@@ -120,7 +123,7 @@ def evaluate(
         inputs, targets, tasks = (values.to(model.device) for values in cut)
         cache = EquilibriumCache(backbone.rewinds, state)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
-            out = model(inputs, past_key_values=cache)
+            out = model(inputs, past_key_values=cache, solve=solve)
         assert cache.state is not None
         state = backbone.keep_last(cache.state, settings.cut)
         expected = counted(inputs, targets, data.question)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,34 +19,28 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from deqseq.convergence import FixedIterations, Residual, check_count
+from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
-from deqseq.tasks.common.models import (
-    Window,
-    check_tokens,
-    implicit_layer,
-    needed_layer,
-    solving,
-    window_name,
-)
+from deqseq.tasks.common.models import Window, check_tokens, needed_layer, solve_options
 
-# Rows of logits that are turned into float32 at once: a copy of all would double the memory.
+# Rows of logits converted to float32 at a time: a copy of all would double the memory.
 _ROWS = 4096
 _FIRST_BUCKET = 16
 
 
 @dataclass
 class Positions:
-    """The tokens that stand ``first`` to ``last`` in their sequences, counted from 1.
+    """The tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
     Attributes:
         tokens: how many.
         nll, nll_stderr: mean negative log-likelihood and its standard error.
         perplexity: ``exp(nll)``.
         iterations: evaluations a token took part in, mean; ``None`` for explicit models.
-        change, change_stderr: mean, over these tokens, of what the nll is more than in sequences of the
-            first length; ``None`` where there is none to compare with.
+        change, change_stderr: mean difference of these tokens' nll from their nll in sequences of the first
+            length; ``None`` at the first length.
 
-    Standard errors take tokens as independent; ``None`` for a single one.
+    Standard errors assume independent tokens; ``None`` for a single token.
     """
 
     first: int
@@ -70,15 +64,15 @@ class Score:
         nll: mean negative log-likelihood of a predicted token.
         perplexity: ``exp(nll)``.
         window: tokens solved at a time, or ``"all"``.
-        policy, budget: when a token was done, and the evaluations it could take part in at most.
+        policy, budget: the convergence policy, and the most evaluations a token could take part in.
         iterations: evaluations a token took part in, mean.
         residual: relative, mean over tokens.
-        converged: share of tokens that met the tolerance; ``None`` where there is none.
+        converged: share of tokens that met the tolerance; ``None`` for policies without one.
         passes_per_batch: calls of f over a window, mean over batches.
         seconds, tokens_per_second: of the model and the loss.
         by_position: tokens 1 to 16 of their sequences, 17 to 32, 33 to 64 and so on.
 
-    What belongs to a search is ``None`` for explicit models.
+    Fields about the search are ``None`` for explicit models.
     """
 
     length: int
@@ -105,10 +99,10 @@ def exponential(nll: float) -> float:
 def batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and the tokens that follow them, each (B, L): every token of (N,) but the first is a target.
 
-    The last batch is the rest, one shorter sequence, if the text does not divide.
+    If the text does not divide, the last batch is one shorter sequence.
 
     Raises:
-        ValueError: fewer tokens than one sequence and what follows it; sizes below 1.
+        ValueError: fewer tokens than one sequence and the token after it; sizes below 1.
     """
     check_count("length", length)
     check_count("batch_size", batch_size)
@@ -130,14 +124,15 @@ def _batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Ten
         yield inputs[None, whole:], targets[None, whole:]
 
 
-def run(model: PreTrainedModel, inputs: Tensor) -> Any:
+def run(model: PreTrainedModel, inputs: Tensor, solve: SolveOptions | None) -> Any:
     """The model's output on ``inputs`` (B, L).
 
     Raises:
         ValueError: more positions than the model has.
     """
+    options: dict[str, Any] = {} if solve is None else {"solve": solve}
     try:
-        return model(input_ids=inputs.to(model.device))
+        return model(input_ids=inputs.to(model.device), **options)
     except IndexError as error:
         raise ValueError(f"the model has no positions for sequences of {inputs.shape[1]} tokens") from error
 
@@ -150,6 +145,14 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
         for i in range(0, len(rows), _ROWS)
     ]
     return torch.cat(parts).view(targets.shape).cpu().double()
+
+
+def solve_names(solve: SolveOptions | None) -> dict[str, Any]:
+    """The fields of :class:`Score` that describe the options; all ``None`` for explicit models."""
+    if solve is None:
+        return dict.fromkeys(("window", "policy", "budget"))
+    policy = solve.convergence
+    return {"window": solve.window or "all", "policy": repr(policy), "budget": policy.max_iter}
 
 
 def search_means(solves: SolveStatistics) -> dict[str, Any]:
@@ -165,25 +168,30 @@ def search_means(solves: SolveStatistics) -> dict[str, Any]:
 
 
 def score(
-    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8, progress: bool = False
-) -> Score:
-    """Perplexity of ``tokens`` (N,) in sequences of ``length``, as the model is set to solve them.
+    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8, progress: bool = False,
+    solve: SolveOptions | None = None,
+) -> Score:  # fmt: skip
+    """Perplexity of ``tokens`` (N,) in sequences of ``length``.
 
-    Every token but the first is predicted once, whatever the length, so lengths compare; results do not
+    Every token but the first is predicted once, whatever the length, so lengths compare. Results do not
     depend on ``batch_size``.
+
+    Args:
+        solve: options of the solves; the model's by default.
 
     Raises:
         ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
     """
-    return _score(model, tokens, length, batch_size, progress)[0]
+    return _score(model, tokens, length, batch_size, progress, solve)[0]
 
 
 @torch.no_grad()
 def _score(
     model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int, progress: bool,
-    first: Tensor | None = None,
+    solve: SolveOptions | None, first: Tensor | None = None,
 ) -> tuple[Score, Tensor]:  # fmt: skip
-    """The score, and the nll (N - 1,) of every predicted token; ``first``: theirs at the first length."""
+    """The score, and the nll (N - 1,) of every predicted token. ``first``: the nll at the first length."""
+    solve = solve_options(model) if solve is None else solve
     model.eval()
     cut = batches(tokens, length, batch_size)
     check_tokens(model, tokens)
@@ -192,7 +200,7 @@ def _score(
     start = time.perf_counter()
     bar = tqdm(total=len(tokens) - 1, desc=f"length {length}", unit="tok", leave=False, disable=not progress)
     for inputs, targets in cut:
-        out = run(model, inputs)
+        out = run(model, inputs, solve)
         nll_parts.append(losses(out.logits, targets).flatten())
         solution = getattr(out, "solution", None)
         if solution is not None:
@@ -201,7 +209,6 @@ def _score(
         bar.update(targets.numel())
     bar.close()
     seconds = time.perf_counter() - start
-    layer = implicit_layer(model)
     nll = torch.cat(nll_parts)
     iterations = torch.cat(iterations_parts) if iterations_parts else None
     nll_mean = nll.mean().item()
@@ -210,9 +217,7 @@ def _score(
         tokens=len(nll),
         nll=nll_mean,
         perplexity=exponential(nll_mean),
-        window=window_name(layer),
-        policy=None if layer is None else repr(layer.eval_convergence),
-        budget=None if layer is None else layer.eval_convergence.max_iter,
+        **solve_names(solve),
         **search_means(solves),
         seconds=seconds,
         tokens_per_second=len(nll) / seconds,
@@ -256,28 +261,25 @@ def _mean(values: Tensor) -> tuple[float, float | None]:
 
 
 def score_by_length(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    lengths: Sequence[int],
-    batch_size: int = 8,
-    progress: bool = False,
-) -> list[Score]:
+    model: PreTrainedModel, tokens: Tensor, lengths: Sequence[int], batch_size: int = 8,
+    progress: bool = False, solve: SolveOptions | None = None,
+) -> list[Score]:  # fmt: skip
     """The same tokens in sequences of several lengths.
 
-    What a position makes of the loss hides behind which tokens happen to stand there: of a long sequence
-    there are few. So ``by_position`` also has the change against the same tokens at the first length.
+    The effect of a position on the loss is smaller than the differences between the few tokens that stand
+    there. So ``by_position`` also has the change of the same tokens against the first length.
 
     Args:
-        batch_size: sequences of the shortest length in a batch. Longer ones go fewer at a time, so that
-            a batch holds as many tokens.
+        batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of
+            as many tokens.
     """
     for length in lengths:
-        batches(tokens, length, batch_size)  # the longest may be too long: say so before hours of work
+        batches(tokens, length, batch_size)  # checks all lengths before the work starts
     found: list[Score] = []
     first: Tensor | None = None
     for length in lengths:
         fitting = max(1, batch_size * min(lengths) // length)
-        one, nll = _score(model, tokens, length, fitting, progress, first)
+        one, nll = _score(model, tokens, length, fitting, progress, solve, first)
         found.append(one)
         first = nll if first is None else first
     return found
@@ -289,19 +291,20 @@ def score_by_budget(
 ) -> list[Score]:  # fmt: skip
     """The same sequences with several numbers of iterations; last, with the model's own policy.
 
-    All tokens do exactly that many iterations together; in a smaller window, or with a tolerance
-    ``rtol``, at most that many, for a window only slides as tokens settle.
+    All tokens do exactly that many iterations together. In a smaller window, or with a tolerance ``rtol``,
+    they do at most that many, because a window slides only when tokens settle.
 
     Raises:
         ValueError: the model is explicit; a budget below 1; as :func:`score`.
     """
-    layer = needed_layer(model, "a number of iterations")
-    own = layer.eval_convergence
-    if rtol is None and (layer.window if window == "model" else window) is not None:
+    needed_layer(model, "a number of iterations")
+    options = solve_options(model, window)
+    assert options is not None
+    own = options.convergence
+    if rtol is None and options.window is not None:
         rtol = own.rtol if isinstance(own, Residual) and own.rtol > 0 else 1e-3
     policies = [FixedIterations(n) if rtol is None else Residual(rtol=rtol, max_iter=n) for n in budgets]
-    found = []
-    for policy in (*policies, None):
-        with solving(model, window, policy):
-            found.append(score(model, tokens, length, batch_size, progress))
-    return found
+    return [
+        score(model, tokens, length, batch_size, progress, replace(options, convergence=policy))
+        for policy in (*policies, own)
+    ]

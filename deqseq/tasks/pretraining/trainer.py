@@ -170,7 +170,7 @@ class PretrainTrainer(CurriculumTrainer):
             if line and self.spectral_every and line % self.spectral_every == 0:
                 logs |= self._radius()
             if self.layer is not None:
-                policy = self.layer.train_convergence
+                policy = self.layer.train_solve.convergence
                 tolerance = policy.rtol if isinstance(policy, Residual) else None
                 for text in self.advice.read(logs, tolerance):
                     if self.is_world_process_zero():

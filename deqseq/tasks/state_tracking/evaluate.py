@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -18,13 +17,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.convergence import Residual, check_count
-from deqseq.layer import ImplicitSequenceLayer
-from deqseq.solvers import Picard
+from deqseq.convergence import check_count
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common import results
 from deqseq.tasks.common.files import write_json
-from deqseq.tasks.common.models import implicit_layer
+from deqseq.tasks.common.models import implicit_layer, solve_options
 from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.state_tracking.data import WordProblemDataset
 from deqseq.tasks.state_tracking.lstm import LSTM
@@ -83,7 +80,7 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM | LSTM, TrainSettings]:
     except (OSError, RuntimeError, json.JSONDecodeError) as error:
         raise ValueError(f"the checkpoint in {path} cannot be read: {error}") from error
     except Exception as error:
-        # safetensors reports a damaged file with an exception class of its own.
+        # safetensors has its own class of errors for damaged files.
         if type(error).__module__.startswith("safetensors"):
             raise ValueError(f"the checkpoint in {path} is damaged: {error}") from error
         raise
@@ -105,11 +102,11 @@ def evaluate(
     """Solve ``tokens`` (S, L) int64 and compare the predictions with ``targets`` (S, L).
 
     Args:
-        window: tokens solved at a time; all by default. No matter for explicit models.
+        window: tokens solved at a time; all by default. Explicit models ignore the options of solves.
         tolerance, max_iter: of the search; the model's evaluation policy by default.
-        damping: of Picard's iteration; the model's by default. Tokens that swing between two values for
-            ever come to rest under more damping, a smaller value.
-        batch_size: sequences solved together; results do not depend on it.
+        damping: of Picard's iteration; the model's solver by default. A smaller value makes tokens converge
+            that otherwise oscillate between two values.
+        batch_size: sequences solved together; does not change results.
 
     Raises:
         ValueError: shapes that differ, tokens outside the vocabulary, a window, tolerance, budget or
@@ -129,19 +126,19 @@ def evaluate(
                 f"token {extreme} is outside the model's vocabulary of {model.config.vocab_size}"
             )
     model.eval()
-    layer = implicit_layer(model)
-    options: dict[str, Any] = {} if layer is None else {"window": window}
+    options: dict[str, Any] = {}
+    if implicit_layer(model) is not None:
+        options["solve"] = solve_options(model, window, tolerance, max_iter, damping)
     solves = SolveStatistics()
     parts = []
     start = time.perf_counter()
     batches = range(0, len(tokens), batch_size)
     description = f"length {tokens.shape[1]}, window {window or 'all'}"
-    with _search(layer, tolerance, max_iter, damping):
-        for i in tqdm(batches, desc=description, leave=False, disable=not progress):
-            out = model(tokens[i : i + batch_size].to(model.device), **options)
-            parts.append(out.logits.argmax(-1) == targets[i : i + batch_size].to(model.device))
-            if out.solution is not None:
-                solves.add(out.solution)
+    for i in tqdm(batches, desc=description, leave=False, disable=not progress):
+        out = model(tokens[i : i + batch_size].to(model.device), **options)
+        parts.append(out.logits.argmax(-1) == targets[i : i + batch_size].to(model.device))
+        if out.solution is not None:
+            solves.add(out.solution)
     right = torch.cat(parts).cpu().double()
     search = solves.read()
     return Evaluation(
@@ -180,33 +177,6 @@ def evaluate_fresh(
     fresh = held_out(replace(settings, identity_probability=p), length, sequences, seed)
     found = evaluate(model, fresh.tokens, fresh.targets, **options)
     return replace(found, identity_probability=p)
-
-
-@contextmanager
-def _search(
-    layer: ImplicitSequenceLayer | None,
-    tolerance: float | None,
-    max_iter: int | None,
-    damping: float | None,
-) -> Iterator[None]:
-    """The layer with another tolerance, budget or damping for evaluation, for a while."""
-    if layer is None:
-        yield
-        return
-    policy, solver = layer.eval_convergence, layer.solver
-    if tolerance is not None or max_iter is not None:
-        base = policy if isinstance(policy, Residual) else Residual(rtol=1e-3, max_iter=policy.max_iter)
-        layer.eval_convergence = replace(
-            base,
-            rtol=base.rtol if tolerance is None else tolerance,
-            max_iter=base.max_iter if max_iter is None else max_iter,
-        )
-    if damping is not None:
-        layer.solver = Picard(damping)
-    try:
-        yield
-    finally:
-        layer.eval_convergence, layer.solver = policy, solver
 
 
 def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblemDataset:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual
+from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, LayerOutput, Residual, SolveOptions
 from deqseq.backbone import State
 from deqseq.backbones import Mamba2Backbone
 from deqseq.solution import Status
@@ -37,6 +37,8 @@ Layer = ImplicitSequenceLayer | ExplicitSequenceLayer
 TOLERANCE = 1e-13
 MAX_ENTRIES = 2048
 _STEP = 1e-3  # of a central difference, relative to the state
+# Broyden's method is fast near the equilibrium, also where the map does not contract.
+_EXACTLY = SolveOptions(Broyden(memory=64), Residual(rtol=TOLERANCE, max_iter=1000), window=1)
 
 
 @dataclass
@@ -88,7 +90,7 @@ def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
         return fz.flatten(), after.layers[0][1].flatten()
 
     with torch.no_grad():
-        z = _solve(layer, x, state)[0] if backbone.injects else x
+        z = _solve(layer, x, state).z if backbone.injects else x
     (f_z, f_h), (h_z, h_h) = torch.func.jacrev(step, argnums=(0, 1))(z.flatten(), h.flatten())
     if not backbone.injects:
         return h_h.detach()
@@ -103,31 +105,38 @@ def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
     Arguments as in :func:`by_formula`.
     """
     tail, h = state.layers[0]
-    z, after = _solve(layer, x, state)
-    size = _STEP * max(h.abs().max(), after.abs().max())
+    out = _solve(layer, x, state)
+    size = _STEP * max(h.abs().max(), _recurrent(out).abs().max())
     moves = torch.eye(h.numel(), dtype=h.dtype).view(-1, *h.shape[1:]) * size
     states = torch.cat([h + moves, h - moves])
     batch = len(states)
     changed = State(state.seen.expand(batch), ((tail.expand(batch, -1, -1), states),))
-    found = _solve(layer, x.expand(batch, -1, -1), changed, z.expand(batch, -1, -1))[1].flatten(1)
-    ahead, behind = found.chunk(2)
+    found = _solve(layer, x.expand(batch, -1, -1), changed, out.z.expand(batch, -1, -1))
+    ahead, behind = _recurrent(found).flatten(1).chunk(2)
     return ((ahead - behind) / (2 * size)).T
 
 
-def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The output of one token and the recurrence's state after it.
+def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> LayerOutput:
+    """The layer's output for one token.
 
     Raises:
         ValueError: it does not converge to the tolerance.
     """
-    options = {} if isinstance(layer, ExplicitSequenceLayer) else {"window": 1, "z0": z0}
-    out = layer(x, state=state, **options)
-    if out.solution is not None and bool((out.solution.status != Status.CONVERGED).any()):
+    if isinstance(layer, ExplicitSequenceLayer):
+        return layer(x, state=state)
+    out = layer(x, state=state, z0=z0, solve=_EXACTLY)
+    if bool((out.solution.status != Status.CONVERGED).any()):
         worst = out.solution.residual.max().item()
         raise ValueError(
             f"the layer does not converge: residual {worst:.1e} after {out.solution.nfe} evaluations"
         )
-    return out.z, out.state.layers[0][1]
+    return out
+
+
+def _recurrent(out: LayerOutput) -> Tensor:
+    """The recurrence's state after the token."""
+    assert out.state is not None
+    return out.state.layers[0][1]
 
 
 def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tensor]]:
@@ -141,10 +150,7 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
     if blocks != 1:
         raise ValueError(f"{name} must have one block of Mamba2, got {blocks}")
     layer.double().eval()
-    if isinstance(layer, ImplicitSequenceLayer):
-        layer.solver = Broyden(memory=64)  # fast near the equilibrium, also where the map does not contract
-        layer.set_convergence(Residual(rtol=TOLERANCE, max_iter=1000))
-    state = backbone.initial_state(1)
+    state: Any = backbone.initial_state(1)
     entries = state.layers[0][1].numel()
     if entries > MAX_ENTRIES:
         raise ValueError(
@@ -168,7 +174,7 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
         )
         yield row, found
         with torch.no_grad():
-            state = layer(token, state=state).state
+            state = _solve(layer, token, state).state
 
 
 def random_layers() -> dict[str, Layer]:

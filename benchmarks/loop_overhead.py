@@ -20,7 +20,7 @@ from common import describe_machine, finish, print_table, stopwatch
 
 from deqseq import FixedIterations, Problem, Solver, iterate
 from deqseq.backbones import Mamba2Backbone
-from deqseq.convergence import relative, residual_norms
+from deqseq.ops.residual import relative, residual_norms
 from deqseq.solvers import Anderson, Broyden, Picard
 
 Solve = Callable[[], torch.Tensor]

@@ -48,7 +48,7 @@ from trained import (
 from deqseq import ImplicitSequenceLayer, LayerOutput, Residual, Solver, Status, kernels
 from deqseq.backbones import Mamba2Backbone
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.convergence import relative, residual_norms
+from deqseq.ops.residual import relative, residual_norms
 from deqseq.solvers import Anderson, Broyden, Picard, TorchDEQ
 from deqseq.tasks.common.figures import log_scale, pyplot
 from deqseq.tasks.common.runs import RunFolder

@@ -4,17 +4,11 @@ Start with :class:`ImplicitSequenceLayer`. Importing this package needs torch an
 """
 
 from deqseq.backbone import Backbone, Context, State
-from deqseq.convergence import (
-    Both,
-    ConvergencePolicy,
-    Either,
-    FixedIterations,
-    Judgement,
-    Quantile,
-    Residual,
-)
-from deqseq.gradients import GradientStrategy, ImplicitDifferentiation, Phantom, Unrolled
+from deqseq.gradient import GradientStrategy
+from deqseq.gradients import ImplicitDifferentiation, Phantom, Unrolled
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer, LayerOutput
+from deqseq.policies import Both, Either, Quantile, Residual
+from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
 from deqseq.problem import Problem, SolveOptions
 from deqseq.regularisation import jacobian_penalty, spectral_radius
 from deqseq.search import search, steps

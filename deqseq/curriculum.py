@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deqseq.convergence import check_count, policies
-from deqseq.gradients import gradients
+from deqseq.checks import check_count
+from deqseq.gradient import gradients
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.policy import policies
 from deqseq.problem import SolveOptions
 
 

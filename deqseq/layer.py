@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deqseq import kernels
 from deqseq.backbone import Backbone, State, backbones
-from deqseq.gradients import GradientStrategy, gradients, solve_with_gradient
+from deqseq.gradient import GradientStrategy, gradients, solve_with_gradient
 from deqseq.inputs import Inputs, take_inputs
 from deqseq.loop import evaluate
 from deqseq.problem import PolicySpec, Problem, SolveOptions

@@ -51,7 +51,7 @@ def _residual(z: Tensor, fz: Tensor, outputs: tuple[Tensor, ...], atol: float, r
 
 
 def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`deqseq.convergence.residual_norms`."""
+    """As :func:`deqseq.ops.residual.residual_norms`."""
     change = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
     size = torch.empty_like(change)
     _residual(z, fz, (change, size), 0.0, 0.0)

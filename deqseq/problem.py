@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deqseq.backbone import Context, State, Trace
-from deqseq.convergence import ConvergencePolicy, FixedIterations, Residual, check_count, policies
+from deqseq.checks import check_count
+from deqseq.policy import ConvergencePolicy, FixedIterations, policies
 from deqseq.solver import Solver, solvers
 
 PolicySpec = ConvergencePolicy | str | Mapping[str, Any]
@@ -47,7 +48,7 @@ class SolveOptions:
         window: int | None = None,
     ) -> None:
         if convergence is None:
-            convergence = Residual(rtol=0.05, max_iter=32)
+            convergence = {"name": "residual", "rtol": 0.05, "max_iter": 32}
         if window is not None:
             check_count("window", window)
         object.__setattr__(self, "solver", solvers.create(solver))

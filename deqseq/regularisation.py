@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqseq import kernels
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 
 
 def jacobian_penalty(

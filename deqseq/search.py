@@ -16,8 +16,8 @@ from torch import Tensor
 
 from deqseq import graphs
 from deqseq.compact import CompactingRunner, compactable
-from deqseq.convergence import FixedIterations
 from deqseq.loop import Runner, drive
+from deqseq.policy import FixedIterations
 from deqseq.problem import Problem, SolveOptions
 from deqseq.solution import Solution, Status
 from deqseq.solver import Progress, Solver, SolverState, solvers

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.convergence import ConvergencePolicy, FixedIterations
 from deqseq.ops.settle import settle
+from deqseq.policy import ConvergencePolicy, FixedIterations
 from deqseq.solution import Status
 from deqseq.solver import Progress
 

@@ -19,7 +19,7 @@ from deqseq import (
     Residual,
     Status,
 )
-from deqseq.convergence import Judgement
+from deqseq.policy import Judgement
 
 
 def judge(

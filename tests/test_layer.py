@@ -24,7 +24,7 @@ from deqseq import (
     Status,
 )
 from deqseq.backbones import Mamba2Backbone, ModuleBackbone
-from deqseq.convergence import Judgement
+from deqseq.policy import Judgement
 from deqseq.solvers import Anderson, BestIterate
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]

@@ -19,8 +19,8 @@ from deqseq import (
 )
 from deqseq.backbone import backbones
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone
-from deqseq.convergence import policies
-from deqseq.gradients import gradients
+from deqseq.gradient import gradients
+from deqseq.policy import policies
 from deqseq.registry import Registry
 from deqseq.solver import solvers
 from deqseq.solvers import Anderson, Broyden, Picard, TorchDEQ

@@ -26,8 +26,8 @@ from deqseq import (
     replay,
     trees,
 )
-from deqseq.convergence import Quantile
 from deqseq.layer import LayerOutput
+from deqseq.policies import Quantile
 from deqseq.problem import Problem
 from deqseq.solvers import Anderson, Broyden, Picard, TorchDEQ
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from deqseq import kernels
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 
 RMS_EPS = 1e-5
 

@@ -11,8 +11,9 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 
 from deqseq.backbone import backbones
-from deqseq.convergence import check_count, policies
-from deqseq.gradients import gradients
+from deqseq.checks import check_count
+from deqseq.gradient import gradients
+from deqseq.policy import policies
 from deqseq.solver import solvers
 
 logger = logging.getLogger(__name__)

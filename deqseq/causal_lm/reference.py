@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from deqseq.causal_lm.configuration import ImplicitConfig
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 
 # Regular expressions: the reference's names of weights -> ours. No name of ours matches any of them, so
 # they may stand for every checkpoint. Order matters: the general ones come last.

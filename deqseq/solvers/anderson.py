@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.convergence import Scope, check_count, check_scope
-from deqseq.solver import Progress, Solver, SolverState
-from deqseq.solvers.history import REACH, combine, dots, guarded, restarted, valid_slots
-from deqseq.solvers.picard import check_damping, damped
+from deqseq.checks import Scope, check_damping
+from deqseq.solver import Progress, SolverState
+from deqseq.solvers.history import MAX_STEP, HistorySolver, combine, guarded
+from deqseq.solvers.picard import damped
 
 
 class _State(NamedTuple):
@@ -26,21 +26,21 @@ class _State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Anderson(Solver):
+class Anderson(HistorySolver):
     """Anderson acceleration: the next iterate extrapolates the last ``memory`` differences.
 
     z <- z + β r - Σ γ_i (Δz_i + β Δr_i),  γ = argmin ||r - Σ γ_i Δr_i||² + λ Σ ||Δr_i||² γ_i².
 
-    In token scope every token has its own coefficients, so the iterates stay causal. A token's history
-    counts from when all tokens before it move far less than it does itself: until then its map was another
-    one, and mixing across maps slows the search down. The systems are solved in float32 or better whatever
-    the dtype of z; a token whose step comes out non-finite or huge takes a (damped) Picard step instead.
+    A token's history counts from when all tokens before it move far less than it does itself. Until then its
+    map changes from pass to pass, and mixing steps of different maps slows the search down. The small systems
+    are solved in float32 or better whatever the dtype of z. A token whose step is non-finite or huge takes a
+    damped Picard step instead.
 
     Args:
         memory: differences kept, at least 1.
         damping: β in (0, 1].
         regularisation: λ, relative to the size of the differences.
-        scope: ``"token"``, or ``"sequence"``: coefficients from all tokens of a sequence, which leaks
+        scope: ``"token"``, or ``"sequence"``: the tokens of a sequence share their coefficients, which leaks
             the future and is refused in causal training.
 
     Raises:
@@ -51,18 +51,12 @@ class Anderson(Solver):
     damping: float = 1.0
     regularisation: float = 1e-5
     scope: Scope = "token"
-    capturable = True
 
     def __post_init__(self) -> None:
-        check_count("memory", self.memory)
+        super().__post_init__()
         check_damping(self.damping)
         if not (math.isfinite(self.regularisation) and self.regularisation >= 0):
             raise ValueError(f"regularisation must be finite and >= 0, got {self.regularisation}")
-        check_scope(self.scope)
-
-    @property
-    def causal(self) -> bool:  # type: ignore[override]
-        return self.scope == "token"
 
     def init(self, z: Tensor) -> SolverState:
         dtype = torch.promote_types(z.dtype, torch.float32)
@@ -75,31 +69,29 @@ class Anderson(Solver):
     def step(
         self, z: Tensor, fz: Tensor, state: SolverState, progress: Progress
     ) -> tuple[Tensor, SolverState]:
-        residual = fz - z
-        if self.scope == "sequence":
-            residual = residual.where(progress.active[..., None], residual.new_zeros(()))
+        residual = self.residual(z, fz, progress)
         picard = damped(z, fz, self.damping)
         with torch.no_grad():
-            pairs = state.pairs.where(~restarted(progress, self.scope), state.pairs.new_zeros(()))
+            pairs = state.pairs.where(~self.restarted(progress), state.pairs.new_zeros(()))
         residuals = [residual - state.residual, *state.residuals[:-1]]
         iterates = [picard - state.iterate, *state.iterates[:-1]]
         with torch.no_grad():
-            row = dots(residuals, residuals[0], self.scope)
+            row = self.dots(residuals, residuals[0])
             older = state.gram[..., :-1, :-1]
             gram = torch.cat([row[..., None, :], torch.cat([row[..., 1:, None], older], -1)], -2)
             age = pairs.clamp_max(self.memory)
-            mine = valid_slots(age, self.memory)
-            weights = self._weights(gram, dots(residuals, residual, self.scope), mine)
+            valid = self.valid(age)
+            weights = self._weights(gram, self.dots(residuals, residual), valid)
             size = torch.linalg.vector_norm(residual, dim=-1, dtype=gram.dtype)
         proposal = picard - combine(iterates, weights)
-        z_next = guarded(z, proposal, picard, REACH * size)
+        z_next = guarded(z, proposal, picard, MAX_STEP * size)
         state = _State(residuals, iterates, gram, age, residual, picard, pairs + 1)
         return z_next, state
 
-    def _weights(self, gram: Tensor, target: Tensor, mine: Tensor) -> Tensor:
+    def _weights(self, gram: Tensor, target: Tensor, valid: Tensor) -> Tensor:
         """γ (B, W, M) from the normal equations of differences scaled to unit length."""
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        usable = mine & (diagonal > 0) & torch.isfinite(diagonal)
+        usable = valid & (diagonal > 0) & torch.isfinite(diagonal)
         scale = torch.where(usable, diagonal.clamp_min(torch.finfo(gram.dtype).tiny).rsqrt(), 0.0)
         system = gram * scale[..., :, None] * scale[..., None, :]
         system = torch.where(usable[..., :, None] & usable[..., None, :], system, 0.0)

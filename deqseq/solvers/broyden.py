@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.convergence import Scope, check_count, check_scope
-from deqseq.solver import Progress, Solver, SolverState
-from deqseq.solvers.history import REACH, combine, dots, guarded, restarted, valid_slots
+from deqseq.checks import Scope
+from deqseq.solver import Progress, SolverState
+from deqseq.solvers.history import MAX_STEP, HistorySolver, combine, guarded
 
 
 class _State(NamedTuple):
@@ -23,17 +23,17 @@ class _State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Broyden(Solver):
+class Broyden(HistorySolver):
     """Broyden's quasi-Newton method on g(z) = f(z) - z (Broyden, 1965; Kelley, 1995, ch. 7).
 
-    z <- z - B g with B = -I + Σ u_i v_i^T, grown by one rank a step. A token whose memory is full starts
-    again from B = -I, as does one whose map has changed because tokens before it moved. The first step,
-    and any step that comes out non-finite or huge, is Picard's.
+    z <- z - B g with B = -I + Σ u_i v_i^T, which grows by one rank a step. A token restarts from B = -I when
+    its memory is full, and while its map changes because tokens before it move. The first step is Picard's,
+    and so is a step that would be non-finite or huge.
 
     Args:
         memory: rank of the update kept, at least 1.
-        scope: ``"token"``, or ``"sequence"``: one inverse Jacobian for all tokens of a sequence, which
-            leaks the future and is refused in causal training.
+        scope: ``"token"``, or ``"sequence"``: one inverse Jacobian for all tokens of a sequence, which leaks
+            the future and is refused in causal training.
 
     Raises:
         ValueError: a value outside these ranges.
@@ -41,15 +41,6 @@ class Broyden(Solver):
 
     memory: int = 8
     scope: Scope = "token"
-    capturable = True
-
-    def __post_init__(self) -> None:
-        check_count("memory", self.memory)
-        check_scope(self.scope)
-
-    @property
-    def causal(self) -> bool:  # type: ignore[override]
-        return self.scope == "token"
 
     def init(self, z: Tensor) -> SolverState:
         nothing = torch.zeros_like(z)
@@ -60,24 +51,21 @@ class Broyden(Solver):
     def step(
         self, z: Tensor, fz: Tensor, state: SolverState, progress: Progress
     ) -> tuple[Tensor, SolverState]:
-        residual = fz - z
-        if self.scope == "sequence":
-            residual = residual.where(progress.active[..., None], residual.new_zeros(()))
-        again = restarted(progress, self.scope)
-        known = state.known & ~again
+        residual = self.residual(z, fz, progress)
+        known = state.known & ~self.restarted(progress)
         full = state.age >= self.memory
         age = state.age.where(known & ~full, state.age.new_zeros(()))
-        mine = valid_slots(age, self.memory)
+        valid = self.valid(age)
 
         moved, changed = z - state.z, residual - state.residual
         with torch.no_grad():
             # B Δg and Δz^T B with the update so far
-            on_changed = torch.where(mine, dots(state.v, changed, self.scope), 0.0)
-            on_moved = torch.where(mine, dots(state.u, moved, self.scope), 0.0)
+            on_changed = torch.where(valid, self.dots(state.v, changed), 0.0)
+            on_moved = torch.where(valid, self.dots(state.u, moved), 0.0)
         left = combine(state.v, on_moved) - moved
         with torch.no_grad():
-            slope = dots([left], changed, self.scope)
-            size = dots([left], left, self.scope).sqrt() * dots([changed], changed, self.scope).sqrt()
+            slope = self.dots([left], changed)
+            size = self.dots([left], left).sqrt() * self.dots([changed], changed).sqrt()
             usable = known[..., None] & (slope.abs() > 1e-6 * size) & torch.isfinite(slope)
             inverse = torch.where(usable, slope.reciprocal(), 0.0)
         right = moved + changed - combine(state.u, on_changed)
@@ -85,9 +73,9 @@ class Broyden(Solver):
         v = [torch.where(usable, left, left.new_zeros(())), *state.v[:-1]]
         with torch.no_grad():
             age = torch.where(known, age + 1, age)
-            mine = valid_slots(age, self.memory)
-            on_residual = torch.where(mine, dots(v, residual, self.scope), 0.0)
-            limit = REACH * torch.linalg.vector_norm(residual, dim=-1, dtype=on_residual.dtype)
+            valid = self.valid(age)
+            on_residual = torch.where(valid, self.dots(v, residual), 0.0)
+            limit = MAX_STEP * torch.linalg.vector_norm(residual, dim=-1, dtype=on_residual.dtype)
         z_next = guarded(z, fz - combine(u, on_residual), fz, limit)
         state = _State(u, v, age, residual, z, torch.ones_like(known))
         return z_next, state

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from deqseq.checks import check_damping
 from deqseq.solver import Progress, Solver, SolverState
 
 
@@ -42,9 +42,3 @@ class Picard(Solver):
 def damped(z: Tensor, fz: Tensor, damping: float) -> Tensor:
     """z + damping (f(z) - z), without the arithmetic where damping is 1."""
     return fz if damping == 1 else torch.lerp(z, fz, damping)
-
-
-def check_damping(damping: float) -> None:
-    """Raise ``ValueError`` unless ``damping`` is in (0, 1]."""
-    if not (math.isfinite(damping) and 0 < damping <= 1):
-        raise ValueError(f"damping must be in (0, 1], got {damping}; 1 is undamped")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from deqseq.solver import Progress, Solver, SolverState
 
-# What the adapter sets itself: the loop owns stopping and budget.
+# Arguments that the adapter sets: our loop decides when to stop.
 _OWN = {"func", "x0", "max_iter", "tol", "stop_mode", "indexing", "return_final", "kwargs"}
 _NEVER = 1_000_000
 
@@ -21,12 +19,12 @@ _NEVER = 1_000_000
 class TorchDEQ(Solver):
     """A torchdeq solver inside our loop: ``solver="torchdeq:anderson"``.
 
-    torchdeq's solvers own their loop and call f. Here the call is turned inside out: the solver runs in
-    a thread that stops at every call of f and hands the iterate to our loop, which evaluates f, judges
-    and counts as for any other solver. Only the algebra is torchdeq's; its tolerance never stops it.
+    torchdeq's solvers have their own loop and call f. Here such a solver is a coroutine: it is suspended at
+    every call of f, and our loop evaluates f, judges and counts as for any other solver. Only the algebra is
+    torchdeq's; its tolerance never stops it.
 
-    torchdeq mixes whole sequences, so that early tokens' iterates depend on later ones: in causal
-    training it is refused, as is a window. It cannot be unrolled with a graph.
+    torchdeq mixes whole sequences, so an early token's iterates depend on later tokens. Causal training
+    refuses it, and so does a window. It cannot be unrolled with a graph.
 
     Args:
         method: ``"fixed_point_iter"``, ``"anderson"``, ``"broyden"``, or a name registered with torchdeq.
@@ -34,7 +32,7 @@ class TorchDEQ(Solver):
 
     Raises:
         ValueError: unknown method or option (torchdeq itself ignores the latter).
-        ImportError: torchdeq is not installed.
+        ImportError: torchdeq or greenlet is not installed.
     """
 
     causal = False
@@ -42,6 +40,7 @@ class TorchDEQ(Solver):
 
     def __init__(self, method: str, **options: Any) -> None:
         try:
+            import greenlet  # noqa: F401 - suspends torchdeq's solvers
             from torchdeq.solver import _solvers as known
         except ImportError as error:
             raise ImportError(
@@ -75,19 +74,12 @@ class TorchDEQ(Solver):
     ) -> tuple[Tensor, SolverState]:
         if fz.requires_grad:
             raise ValueError(f"{self} cannot be unrolled with a graph: use Picard or Anderson")
-        # torchdeq knows no padding: what never takes part is answered as solved, and weighs nothing.
+        # torchdeq knows no padding: tokens that never take part count as solved.
         fz = torch.where((progress.iterations == 0)[..., None], z, fz)
-        wide = torch.promote_types(z.dtype, torch.float32)  # of its systems
+        dtype = torch.promote_types(z.dtype, torch.float32)
         if state is None:
-            # A thread starts on the default stream; the solver must queue its work where f does.
-            stream = torch.cuda.current_stream(z.device) if z.is_cuda else None
-
-            def solve(f: Callable[[Tensor], Tensor]) -> None:
-                with torch.cuda.stream(stream):
-                    self._solve(f, z.to(wide), _NEVER, 0.0, **self.options)
-
-            state = _Conversation(solve)
-        proposal = state.reply(fz.to(wide))
+            state = _Coroutine(lambda f: self._solve(f, z.to(dtype), _NEVER, 0.0, **self.options))
+        proposal = state.send(fz.to(dtype))
         if proposal is None:
             return fz, state
         # torchdeq's Broyden divides by quantities that vanish at convergence.
@@ -95,55 +87,28 @@ class TorchDEQ(Solver):
         return torch.where(torch.isfinite(proposal).all(-1, keepdim=True), proposal, fz), state
 
 
-class _Conversation:
-    """A solver in a thread: it asks for f at an iterate, we reply."""
+class _Coroutine:
+    """A solver that is suspended at every call of f."""
 
     def __init__(self, solve: Callable[[Callable[[Tensor], Tensor]], Any]) -> None:
-        self._questions: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
-        self._replies: SimpleQueue[Tensor | None] = SimpleQueue()
-        # The thread knows the queues and not this object, so that dropping the object ends it.
-        arguments = (solve, self._questions, self._replies)
-        threading.Thread(target=_converse, args=arguments, daemon=True).start()
-        self._next()  # f at the initial guess: the loop has evaluated it already
+        from greenlet import getcurrent, greenlet
 
-    def reply(self, fz: Tensor) -> Tensor | None:
-        """Answer the last question; returns the next iterate, ``None`` once the solver has ended."""
-        self._replies.put(fz)
-        return self._next()
+        def f(z: Tensor) -> Tensor:
+            fz: Tensor = getcurrent().parent.switch(z.clone())
+            return fz
 
-    def _next(self) -> Tensor | None:
-        question = self._questions.get()
-        if isinstance(question, BaseException):
-            raise question
-        if question is None:
-            self._questions.put(None)
-        return question
+        def run() -> None:
+            solve(f)  # returns to the caller without an iterate
 
-    def __del__(self) -> None:
-        self._replies.put(None)
+        self._solver, self._getcurrent = greenlet(run), getcurrent
+        self._resume()  # the first call of f, at the initial guess, which the loop has evaluated already
 
+    def send(self, fz: Tensor) -> Tensor | None:
+        """Answer the last call of f; returns the next iterate, ``None`` once the solver has ended."""
+        return None if self._solver.dead else self._resume(fz)
 
-class _Abandoned(BaseException):
-    """The loop has stopped; nobody will reply."""
-
-
-def _converse(
-    solve: Callable[[Callable[[Tensor], Tensor]], Any],
-    questions: SimpleQueue[Tensor | BaseException | None],
-    replies: SimpleQueue[Tensor | None],
-) -> None:
-    def ask(z: Tensor) -> Tensor:
-        questions.put(z.clone())
-        fz = replies.get()
-        if fz is None:
-            raise _Abandoned
-        return fz
-
-    try:
-        with torch.no_grad():
-            solve(ask)
-        questions.put(None)
-    except _Abandoned:
-        pass
-    except BaseException as error:  # raised again in the loop's thread
-        questions.put(error)
+    def _resume(self, *values: Tensor) -> Tensor | None:
+        self._solver.parent = self._getcurrent()
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # a suspended solver leaves its own mode behind
+            iterate: Tensor | None = self._solver.switch(*values)
+        return iterate

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
 
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 from deqseq.tasks.catbabi.stories import QUESTION, SPLITS, TASKS, Story
 from deqseq.tasks.common.files import write_json
 

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.causal_lm.cache import EquilibriumCache
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, counted, once

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import deqseq.causal_lm  # noqa: F401 - registers the implicit models with AutoModelForCausalLM
-from deqseq.convergence import Residual, check_count
+from deqseq.checks import check_count
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.policies import Residual
 from deqseq.problem import SolveOptions
 from deqseq.solvers import Picard
 from deqseq.tasks.common.tokenizer import first_line, is_local

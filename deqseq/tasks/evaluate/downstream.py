@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 
 if TYPE_CHECKING:  # the command line lists the tasks without waiting for transformers
     from transformers import PreTrainedModel

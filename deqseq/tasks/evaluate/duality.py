@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from deqseq.convergence import ConvergencePolicy
+from deqseq.policy import ConvergencePolicy
 from deqseq.problem import SolveOptions
 from deqseq.solution import Solution, Status
 from deqseq.statistics import SolveStatistics

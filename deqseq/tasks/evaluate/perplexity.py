@@ -18,7 +18,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from deqseq.convergence import FixedIterations, Residual, check_count
+from deqseq.checks import check_count
+from deqseq.policies import Residual
+from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer, solve_options

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 from transformers.optimization import get_wsd_schedule
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.convergence import check_count, policies
+from deqseq.checks import check_count
 from deqseq.curriculum import Stage
-from deqseq.gradients import gradients
+from deqseq.gradient import gradients
+from deqseq.policy import policies
 from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.settings import RunSettings

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, presets
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 from deqseq.curriculum import Curriculum, Stage
 from deqseq.tasks.common.corpus import HoldOut
 from deqseq.tasks.common.runs import check_types

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
-from deqseq.convergence import Residual
 from deqseq.curriculum import Curriculum
+from deqseq.policies import Residual
 from deqseq.solution import Status
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.corpus.rows import Row

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.gradients import GradientStrategy
+from deqseq.gradient import GradientStrategy
 from deqseq.regularisation import spectral_radius
 from deqseq.tasks.common.models import implicit_layer
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from transformers.hf_argparser import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 from deqseq.tasks.common.command_line import run
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.state_tracking.algebra import algebra

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common import results
 from deqseq.tasks.common.files import write_json

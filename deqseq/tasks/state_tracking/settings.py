@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 from deqseq.curriculum import Curriculum, Stage
 from deqseq.tasks.common.runs import check_seed, check_types, read_settings, read_yaml
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra

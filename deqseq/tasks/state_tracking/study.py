@@ -12,8 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from deqseq.convergence import check_count
-from deqseq.solvers.picard import check_damping
+from deqseq.checks import check_count, check_damping
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, table
 from deqseq.tasks.common.runs import RunFolder, read_yaml

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from deqseq.convergence import check_count
+from deqseq.checks import check_count
 from deqseq.tasks.common.corpus.documents import text_of
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.holdout import SPLITS, HoldOut, Split

@@ -1,0 +1,26 @@
+"""Checks of arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+Scope = Literal["token", "sequence"]
+
+
+def check_scope(scope: str) -> None:
+    """Raise ``ValueError`` unless ``scope`` is ``"token"`` or ``"sequence"``."""
+    if scope not in ("token", "sequence"):
+        raise ValueError(f"scope must be 'token' or 'sequence', got {scope!r}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+def check_damping(damping: float) -> None:
+    """Raise ``ValueError`` unless ``damping`` is in (0, 1]."""
+    if not (math.isfinite(damping) and 0 < damping <= 1):
+        raise ValueError(f"damping must be in (0, 1], got {damping}; 1 is undamped")

@@ -1,0 +1,84 @@
+"""The contract of a gradient strategy: which evaluations carry a graph.
+
+A strategy solves a problem with two calls: :func:`~deqseq.search` finds the fixed point without a graph, and
+:func:`~deqseq.steps` does a number of iterations, with a graph where gradients are enabled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqseq.problem import Problem
+from deqseq.registry import Registry
+from deqseq.solution import Solution
+
+
+class GradientStrategy(ABC):
+    """Solves a problem so that gradients reach its context (inputs and parameters).
+
+    A strategy of another package is a few lines::
+
+        class JacobianFree(GradientStrategy):
+            def solve(self, problem):
+                return steps(problem, 1, start=search(problem))
+
+    Attributes:
+        searches: whether the strategy uses the problem's convergence policy.
+    """
+
+    searches: bool = True
+
+    @abstractmethod
+    def solve(self, problem: Problem) -> Solution:
+        """Solve the problem; gradients flow through ``solution.z``."""
+
+    def exact(self, problem: Problem) -> bool:
+        """Whether autograd records the whole solve, so that derivatives of every order are right.
+
+        If not, the layer lets a second derivative through ``solution.z`` raise ``RuntimeError``: a search has
+        no graph, so that derivative would be wrong.
+        """
+        return False
+
+
+class _FirstOrder(torch.autograd.Function):
+    """The identity; taking its derivative twice raises."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, strategy: str) -> Tensor:
+        ctx.strategy = strategy
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Autograd enables gradients inside a backward pass exactly when a graph of it is asked for.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"the second derivative through {ctx.strategy} would be wrong, because its search has no "
+                "graph: call backward without create_graph, or use Unrolled with the Picard solver"
+            )
+        return grad, None
+
+
+def solve_with_gradient(strategy: GradientStrategy, problem: Problem) -> Solution:
+    """Solve by ``strategy``; a second derivative that would be wrong raises ``RuntimeError``."""
+    solution = strategy.solve(problem)
+    if not strategy.exact(problem):
+        solution.z = _FirstOrder.apply(solution.z, str(strategy))  # type: ignore[no-untyped-call]
+    return solution
+
+
+gradients: Registry[GradientStrategy] = Registry(
+    "gradient strategy",
+    "deqseq.gradients",
+    {
+        "phantom": "deqseq.gradients.phantom:Phantom",
+        "implicit": "deqseq.gradients.implicit:ImplicitDifferentiation",
+        "unrolled": "deqseq.gradients.unrolled:Unrolled",
+    },
+    base=GradientStrategy,  # type: ignore[type-abstract]
+)

@@ -1,0 +1,7 @@
+"""Gradient strategies, one file each. A new one is a subclass of :class:`deqseq.GradientStrategy`."""
+
+from deqseq.gradients.implicit import ImplicitDifferentiation
+from deqseq.gradients.phantom import Phantom
+from deqseq.gradients.unrolled import Unrolled
+
+__all__ = ["ImplicitDifferentiation", "Phantom", "Unrolled"]

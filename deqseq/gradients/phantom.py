@@ -1,0 +1,43 @@
+"""Phantom gradient: a few steps with a graph after the search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deqseq.checks import check_count
+from deqseq.gradient import GradientStrategy
+from deqseq.problem import Problem
+from deqseq.search import search, steps
+from deqseq.solution import Solution
+from deqseq.solver import Solver, solvers
+
+
+@dataclass(frozen=True)
+class Phantom(GradientStrategy):
+    """Phantom gradient: after the search, ``steps`` damped iterations with a graph.
+
+    z <- (1 - damping) z + damping f(z) (Geng et al., 2021, arXiv 2111.05177). One undamped step is the
+    Jacobian-free gradient (JFB). The gradient tends to the exact one as ``steps`` grows.
+
+    Args:
+        steps: iterations with a graph, each an evaluation of f on all tokens.
+        damping: in (0, 1].
+        checkpoint: recompute every step in the backward pass instead of storing its activations.
+
+    Raises:
+        ValueError: ``steps`` below 1, ``damping`` outside (0, 1].
+    """
+
+    steps: int = 4
+    damping: float = 0.8
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        self._solver()
+
+    def _solver(self) -> Solver:
+        return solvers.create({"name": "picard", "damping": self.damping})
+
+    def solve(self, problem: Problem) -> Solution:
+        return steps(problem, self.steps, search(problem), self._solver(), self.checkpoint)

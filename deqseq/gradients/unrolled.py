@@ -1,0 +1,41 @@
+"""Back-propagation through every iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deqseq.checks import check_count
+from deqseq.gradient import GradientStrategy
+from deqseq.problem import Problem
+from deqseq.search import steps
+from deqseq.solution import Solution
+
+
+@dataclass(frozen=True)
+class Unrolled(GradientStrategy):
+    """Back-propagation through ``iterations`` steps of the layer's solver from the initial guess.
+
+    There is no search: the layer's policy and window are not used while gradients are wanted. The
+        coefficients
+    of Anderson and Broyden count as constants; with these solvers a second derivative raises.
+
+    Args:
+        iterations: evaluations of f on all tokens, each with a graph.
+        checkpoint: recompute every step in the backward pass instead of storing its activations.
+
+    Raises:
+        ValueError: ``iterations`` below 1.
+    """
+
+    iterations: int
+    checkpoint: bool = False
+    searches = False
+
+    def __post_init__(self) -> None:
+        check_count("iterations", self.iterations)
+
+    def solve(self, problem: Problem) -> Solution:
+        return steps(problem, self.iterations, checkpoint=self.checkpoint)
+
+    def exact(self, problem: Problem) -> bool:
+        return problem.solver.differentiable

@@ -1,0 +1,55 @@
+"""Two policies at once: ``first & second`` and ``first | second``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
+
+
+class _Combined(ConvergencePolicy):
+    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
+        self.first = first
+        self.second = second
+        self.causal = first.causal and second.causal
+        self.capturable = first.capturable and second.capturable
+        self.check_every = min(filter(None, (first.check_every, second.check_every)), default=None)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.first!r}, {self.second!r})"
+
+    def _judge_both(self, *evaluation: Tensor) -> tuple[Judgement, Judgement]:
+        return self.first.judge(*evaluation), self.second.judge(*evaluation)
+
+
+class Both(_Combined):
+    """Converged when both policies say so; the larger budget counts. Written ``first & second``.
+
+    A number of iterations has no tolerance, so the other policy alone says which tokens have converged.
+    """
+
+    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
+        super().__init__(first, second)
+        self.max_iter = max(first.max_iter, second.max_iter)
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        first, second = self._judge_both(z, fz, iterations, active)
+        if isinstance(self.first, FixedIterations):
+            converged = second.converged
+        elif isinstance(self.second, FixedIterations):
+            converged = first.converged
+        else:
+            converged = first.converged & second.converged
+        return Judgement(first.residual, converged, first.stops & second.stops)
+
+
+class Either(_Combined):
+    """Converged when one of two policies says so; the smaller budget counts. Written ``first | second``."""
+
+    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
+        super().__init__(first, second)
+        self.max_iter = min(first.max_iter, second.max_iter)
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        first, second = self._judge_both(z, fz, iterations, active)
+        return Judgement(first.residual, first.converged | second.converged, first.stops | second.stops)

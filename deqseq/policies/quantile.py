@@ -1,0 +1,52 @@
+"""Done when a share of the tokens has converged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deqseq.policy import ConvergencePolicy, Judgement, policies
+
+
+@dataclass(frozen=True)
+class Quantile(ConvergencePolicy):
+    """A sequence is done when ``share`` of its tokens have converged by the inner policy.
+
+    The few slow tokens then do not hold up the rest. When they are cut depends on later tokens, so
+    training refuses it unless asked (``ImplicitSequenceLayer(causal=False)``).
+
+    Args:
+        policy: the inner policy, an object, a name or a mapping.
+        share: in (0, 1].
+
+    Raises:
+        ValueError: ``share`` outside (0, 1].
+    """
+
+    policy: ConvergencePolicy
+    share: float = 0.95
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", policies.create(self.policy))
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be in (0, 1], got {self.share}")
+
+    @property
+    def max_iter(self) -> int:  # type: ignore[override]
+        return self.policy.max_iter
+
+    @property
+    def check_every(self) -> int | None:  # type: ignore[override]
+        return self.policy.check_every
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return False
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        inner = self.policy.judge(z, fz, iterations, active)
+        real = iterations > 0  # all but padding
+        finished = real & (inner.stops | ~active)
+        reached = finished.sum(1) >= self.share * real.sum(1)
+        return Judgement(inner.residual, inner.converged, inner.stops | reached[:, None])

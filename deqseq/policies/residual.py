@@ -1,0 +1,68 @@
+"""Converged when the residual is small."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deqseq.checks import Scope, check_count, check_scope
+from deqseq.ops import residual
+from deqseq.policy import ConvergencePolicy, Judgement
+
+
+@dataclass(frozen=True)
+class Residual(ConvergencePolicy):
+    """Converged when ``||f(z) - z|| <= atol + rtol * ||f(z)||``.
+
+    Args:
+        rtol: relative tolerance.
+        atol: absolute tolerance. At least one of the two is positive.
+        max_iter: evaluations a token may take part in.
+        scope: ``"token"``: every token has its own norm. ``"sequence"``: one norm over the tokens of a
+            sequence (the reference implementation's rule); a token's last iteration then depends on
+            later tokens, so training refuses it unless asked (``ImplicitSequenceLayer(causal=False)``).
+        check_every: see :class:`ConvergencePolicy`.
+
+    Raises:
+        ValueError: tolerances that are negative, not finite or both zero; ``max_iter`` or ``check_every``
+            below 1; an unknown scope.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    max_iter: int = 32
+    scope: Scope = "token"
+    check_every: int | None = None
+
+    capturable = True
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
+        if self.rtol == 0 and self.atol == 0:
+            raise ValueError("Residual needs a tolerance: rtol > 0 or atol > 0, got 0 for both")
+        check_count("max_iter", self.max_iter)
+        if self.check_every is not None:
+            check_count("check_every", self.check_every)
+        check_scope(self.scope)
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return self.scope == "token"
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        if self.scope == "token":
+            return Judgement(*residual.judge(z, fz, self.atol, self.rtol))
+        change, size = (_over_sequence(norms, active) for norms in residual.residual_norms(z, fz))
+        return Judgement(residual.relative(change, size), change <= self.atol + self.rtol * size)
+
+
+def _over_sequence(norms: Tensor, active: Tensor) -> Tensor:
+    counted = norms.where(active, norms.new_zeros(()))
+    total: Tensor = torch.linalg.vector_norm(counted, dim=1, keepdim=True)
+    return total.expand_as(norms)

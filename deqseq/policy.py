@@ -1,0 +1,124 @@
+"""The contract of a convergence policy: when a token has converged, and how much may be spent on it.
+
+A policy judges one evaluation on the device. It never changes z and never reads the host. Training,
+evaluation and generation differ in the policy object only.
+
+Shapes: B sequences, W tokens in the window, D width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deqseq.checks import check_count
+from deqseq.ops import residual
+from deqseq.registry import Registry
+
+
+class Judgement(NamedTuple):
+    """A verdict on every token by itself.
+
+    Attributes:
+        residual: (B, W) float32, relative.
+        converged: (B, W) bool, the tolerance is met.
+        done: (B, W) bool, nothing more is to be spent; ``None``: the same as ``converged``.
+    """
+
+    residual: Tensor
+    converged: Tensor
+    done: Tensor | None = None
+
+    @property
+    def stops(self) -> Tensor:
+        """(B, W) bool, the token may settle."""
+        return self.converged if self.done is None else self.done
+
+
+class ConvergencePolicy(ABC):
+    """Decides when tokens have converged. Combine with ``&`` (both) and ``|`` (either).
+
+    Attributes:
+        max_iter: evaluations a token may take part in.
+        causal: whether the verdict on a token depends on nothing later in its sequence.
+        check_every: passes between two looks of the host at the device; ``None``: every pass on the CPU,
+            where looking is free, every fourth elsewhere. Settled tokens are frozen, so the interval
+            never changes a result.
+        capturable: whether ``judge`` reads nothing on the host, so that a CUDA graph of it is right.
+    """
+
+    max_iter: int
+    causal: bool = True
+    check_every: int | None = None
+    capturable: bool = False
+
+    @abstractmethod
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        """Judge the evaluation ``fz = f(z)``.
+
+        Args:
+            z, fz: (B, W, D).
+            iterations: (B, W) evaluations each token has taken part in, this one included.
+            active: (B, W) bool, tokens that are neither settled nor padding.
+        """
+
+    def __and__(self, other: ConvergencePolicy) -> ConvergencePolicy:
+        from deqseq.policies.combined import Both
+
+        return Both(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
+
+    def __or__(self, other: ConvergencePolicy) -> ConvergencePolicy:
+        from deqseq.policies.combined import Either
+
+        return Either(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
+
+
+@dataclass(frozen=True)
+class FixedIterations(ConvergencePolicy):
+    """Every token takes part in exactly ``iterations`` evaluations; no residual is tested.
+
+    Combined with another policy it sets a bound: ``Residual(rtol=1e-3) & FixedIterations(4)`` does at
+    least four.
+
+    Raises:
+        ValueError: ``iterations`` below 1.
+    """
+
+    iterations: int
+
+    capturable = True
+
+    def __post_init__(self) -> None:
+        check_count("iterations", self.iterations)
+
+    @property
+    def max_iter(self) -> int:  # type: ignore[override]
+        return self.iterations
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        found = residual.relative(*residual.residual_norms(z, fz))
+        return Judgement(found, torch.zeros_like(active), iterations >= self.iterations)
+
+
+class _Policies(Registry[ConvergencePolicy]):
+    def create(self, spec: ConvergencePolicy | str | Mapping[str, Any]) -> ConvergencePolicy:
+        policy = super().create(spec)
+        check_count(f"max_iter of {policy}", getattr(policy, "max_iter", None))
+        return policy
+
+
+policies: Registry[ConvergencePolicy] = _Policies(
+    "convergence policy",
+    "deqseq.policies",
+    {
+        "residual": "deqseq.policies.residual:Residual",
+        "fixed": "deqseq.policy:FixedIterations",
+        "quantile": "deqseq.policies.quantile:Quantile",
+    },
+    base=ConvergencePolicy,  # type: ignore[type-abstract]
+)

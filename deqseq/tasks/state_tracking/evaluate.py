@@ -44,9 +44,10 @@ class Evaluation:
         residual: relative, mean over tokens.
         converged: share of tokens whose search met the tolerance.
         seconds: of the whole evaluation.
-        accuracy_by_position, iterations_by_position, converged_by_position: per token; only the first for
-            explicit models.
-        identity_probability: of the sequences, where it is known.
+        accuracy_by_position, iterations_by_position, converged_by_position: means per position.
+        identity_probability: of the sequences, if known.
+
+    Fields about the search are ``None`` for explicit models.
     """
 
     length: int
@@ -167,7 +168,7 @@ def evaluate_fresh(
     identity_probability: float | None = None,
     **options: Any,
 ) -> Evaluation:
-    """:func:`evaluate` on fresh sequences of the task that the model was trained on, at another length.
+    """:func:`evaluate` on fresh sequences of the model's task, at any length.
 
     Args:
         identity_probability: that of training by default.
@@ -180,7 +181,7 @@ def evaluate_fresh(
 
 
 def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblemDataset:
-    """Fresh sequences of the task that the model was trained on, at another length."""
+    """Fresh sequences of the model's task, at any length."""
     return WordProblemDataset.generate(
         settings.algebra,
         sequences=sequences,

@@ -50,9 +50,9 @@ class Jacobian:
         token: number of the token in its sequence, from 1.
         entries: of the state, S.
         diagonal: largest value on the diagonal.
-        off_diagonal: largest value beside it.
-        off_diagonal_mass: share of the sum of all values that stands beside the diagonal.
-        disagreement: largest difference of the formula and of finite differences through the solver,
+        off_diagonal: largest value off the diagonal.
+        off_diagonal_mass: share of the sum of all absolute values that is off the diagonal.
+        disagreement: largest difference between the formula and finite differences through the solver,
             relative to the largest value.
     """
 
@@ -72,12 +72,12 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
-    """J (S, S) from the derivatives of one step at the equilibrium, where nothing is solved.
+    """J (S, S) from the derivatives of one step at the equilibrium, without further solves.
 
     Args:
         layer: of one Mamba2 block, in float64.
         x: (1, 1, D) the token's input.
-        state: before it.
+        state: the state before the token.
     """
     backbone = layer.backbone
     tail, h = state.layers[0]
@@ -140,10 +140,10 @@ def _recurrent(out: LayerOutput) -> Tensor:
 
 
 def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tensor]]:
-    """The Jacobian at every token of ``x`` (1, L, D), in numbers and in full (S, S).
+    """The Jacobian at every token of ``x`` (1, L, D): a summary, and the matrix (S, S).
 
     Raises:
-        ValueError: a layer of another kind than one Mamba2 block; one that does not converge.
+        ValueError: a layer that is not one Mamba2 block, or does not converge.
     """
     backbone = layer.backbone
     blocks = len(backbone.layers) if isinstance(backbone, Mamba2Backbone) else 0
@@ -178,7 +178,7 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
 
 
 def random_layers() -> dict[str, Layer]:
-    """An explicit and an implicit layer of the size that the paper's authors checked, untrained."""
+    """Untrained explicit and implicit layers, of the size in the paper's check."""
     sizes: dict[str, Any] = {"n_layer": 1, "d_state": 1, "expand": 1, "headdim": 64}
     return {
         "explicit, random": ExplicitSequenceLayer(Mamba2Backbone(64, injection=False, **sizes)),
@@ -194,9 +194,9 @@ class _Case:
 
 
 def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[_Case]:
-    """Random layers on random inputs, then trained ones on fresh sequences of their word problem.
+    """Random layers on random inputs, then trained layers on fresh sequences of their word problem.
 
-    A trained layer's name ends in its folder's, or in its path where several folders have the same name.
+    A trained layer's name ends with the name of its folder, or with the path if folders share a name.
 
     Raises:
         ValueError: a folder without a finished run; the run of an LSTM.

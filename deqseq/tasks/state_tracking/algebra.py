@@ -86,9 +86,7 @@ class Algebra:
         if self.is_group:
             return 1 / len(self)
         # The product of all elements lies in the ideal.
-        inside = reduce(
-            lambda a, b: int(self.table[a, b]), range(len(self))
-        )  # the product of all elements lies in the ideal
+        inside = reduce(lambda a, b: int(self.table[a, b]), range(len(self)))
         return 1 / len(self.table[self.table[:, inside]].unique())
 
 

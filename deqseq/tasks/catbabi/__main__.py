@@ -21,7 +21,7 @@ from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import SPLITS, read_dataset, read_folder
 from deqseq.tasks.catbabi.train import train
 from deqseq.tasks.common.command_line import run
-from deqseq.tasks.common.models import quiet_transformers, solve_options
+from deqseq.tasks.common.models import Window, quiet_transformers, solve_options
 from deqseq.tasks.common.results import column, table
 from deqseq.tasks.common.runs import read_record
 
@@ -118,7 +118,8 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     trained = load_run(options.run)
     model, settings, _ = trained
     data = load(options.data or settings.data)
-    solve = solve_options(model, options.window or "model", options.tolerance, options.max_iter)
+    window: Window = "model" if options.window is None else options.window
+    solve = solve_options(model, window, options.tolerance, options.max_iter)
     name = Path(options.run).name
     rows = []
     for split in options.split:

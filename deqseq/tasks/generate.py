@@ -192,7 +192,7 @@ def generate(arguments: argparse.Namespace) -> None:
         implicit_layer,
         load_model,
         quiet_transformers,
-        tolerance_and_budget,
+        solve_options,
     )
     from deqseq.tasks.common.tokenizer import load_tokenizer
 
@@ -206,7 +206,7 @@ def generate(arguments: argparse.Namespace) -> None:
     model: Any = load_model(arguments.model, arguments.device)
     tokenizer = load_tokenizer(arguments.model, arguments.tokenizer)
     layer = implicit_layer(model)
-    policy = tolerance_and_budget(model, arguments.rtol, arguments.max_iter)
+    solve = solve_options(model, rtol=arguments.rtol, max_iter=arguments.max_iter)
     asked = ("initial_guess", "show_iterations", "plot")
     if layer is None and any(getattr(arguments, name) for name in asked):
         raise ValueError(f"{arguments.model} is explicit: it has no iterations to set or to show")
@@ -216,13 +216,11 @@ def generate(arguments: argparse.Namespace) -> None:
     check_tokens(model, tokens.input_ids)
     watch = None
     streamer: Any = TextStreamer(tokenizer)
-    if layer is not None:
-        if policy is not None:
-            layer.set_convergence((layer.train_convergence, policy))
+    if solve is not None:
         if arguments.initial_guess:
             model.config.initial_guess = arguments.initial_guess
         watch = _Watch(model)
-        budget = layer.eval_convergence.max_iter
+        budget = solve.convergence.max_iter
         if arguments.show_iterations:
             coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
             print(legend(budget) if coloured else "iterations  token")
@@ -239,6 +237,7 @@ def generate(arguments: argparse.Namespace) -> None:
         attention_mask=tokens.attention_mask,
         max_new_tokens=arguments.max_new_tokens,
         streamer=streamer,
+        **({} if solve is None else {"solve": solve}),
         **(sampling if arguments.temperature > 0 else {"do_sample": False}),
     )
     if watch is not None and arguments.show_iterations:

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from deqseq.tasks.common.corpus import HoldOut, TokenFolder, pipeline, token_rows
+from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, pipeline
 from deqseq.tasks.common.corpus import encoder as encoder_module
 from deqseq.tasks.common.corpus.documents import JsonLines, Source, TextFile, sources
 from deqseq.tasks.common.corpus.encoder import Encoder
@@ -191,7 +191,6 @@ def test_the_share_held_out_is_what_was_asked_for_and_grows() -> None:
     assert not held[0]
     assert len(held[0.1]) / len(documents) == pytest.approx(0.1, abs=0.01)
     assert held[0.01] < held[0.1]
-    assert {d for d in documents if HoldOut(0.1, "other").split(d) == "validation"} != held[0.1]
 
 
 @pytest.mark.parametrize("share", [1, 1.5, -0.1, float("nan")])
@@ -423,7 +422,7 @@ def test_streamed_rows_are_those_of_shards(tmp_path: Path, tokenizer: Any, mode:
     folder = prepare(tmp_path / "out", sources([str(tmp_path / "a.jsonl")]), tokenizer, hold_out)
     for split in ("train", "validation"):
         rows = folder.rows(split, 40, mode)  # type: ignore[arg-type]
-        streamed = token_rows(documents, tokenizer, 40, mode, split=split, hold_out=hold_out)  # type: ignore[arg-type]
+        streamed = StreamedRows(documents, tokenizer, 40, mode, split=split, hold_out=hold_out)  # type: ignore[arg-type]
         for _ in range(2):  # a stream starts again
             found = list(streamed)
             assert len(found) == len(rows)
@@ -432,15 +431,11 @@ def test_streamed_rows_are_those_of_shards(tmp_path: Path, tokenizer: Any, mode:
                 assert all(torch.equal(row[name], rows[i][name]) for name in row)
 
 
-def test_streams_of_texts_and_of_workers(tokenizer: Any) -> None:
+def test_streams_of_texts(tokenizer: Any) -> None:
     documents = [make_text(3, seed) for seed in range(10)]
-    streamed = token_rows(documents, tokenizer, 16)
+    streamed = StreamedRows(documents, tokenizer, 16)
     tokens = torch.cat([row["input_ids"] for row in streamed]).tolist()
     expected = [t for d in documents for t in [*tokenizer(d)["input_ids"], tokenizer.eos_token_id]]
     assert tokens == expected[: len(tokens)] and len(expected) - len(tokens) < 16
-    in_worker = [row["input_ids"] for row in DataLoader(streamed, batch_size=None, num_workers=1)]
-    assert torch.cat(in_worker).tolist() == tokens
-    with pytest.raises(ValueError, match="one worker"):
-        list(DataLoader(streamed, batch_size=None, num_workers=2))
     with pytest.raises(ValueError, match="'body'"):
-        list(token_rows([{"text": "a"}], tokenizer, 16, column="body"))
+        list(StreamedRows([{"text": "a"}], tokenizer, 16, column="body"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -20,10 +21,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from deqseq import FixedIterations, Residual
+from deqseq import FixedIterations, Residual, SolveOptions
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.tasks.common.figures import log_scale, pyplot
-from deqseq.tasks.common.models import read_tokens, solving, tolerance_and_budget
+from deqseq.tasks.common.models import read_tokens, solve_options
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.evaluate.__main__ import main
 from deqseq.tasks.evaluate.downstream import (
@@ -183,7 +184,7 @@ def test_more_iterations_approach_the_equilibrium(model: ImplicitForCausalLM, to
     assert all(s.converged is None for s in limited) and own.converged == 1
     away = [abs(s.nll - own.nll) for s in limited]
     assert away[0] > 100 * away[-1] and away[-1] < 1e-4
-    assert model.model.layer.eval_convergence == Residual(rtol=1e-5, max_iter=1000)
+    assert model.model.layer.eval_solve.convergence == Residual(rtol=1e-5, max_iter=1000)
 
 
 def test_budgets_bound_a_window(model: ImplicitForCausalLM, tokens: Tensor) -> None:
@@ -214,9 +215,11 @@ def test_the_worst_tokens_are_where_the_logits_differ_most(model: ImplicitForCau
     noise = torch.randint(300, (86,), generator=torch.Generator().manual_seed(0))
     rule = FixedIterations(2)
     _, found = compare_windows(model, noise, 20, [None, 1], rule, batch_size=2)
-    with torch.no_grad(), solving(model, policy=rule):
+    ways = [SolveOptions(convergence=rule), SolveOptions(convergence=rule, window=1)]
+    with torch.no_grad():
         parts = [noise[i : min(i + 20, 85)][None] for i in range(0, 85, 20)]
-        apart = [(model(p).logits - model(p, window=1).logits).abs().amax(-1)[0] for p in parts]
+        pairs = [[model(p, solve=way).logits for way in ways] for p in parts]
+        apart = [(one - other).abs().amax(-1)[0] for one, other in pairs]
     values = [w.max_logit_diff for w in found.worst]
     assert values == sorted(values, reverse=True) and values[0] == found.max_logit_diff
     assert values == pytest.approx(torch.cat(apart).topk(5).values.tolist(), abs=1e-5)
@@ -245,8 +248,8 @@ def test_explicit_models_have_nothing_to_solve(tokens: Tensor) -> None:
     for wrong in (
         lambda: score_by_budget(explicit, tokens, 16, [1]),
         lambda: compare_windows(explicit, tokens, 16, [None, 1]),
-        lambda: tolerance_and_budget(explicit, rtol=0.1),
-        lambda: solving(explicit, window=4).__enter__(),
+        lambda: solve_options(explicit, rtol=0.1),
+        lambda: solve_options(explicit, window=4),
     ):
         with pytest.raises(ValueError, match="this ImplicitForCausalLM is explicit"):
             wrong()
@@ -438,11 +441,11 @@ def test_published_documents(
     pytest.importorskip("lm_eval")
     names = ["winogrande", "openbookqa"]
     files = local_files(names, optional_data("data/eval"))
-    with solving(model, policy=Residual(rtol=0.05, max_iter=8)):
-        found = evaluate_tasks(model, tokenizer, names, files, limit=4)
-        for s in found:
-            docs = [json.loads(line) for line in files[s.task].read_text().split("\n")[:4]]
-            assert expected(model, tokenizer, s.task, docs)["acc"] == s.acc
+    model = copy.deepcopy(model)
+    model.model.layer.eval_solve = SolveOptions(convergence=Residual(rtol=0.05, max_iter=8))
+    for s in evaluate_tasks(model, tokenizer, names, files, limit=4):
+        docs = [json.loads(line) for line in files[s.task].read_text().split("\n")[:4]]
+        assert expected(model, tokenizer, s.task, docs)["acc"] == s.acc
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import SPLITS, read_dataset, read_folder
 from deqseq.tasks.catbabi.train import train
 from deqseq.tasks.common.command_line import run
-from deqseq.tasks.common.models import Window, quiet_transformers, solving, tolerance_and_budget
+from deqseq.tasks.common.models import Window, quiet_transformers, solve_options
 from deqseq.tasks.common.results import column, table
 from deqseq.tasks.common.runs import read_record
 
@@ -118,17 +118,16 @@ def _evaluate(prog: str, arguments: Sequence[str]) -> None:
     trained = load_run(options.run)
     model, settings, _ = trained
     data = load(options.data or settings.data)
-    policy = tolerance_and_budget(model, options.tolerance, options.max_iter)
-    name = Path(options.run).name
     window: Window = "model" if options.window is None else options.window
+    solve = solve_options(model, window, options.tolerance, options.max_iter)
+    name = Path(options.run).name
     rows = []
     for split in options.split:
-        with solving(model, window, policy):
-            found = evaluate(trained, data, split, options.batch_size, progress=True)
+        found = evaluate(trained, data, split, options.batch_size, solve, progress=True)
         compare.save(
             found, compare.file_of(options.run, split), vocabulary=data.vocabulary_sum,
             settings=asdict(settings),
-            policy=None if policy is None else repr(policy), window=options.window,
+            policy=None if solve is None else repr(solve.convergence), window=options.window,
             batch_size=options.batch_size,
             device=str(model.device),
         )  # fmt: skip

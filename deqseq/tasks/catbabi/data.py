@@ -1,7 +1,7 @@
-"""CatbAbI as tensors: what is built and saved, and the streams that models read.
+"""CatbAbI as tensors: built, saved, and read in streams.
 
-A story is ``<eos>`` and its words; stories stand end to end, so what follows a story's last word is
-``<eos>``, and the target of every token is the one behind it.
+A story is ``<eos>`` and its words. Stories stand end to end, so ``<eos>`` follows a story's last word, and
+the target of every token is the token after it.
 
 Shapes: N tokens of all stories, S stories, B streams, L tokens of a cut.
 """
@@ -25,10 +25,11 @@ from torch.utils.data import IterableDataset
 
 from deqseq.checks import check_count
 from deqseq.tasks.catbabi.stories import QUESTION, SPLITS, TASKS, Story
+from deqseq.tasks.common.files import write_json
 
 PAD, EOS = "<pad>", "<eos>"
 IGNORE_INDEX = -100
-"""Label of tokens that do not count."""
+"""Label of tokens without a loss."""
 
 Batch = dict[str, Tensor]
 
@@ -52,7 +53,7 @@ class Stories:
 
     @cached_property
     def edges(self) -> Tensor:
-        """(S + 1,) int64, where stories begin, and where the last one ends."""
+        """(S + 1,) int64, where the stories begin, then where the last one ends."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     def take(self, index: Tensor) -> Stories:
@@ -71,7 +72,7 @@ class Stories:
         return self.take(torch.randperm(len(self), generator=generator))
 
     def runs(self, streams: int) -> list[int]:
-        """The tokens at which to cut for ``streams`` runs of whole stories, as even as these allow."""
+        """Where to cut the tokens into ``streams`` runs of whole stories of about equal length."""
         wanted = torch.arange(streams + 1) * (len(self.tokens) / streams)
         middles = (self.edges[1:] + self.edges[:-1]) / 2
         edges: list[int] = self.edges[torch.searchsorted(middles, wanted)].tolist()
@@ -113,24 +114,24 @@ def build(
 
     Args:
         read: the stories of a split and a task.
-        drop_last: without the last story of every split of every task, as the data of the original
-            publication has it.
+        drop_last: leave out the last story of every split of every task, as the original publication does.
 
     Raises:
-        ValueError: the folder holds something else; no stories; what ``read`` raises.
+        ValueError: the folder holds something else; no stories; errors of ``read``.
     """
     output = Path(output)
-    if output.exists() and (not output.is_dir() or _others(output)):
+    ours = {"manifest.json", "vocabulary.json", *(f"{split}.safetensors" for split in SPLITS)}
+    if output.exists() and (not output.is_dir() or any(f.name not in ours for f in output.iterdir())):
         raise ValueError(f"{output} holds other files than a built CatbAbI: name another folder")
     read_stories = {
-        split: [(task, story) for task in TASKS for story in _all_but(read(split, task), drop_last)]
+        split: [(task, story) for task in TASKS for story in read(split, task)[: -1 if drop_last else None]]
         for split in SPLITS
     }
     words = {word for stories in read_stories.values() for _, story in stories for word in story}
     vocabulary = [PAD, EOS, *sorted(words)]
     number = {word: i for i, word in enumerate(vocabulary)}
     output.mkdir(parents=True, exist_ok=True)
-    _write(output / "vocabulary.json", vocabulary)
+    write_json(output / "vocabulary.json", vocabulary)
     counts = {}
     for split, stories in read_stories.items():
         if not stories:
@@ -150,15 +151,15 @@ def build(
             "sha256": _sha256(file),
         }
     manifest = {"drop_last": drop_last, "vocabulary": _sha256(output / "vocabulary.json"), "splits": counts}
-    _write(output / "manifest.json", manifest)
+    write_json(output / "manifest.json", manifest)
     return manifest
 
 
 def load(folder: str | Path) -> CatBabi:
-    """What :func:`build` saved in ``folder``.
+    """The data that :func:`build` saved in ``folder``.
 
     Raises:
-        ValueError: nothing there, or files that are not as they were built.
+        ValueError: no data there, or files that have changed.
     """
     folder = Path(folder)
     try:
@@ -180,13 +181,13 @@ def load(folder: str | Path) -> CatBabi:
 class StoryStreams(IterableDataset[Batch]):
     """Endless training batches: B streams of shuffled stories, cut into pieces of L tokens.
 
-    A stream's next cut goes on where its last one ended, so a model can carry its state. Every pass over the
-    data deals all stories, in another order, to the streams in runs, which follow those of the pass before
-    without a gap. The same settings give the same batches, from any ``start``.
+    A stream's next cut continues its last one, so a model can carry its state. Every pass over the data
+    shuffles all stories and deals them to the streams in runs, which follow the runs of the pass before
+    without a gap. Batches depend on the settings alone, whatever ``start`` is.
 
     Args:
         stories: what to read.
-        question: the token whose targets alone count; ``None``: all do.
+        question: only the targets of this token count; ``None``: all do.
         batch_size, cut: B and L.
         seed: of the orders.
 
@@ -220,7 +221,7 @@ class StoryStreams(IterableDataset[Batch]):
                 torch.cat([row, stories.tokens[start:end]])
                 for row, (start, end) in zip(rows, pairwise(edges), strict=True)
             ]
-            cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # the last target is a token further
+            cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # one more token is the last target
             block = torch.stack([row[: cuts * self.cut + 1] for row in rows]) if cuts else None
             for i in range(max(0, self.start - index), cuts):
                 assert block is not None
@@ -232,7 +233,7 @@ class StoryStreams(IterableDataset[Batch]):
 
 
 def counted(inputs: Tensor, targets: Tensor, question: int | None) -> Tensor:
-    """The targets, without those that do not answer the token ``question``."""
+    """The targets, ``IGNORE_INDEX`` where the input is not ``question`` (``None``: all targets)."""
     return targets.contiguous() if question is None else targets.where(inputs == question, IGNORE_INDEX)
 
 
@@ -253,24 +254,11 @@ def once(
         return pad_sequence(runs, batch_first=True, padding_value=padding)
 
     inputs = streams(stories.tokens, 0)
-    targets = streams(stories.tokens.roll(-1), IGNORE_INDEX)  # the first token of all is <eos>
+    targets = streams(stories.tokens.roll(-1), IGNORE_INDEX)  # the very first token is <eos>, the last target
     tasks = streams(stories.tasks.repeat_interleave(stories.lengths), 0)
     for start in range(0, inputs.shape[1], cut):
         x, y, task = (values[:, start : start + cut].long() for values in (inputs, targets, tasks))
         yield x, y, task
-
-
-def _all_but(stories: list[Story], drop_last: bool) -> list[Story]:
-    return stories[:-1] if drop_last else stories
-
-
-def _others(folder: Path) -> bool:
-    ours = {"manifest.json", "vocabulary.json", *(f"{split}.safetensors" for split in SPLITS)}
-    return any(file.name not in ours for file in folder.iterdir())
-
-
-def _write(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def _sha256(file: Path) -> str:

@@ -1,8 +1,8 @@
 """bAbI stories and their words, read from bAbI's files or from a Hugging Face dataset.
 
 A story is one list of words. A statement is its words and ``.``; a question is its words, ``?`` and the
-answer as one word, whatever it consists of (``n,w``, ``apple,milk``). Everything is lower case; supporting
-facts are dropped.
+answer as one word, even if it has several parts (``n,w``, ``apple,milk``). Everything is lower case.
+Supporting facts are dropped.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
     with a ``text`` and an ``answer``, which is empty for statements, as in ``facebook/babi_qa``.
 
     Raises:
-        ValueError: nothing there that ``datasets`` can load, or rows of another form.
+        ValueError: ``datasets`` cannot load it, or its rows have another form.
     """
     try:
         from datasets import load_dataset
@@ -73,7 +73,7 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
         rows: Any = load_dataset(
             name, f"{config}-qa{task}", split={"valid": "validation"}.get(split, split), revision=revision
         )
-    except Exception as error:  # datasets and the hub report with classes of their own
+    except Exception as error:  # datasets and the hub have many classes of errors
         raise ValueError(f"{name} has no {config}-qa{task}, {split}, that can be loaded: {error}") from error
     try:
         return [_of_row(row["story"]) for row in rows]
@@ -85,7 +85,7 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
 
 
 def _of_row(lines: Any) -> Story:
-    """Lines as a list of mappings, or, as ``datasets`` has it, as a mapping of lists."""
+    """The words of lines given as a list of mappings or, by ``datasets``, as a mapping of lists."""
     pairs: Iterable[tuple[str, str]]
     if isinstance(lines, dict):
         pairs = zip(lines["text"], lines["answer"], strict=True)

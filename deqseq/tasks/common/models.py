@@ -1,4 +1,4 @@
-"""Models and texts for the reports, and how an implicit model is solved while one is made.
+"""Loads models and texts, and makes the options that a model is solved with.
 
 Shapes: N tokens of a text.
 """
@@ -6,8 +6,7 @@ Shapes: N tokens of a text.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -21,18 +20,19 @@ import deqseq.causal_lm  # noqa: F401 - registers the implicit models with AutoM
 from deqseq.checks import check_count
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.policies import Residual
-from deqseq.policy import ConvergencePolicy
+from deqseq.problem import SolveOptions
+from deqseq.solvers import Picard
 from deqseq.tasks.common.tokenizer import first_line, is_local
 
 Window = int | None | Literal["model"]
 """Tokens solved at a time; ``None``: all; ``"model"``: the model's own."""
 
-# A cut may change the tokens beside it, so a text that is read up to a limit is read by so many more.
+# A cut may change the tokens beside it, so a text with a limit is read by so many tokens more.
 _SPARE = 64
 
 
 def quiet_transformers() -> None:
-    """Errors only, and no bar as weights load: for programs with something to print of their own."""
+    """Let transformers print errors only, and no progress bars for loading."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
@@ -45,7 +45,7 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         dtype: ``"auto"``: the checkpoint's.
 
     Raises:
-        ValueError: nothing there that transformers can load; a device that is not there.
+        ValueError: transformers cannot load it; the device does not exist.
     """
     if is_local(name) and not (Path(name) / "config.json").is_file():
         raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
@@ -54,24 +54,24 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         model.to(place)
     except Exception as error:
-        # transformers, the hub, safetensors and torch each report with classes of their own.
+        # transformers, the hub, safetensors and torch have many classes of errors.
         raise ValueError(f"the model {name} cannot be loaded: {first_line(error)}") from error
     if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # nothing is generated, so keys and values need not be kept
+        model.config.use_cache = False  # evaluation generates nothing, so no cache is needed
     model.eval()
     loaded: PreTrainedModel = model
     return loaded
 
 
 def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) -> Tensor:
-    """The tokens (N,) int64 of the files, one after the other, without special tokens; line ends as they are.
+    """The tokens (N,) int64 of the files, one after the other, without special tokens; line ends are kept.
 
     Args:
-        limit: tokens to predict; N is then at most one more, for the first is not predicted. No more is
-            read than they need.
+        limit: tokens to predict. N is then at most ``limit`` + 1, since the first token is not predicted. The
+            files are read only as far as needed.
 
     Raises:
-        ValueError: a file that is not there or not UTF-8.
+        ValueError: a file that does not exist or is not UTF-8.
     """
     if limit is not None:
         check_count("limit", limit)
@@ -92,14 +92,14 @@ def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) 
 
 
 def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[int]:
-    """So many tokens of a file, or all; as if all of it had been tokenised."""
+    """The first ``wanted`` tokens of a file, or all, the same as if the whole file were tokenised."""
     data, found, ended = b"", [], False
     while not ended:
-        size = -1 if wanted is None else max(len(data), 8 * wanted)  # doubles the text
+        size = -1 if wanted is None else max(len(data), 8 * wanted)  # doubles the text every time
         piece = file.read(size)
         data += piece
         ended = len(piece) != size
-        text, _ = codecs.utf_8_decode(data, "strict", ended)  # until the end, without a cut character
+        text, _ = codecs.utf_8_decode(data, "strict", ended)  # leaves out a cut character
         found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if wanted is not None and len(found) >= wanted + _SPARE:
             break
@@ -109,7 +109,7 @@ def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[in
 def check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
     """Raise ``ValueError`` if a token is outside the model's vocabulary.
 
-    Of tokens that occur, not of the tokenizer: it may know some that no text has, such as one for padding.
+    The tokenizer may have more tokens, such as one for padding: only those that occur matter.
     """
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     if tokens.numel() and (largest := int(tokens.max())) >= vocabulary:
@@ -128,8 +128,11 @@ def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
 def needed_layer(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
     """The implicit layer of a model.
 
+    Args:
+        what: an option that only implicit models take, for the error.
+
     Raises:
-        ValueError: the model is explicit, and has no use for ``what``.
+        ValueError: the model is explicit.
     """
     layer = implicit_layer(model)
     if layer is None:
@@ -137,51 +140,35 @@ def needed_layer(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
     return layer
 
 
-def window_name(layer: ImplicitSequenceLayer | None) -> int | str | None:
-    """How reports write a layer's window: a number or ``"all"``; ``None`` for explicit models."""
-    return None if layer is None else layer.window or "all"
+def solve_options(
+    model: torch.nn.Module, window: Window = "model", rtol: float | None = None, max_iter: int | None = None,
+    damping: float | None = None,
+) -> SolveOptions | None:  # fmt: skip
+    """The model's options of evaluation, some of them replaced; ``None`` for an explicit model.
 
+    A policy that is not a :class:`~deqseq.Residual` becomes one if ``rtol`` or ``max_iter`` is given, with
+    a tolerance of 1e-3 unless ``rtol`` is given.
 
-def tolerance_and_budget(
-    model: torch.nn.Module, rtol: float | None = None, max_iter: int | None = None
-) -> ConvergencePolicy | None:
-    """The model's evaluation policy with another tolerance or budget; ``None`` if neither is given.
-
-    A model whose policy is not a :class:`~deqseq.Residual` gets one, of 1e-3 unless ``rtol`` says else.
-    """
-    if rtol is None and max_iter is None:
-        return None
-    layer = needed_layer(model, "a tolerance or a budget")
-    own = layer.eval_convergence
-    base = own if isinstance(own, Residual) else Residual(rtol=1e-3, max_iter=own.max_iter)
-    return replace(
-        base,
-        rtol=base.rtol if rtol is None else rtol,
-        max_iter=base.max_iter if max_iter is None else max_iter,
-    )
-
-
-@contextmanager
-def solving(
-    model: torch.nn.Module, window: Window = "model", policy: ConvergencePolicy | None = None
-) -> Iterator[ImplicitSequenceLayer | None]:
-    """The model with another window or evaluation policy, for a while; gives its implicit layer.
+    Args:
+        window: tokens solved at a time.
+        rtol: relative residual.
+        max_iter: evaluations a token may take part in.
+        damping: of Picard's iteration, which replaces the model's solver.
 
     Raises:
-        ValueError: either is given for an explicit model; a window below 1.
+        ValueError: an explicit model with options; values out of range.
     """
-    if window == "model" and policy is None:
-        yield implicit_layer(model)
-        return
-    layer = needed_layer(model, "a window" if policy is None else "a tolerance or a budget")
-    before = layer.window, layer.train_convergence, layer.eval_convergence
+    if implicit_layer(model) is None and window == "model" and rtol is max_iter is damping is None:
+        return None
+    options = needed_layer(model, "a window, tolerance, budget or damping").eval_solve
     if window != "model":
-        if window is not None:
-            check_count("window", window)
-        layer.window = window
-    if policy is not None:
-        layer.set_convergence((layer.train_convergence, policy))
-    try:
-        yield layer
-    finally:
-        layer.window, layer.train_convergence, layer.eval_convergence = before
+        options = replace(options, window=window)
+    if damping is not None:
+        options = replace(options, solver=Picard(damping))
+    if rtol is None and max_iter is None:
+        return options
+    own = options.convergence
+    policy = own if isinstance(own, Residual) else Residual(rtol=1e-3, max_iter=own.max_iter)
+    changes: dict[str, Any] = {"rtol": rtol, "max_iter": max_iter}
+    policy = replace(policy, **{name: value for name, value in changes.items() if value is not None})
+    return replace(options, convergence=policy)

@@ -11,10 +11,10 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
 def load_tokenizer(model: str, source: str | None = None) -> Any:
-    """The tokenizer at ``source``, a tokenizer.json, a folder or a hub name; by default the model's.
+    """The tokenizer at ``source``: a tokenizer.json, a folder or a hub name; by default the model's.
 
     Raises:
-        ValueError: none there.
+        ValueError: no tokenizer there.
     """
     place = Path(source or model)
     hint = "name one with --tokenizer PATH"
@@ -36,7 +36,7 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
         raise ValueError(f"the tokenizer {place} cannot be loaded: {first_line(error)}; {hint}") from error
     if tokenizer.eos_token is not None:
         return tokenizer
-    # A file alone does not say which token ends a text; lm-eval needs one for empty contexts.
+    # A tokenizer.json does not say which token ends a text. lm-eval needs one for empty contexts.
     known = tokenizer.get_vocab()
     end = next((token for token in _END_OF_TEXT if token in known), None)
     if end is not None:
@@ -45,11 +45,11 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is meant as a path: it is there, or starts like one."""
+    """Whether a name is a path: it exists, or looks like a path instead of a name on the hub."""
     return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
+    """The first line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

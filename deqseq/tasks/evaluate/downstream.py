@@ -1,7 +1,7 @@
 """Downstream tasks through EleutherAI's lm-eval, with data from the hub or from JSONL files.
 
-Prompts, choices and metrics are those of lm-eval's own tasks, with one exception, of which scores tell in
-``own_prompt``: a file of HellaSwag may lack the fields that lm-eval builds its prompts from.
+Prompts, choices and metrics are those of lm-eval's own tasks, with one exception, recorded in ``own_prompt``:
+a file of HellaSwag may lack the fields that lm-eval builds its prompts from.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Task:
     """A task of lm-eval.
 
     Attributes:
-        folder: of lm-eval's task files.
-        pattern: that its local file matches.
-        metric: that enters the average; for ``acc_norm``, log-likelihoods are per character of the choice.
-        chance: what guessing gets, with the four choices that nearly all questions of ARC have.
-        prompt: the field of a document that has the text to continue.
-        choices: the fields that have the choices.
-        answer: the field that says which is right; none where the text itself does.
-        options: the choices of a document, by what ``answer`` calls them.
-        convert: from the schema of the original release to that of the hub.
+        folder: folder of lm-eval's task files.
+        pattern: name of the local file, as a glob.
+        metric: the metric in the average; for ``acc_norm``, log-likelihoods are per character of the choice.
+        chance: the metric of a random guess (four choices, which nearly all questions of ARC have).
+        prompt: field of a document with the text to continue.
+        choices: fields with the choices.
+        answer: field with the right choice; ``None`` if the text itself has it.
+        options: the choices of a document, by the values that ``answer`` takes.
+        convert: converts the schema of the original release to that of the hub.
     """
 
     folder: str
@@ -57,7 +57,7 @@ class Task:
 
     @property
     def fields(self) -> list[str]:
-        """What a document needs."""
+        """The fields that a document must have."""
         return [self.prompt, *self.choices, *([] if self.answer is None else [self.answer])]
 
 
@@ -66,12 +66,12 @@ class TaskScore:
     """One task. Standard errors are lm-eval's.
 
     Attributes:
-        documents: how many were asked.
+        documents: how many were evaluated.
         source: the local file, or the name on the hub.
-        metric, main, main_stderr: what enters the average.
-        chance: of that metric.
-        own_prompt: what the prompts are where they are not lm-eval's; ``None`` where they are.
-        acc, acc_norm, perplexity: all that the task reports.
+        metric, main, main_stderr: the metric in the average, its value and standard error.
+        chance: value of the metric for a random guess.
+        own_prompt: describes prompts that are not lm-eval's; otherwise ``None``.
+        acc, acc_norm, perplexity: all metrics that the task reports.
     """
 
     task: str
@@ -130,7 +130,7 @@ TASKS = {
 }  # fmt: skip
 
 
-# What lm-eval builds the prompts of HellaSwag from, and selections drop.
+# Fields that lm-eval builds the prompts of HellaSwag from. Some selections of the data lack them.
 _ACTIVITY = ("activity_label", "ctx_a", "ctx_b")
 
 
@@ -145,10 +145,10 @@ def check_tasks(names: Sequence[str]) -> None:
 
 
 def local_files(names: Sequence[str], folder: str | Path) -> dict[str, Path]:
-    """The tasks' files in a folder; of several for one task, that with most lines.
+    """The tasks' files in a folder; of several files for a task, the one with most lines.
 
     Raises:
-        ValueError: there is none.
+        ValueError: a task without a file.
     """
     chosen = {}
     for name in names:
@@ -166,7 +166,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
     """The documents of a JSONL file, in the schema of the hub.
 
     Raises:
-        ValueError: a line that is no document of the task; no documents at all.
+        ValueError: a line that is not a document of the task; no documents at all.
     """
     docs = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -174,7 +174,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
             continue
         try:
             docs.append(_read_doc(TASKS[name], line))
-        except (KeyError, TypeError, AttributeError) as error:  # of what is inside a field
+        except (KeyError, TypeError, AttributeError) as error:  # inside a field
             raise ValueError(f"{path}, line {number}: no document of {name}: {error!r}") from error
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: no document of {name}: {error}") from error
@@ -184,7 +184,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
 
 
 def _read_doc(task: Task, line: bytes) -> Doc:
-    """One document, its answer written as the hub does: lm-eval counts others as wrong, or stumbles."""
+    """One document, with its answer in the hub's form. lm-eval counts other forms as wrong or raises."""
     doc = json.loads(line.decode())
     if not isinstance(doc, dict):
         raise ValueError(f"it must be a JSON object, got {doc!r}")
@@ -207,14 +207,14 @@ def _read_doc(task: Task, line: bytes) -> Doc:
 
 
 def _own_prompt(name: str, docs: Sequence[Doc]) -> str | None:
-    """How the prompts of documents are not lm-eval's; ``None`` where they are."""
+    """Describes prompts that are not lm-eval's; otherwise ``None``."""
     if name != "hellaswag" or all(isinstance(doc.get(field), str) for doc in docs for field in _ACTIVITY):
         return None
     return f"the context alone, for documents lack {', '.join(_ACTIVITY)}"
 
 
 def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> dict[str, Any]:
-    """lm-eval's task, as its ``definition`` has it, over the documents of a file."""
+    """lm-eval's task of this ``definition``, over the documents of a file."""
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -229,7 +229,7 @@ def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> 
     def load(**_: Any) -> Any:
         return datasets.DatasetDict({"test": datasets.Dataset.from_list(kept)})
 
-    # lm-eval merges no changes into tasks that it knows by name, so its definition is read here.
+    # lm-eval cannot change tasks that it knows by name, so this reads the task's definition.
     return {
         **load_yaml(definition),
         "dataset_path": str(path),
@@ -256,17 +256,19 @@ def evaluate_tasks(
     files: Mapping[str, Path] | None = None, limit: int | None = None, batch_size: int = 8,
     progress: bool = False,
 ) -> list[TaskScore]:  # fmt: skip
-    """Zero-shot scores of the model, as it is set to be solved.
+    """Zero-shot scores of the model, solved with its own options (``layer.eval_solve``).
 
     Args:
-        names: of :data:`TASKS`.
-        files: of the tasks, as :func:`local_files` finds them; from the hub by default.
+        names: names in :data:`TASKS`.
+        files: files of the tasks, from :func:`local_files`; from the hub by default.
         limit: documents of each task; all by default.
 
     Raises:
-        ValueError: unknown tasks, or one twice; malformed files; data that the hub does not give; tokens
+        ValueError: unknown tasks, or one twice; malformed files; data that the hub does not have; tokens
             outside the model's vocabulary; lm-eval is not installed.
     """
+    from deqseq.tasks.common.tokenizer import first_line
+
     check_tasks(names)
     check_count("batch_size", batch_size)
     if limit is not None:
@@ -277,7 +279,7 @@ def evaluate_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ValueError(f"downstream tasks need lm-eval: pip install 'deqseq[eval]' ({error})") from error
-    # Indexing only what is asked for saves reading some thousand task files.
+    # Index only the folders needed: there are some thousand task files.
     own = Path(lm_eval.__file__).parent / "tasks"
     manager = TaskManager(
         include_path=[own / part for part in sorted({TASKS[name].folder for name in names})],
@@ -290,14 +292,14 @@ def evaluate_tasks(
         own_prompts = {name: _own_prompt(name, docs[name]) for name in names}
         index = manager.task_index
         tasks = [_over_docs(name, docs[name], files[name], index[name].yaml_path) for name in names]
-    # Resampling in processes forked from one that runs torch can hang, and one is quick enough.
+    # Resample in this process: processes forked from one that runs torch can hang.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
     screen = sys.stderr if progress else None
     try:
         with _quiet():
             lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-            # Not simple_evaluate, which would look for git and list the machine's packages afterwards.
+            # simple_evaluate would also look for git and list the machine's packages.
             found: Any = lm_eval.evaluate(
                 lm=_watched(lm, screen),
                 task_dict=manager.load(tasks),
@@ -306,8 +308,7 @@ def evaluate_tasks(
                 log_samples=False,
             )
     except OSError as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"data cannot be had from the hub: {first}; or give --data-dir") from error
+        raise ValueError(f"no data from the hub: {first_line(error)}; or give --data-dir") from error
     return [
         _read(name, found, None if files is None else str(files[name]), own_prompts[name]) for name in names
     ]
@@ -338,7 +339,7 @@ def _read(name: str, found: dict[str, Any], source: str | None, own_prompt: str 
 
 
 def average(scores: Sequence[TaskScore]) -> float:
-    """Mean over tasks of the metric that enters it."""
+    """Mean over tasks of their main metrics."""
     return sum(s.main for s in scores) / len(scores)
 
 
@@ -353,9 +354,9 @@ def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
 
 
 def _watched(lm: Any, screen: TextIO | None) -> Any:
-    """lm-eval's model, refusing tokens that it does not know before it scores any.
+    """lm-eval's model, which checks all tokens before it scores any.
 
-    It tells ``screen`` how far it is: of lm-eval's many bars, the one that matters.
+    Of lm-eval's progress bars, only that of the requests is shown, on ``screen``.
     """
     from deqseq.tasks.common.models import check_tokens
 
@@ -373,7 +374,7 @@ def _watched(lm: Any, screen: TextIO | None) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing of what lm-eval and datasets print and log below errors, for a while."""
+    """Hide what lm-eval and datasets print, and what they log below errors."""
     log = logging.getLogger("lm_eval")
     before = log.level
     log.setLevel(logging.ERROR)

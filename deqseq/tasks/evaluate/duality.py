@@ -1,4 +1,4 @@
-"""Duality: whether one model solved in different windows says the same, and what each costs.
+"""Duality: whether a model predicts the same in different windows, and what each window costs.
 
 Shapes: N tokens of a text, B sequences, L tokens, V vocabulary.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from deqseq.layer import ImplicitSequenceLayer
 from deqseq.policy import ConvergencePolicy
+from deqseq.problem import SolveOptions
 from deqseq.solution import Solution, Status
-from deqseq.tasks.common.models import Window, check_tokens, needed_layer, solving
-from deqseq.tasks.evaluate.perplexity import SolveTally, batches, exponential, losses, run
+from deqseq.statistics import SolveStatistics
+from deqseq.tasks.common.models import Window, check_tokens, needed_layer
+from deqseq.tasks.evaluate.perplexity import batches, exponential, losses, run, search_means, solve_names
 
 # Rows of logits compared at once, in float32.
 _ROWS = 1024
@@ -32,7 +33,7 @@ class Difference:
     """A token on which a window and the first disagree.
 
     Attributes:
-        sequence, position: where it stands, counted from 1.
+        sequence, position: of the token, counted from 1.
         max_logit_diff: largest absolute difference of a logit.
         iterations, residual, converged: of the search in this window.
         first_iterations, first_residual, first_converged: in the first.
@@ -55,7 +56,7 @@ class Agreement:
 
     Attributes:
         window: tokens solved at a time, or ``"all"``.
-        policy, budget: when a token was done, and the evaluations it could take part in at most.
+        policy, budget: the convergence policy, and the most evaluations a token could take part in.
         tokens: compared.
         agreement: share of tokens with the same most likely next token.
         max_logit_diff, mean_logit_diff: absolute differences of logits.
@@ -64,8 +65,8 @@ class Agreement:
         iterations, residual, converged, passes_per_batch: as in
             :class:`~deqseq.tasks.evaluate.perplexity.Score`.
         seconds: of the model.
-        worst: the tokens with the largest differences. Windows may disagree on a token that both call
-            converged: a residual is the last step, and where the search is slow much way may be left.
+        worst: the tokens with the largest differences. Windows may disagree on a token that has converged in
+            both: a residual is the size of the last step, and a slow search may still be far from its end.
     """
 
     window: int | str
@@ -88,8 +89,9 @@ class Agreement:
 class _Comparison:
     """Differences from the first window, added up over batches."""
 
-    def __init__(self) -> None:
-        self.solves = SolveTally()
+    def __init__(self, options: SolveOptions) -> None:
+        self.options = options
+        self.solves = SolveStatistics()
         self.seconds = 0.0
         self.nll = 0.0
         self.worst: list[Difference] = []
@@ -97,7 +99,7 @@ class _Comparison:
         self._sums = torch.zeros(3, dtype=torch.float64)  # same, mean over V of |difference|, divergence
 
     def add(self, out: Any, first: Any) -> None:
-        """Take in the model's output on one batch, in this window and in the first."""
+        """Add the model's output on one batch, in this window and in the first."""
         largest = []
         for here, there in zip(
             out.logits.flatten(0, 1).split(_ROWS), first.logits.flatten(0, 1).split(_ROWS), strict=True
@@ -132,20 +134,18 @@ class _Comparison:
         self._sequences += B
         self.worst = sorted(self.worst, key=lambda found: -found.max_logit_diff)[:_WORST]
 
-    def read(self, layer: ImplicitSequenceLayer, tokens: int) -> Agreement:
-        """The means over ``tokens``; ``layer``: as it was set."""
+    def read(self, tokens: int) -> Agreement:
+        """The means over ``tokens``."""
         same, mean, divergence = (self._sums / tokens).tolist()
         return Agreement(
-            window=layer.window or "all",
-            policy=repr(layer.eval_convergence),
-            budget=layer.eval_convergence.max_iter,
+            **solve_names(self.options),
             tokens=tokens,
             agreement=same,
             max_logit_diff=self.worst[0].max_logit_diff,
             mean_logit_diff=mean,
-            kl=max(0.0, divergence),  # where predictions are the same, rounding may say less
+            kl=max(0.0, divergence),  # rounding may give less for equal predictions
             perplexity=exponential(self.nll / tokens),
-            **self.solves.read(),
+            **search_means(self.solves),
             seconds=self.seconds,
             worst=[found for found in self.worst if found.max_logit_diff > 0],
         )
@@ -174,34 +174,27 @@ def compare_windows(
     model.eval()
     cut = batches(tokens, length, batch_size)
     check_tokens(model, tokens)
-    needed_layer(model, "a comparison of windows")
-    for window in windows:
-        with solving(model, window, policy):
-            pass  # what cannot be a window is refused before any work
-    comparisons = [_Comparison() for _ in windows]
+    own = needed_layer(model, "a comparison of windows").eval_solve
+    own = own if policy is None else replace(own, convergence=policy)
+    every = [own if window == "model" else replace(own, window=window) for window in windows]
+    comparisons = [_Comparison(options) for options in every]
     bar = tqdm(total=len(tokens) - 1, desc="duality", unit="tok", leave=False, disable=not progress)
     for inputs, targets in cut:
         first: Any = None
-        for window, comparison in zip(windows, comparisons, strict=True):
+        for comparison in comparisons:
             start = time.perf_counter()
-            with solving(model, window, policy):
-                out = run(model, inputs)
+            out = run(model, inputs, comparison.options)
             comparison.nll += losses(out.logits, targets).sum().item()
-            comparison.seconds += time.perf_counter() - start  # the loss waits for the device
+            comparison.seconds += time.perf_counter() - start  # reading the loss waits for the device
             first = out if first is None else first
             comparison.add(out, first)
         bar.update(targets.numel())
     bar.close()
-    found = []
-    for window, comparison in zip(windows, comparisons, strict=True):
-        with solving(model, window, policy) as layer:
-            assert layer is not None
-            found.append(comparison.read(layer, len(tokens) - 1))
-    return found
+    return [comparison.read(len(tokens) - 1) for comparison in comparisons]
 
 
 def unconverged(found: Sequence[Agreement]) -> list[str]:
-    """A warning, if tokens did not converge: where they stopped says little of where they belong."""
+    """A warning if tokens did not converge: their predictions need not agree."""
     short = [a for a in found if a.converged is not None and a.converged < 1]
     if not short:
         return []
@@ -213,7 +206,7 @@ def unconverged(found: Sequence[Agreement]) -> list[str]:
 
 
 def describe_worst(found: Sequence[Agreement]) -> str:
-    """One line on the token with the largest difference; what is known of others is in ``worst``."""
+    """One line about the token with the largest difference."""
     every = [(a, a.worst[0]) for a in found if a.worst]
     if not every:
         return "all logits are the same"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,34 +21,28 @@ from transformers import PreTrainedModel
 from deqseq.checks import check_count
 from deqseq.policies import Residual
 from deqseq.policy import FixedIterations
-from deqseq.solution import Solution, Status
-from deqseq.tasks.common.models import (
-    Window,
-    check_tokens,
-    implicit_layer,
-    needed_layer,
-    solving,
-    window_name,
-)
+from deqseq.problem import SolveOptions
+from deqseq.statistics import SolveStatistics
+from deqseq.tasks.common.models import Window, check_tokens, needed_layer, solve_options
 
-# Rows of logits that are turned into float32 at once: a copy of all would double the memory.
+# Rows of logits converted to float32 at a time: a copy of all would double the memory.
 _ROWS = 4096
 _FIRST_BUCKET = 16
 
 
 @dataclass
 class Positions:
-    """The tokens that stand ``first`` to ``last`` in their sequences, counted from 1.
+    """The tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
     Attributes:
         tokens: how many.
         nll, nll_stderr: mean negative log-likelihood and its standard error.
         perplexity: ``exp(nll)``.
         iterations: evaluations a token took part in, mean; ``None`` for explicit models.
-        change, change_stderr: mean, over these tokens, of what the nll is more than in sequences of the
-            first length; ``None`` where there is none to compare with.
+        change, change_stderr: mean difference of these tokens' nll from their nll in sequences of the first
+            length; ``None`` at the first length.
 
-    Standard errors take tokens as independent; ``None`` for a single one.
+    Standard errors assume independent tokens; ``None`` for a single token.
     """
 
     first: int
@@ -72,15 +66,15 @@ class Score:
         nll: mean negative log-likelihood of a predicted token.
         perplexity: ``exp(nll)``.
         window: tokens solved at a time, or ``"all"``.
-        policy, budget: when a token was done, and the evaluations it could take part in at most.
+        policy, budget: the convergence policy, and the most evaluations a token could take part in.
         iterations: evaluations a token took part in, mean.
         residual: relative, mean over tokens.
-        converged: share of tokens that met the tolerance; ``None`` where there is none.
+        converged: share of tokens that met the tolerance; ``None`` for policies without one.
         passes_per_batch: calls of f over a window, mean over batches.
         seconds, tokens_per_second: of the model and the loss.
         by_position: tokens 1 to 16 of their sequences, 17 to 32, 33 to 64 and so on.
 
-    What belongs to a search is ``None`` for explicit models.
+    Fields about the search are ``None`` for explicit models.
     """
 
     length: int
@@ -107,10 +101,10 @@ def exponential(nll: float) -> float:
 def batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and the tokens that follow them, each (B, L): every token of (N,) but the first is a target.
 
-    The last batch is the rest, one shorter sequence, if the text does not divide.
+    If the text does not divide, the last batch is one shorter sequence.
 
     Raises:
-        ValueError: fewer tokens than one sequence and what follows it; sizes below 1.
+        ValueError: fewer tokens than one sequence and the token after it; sizes below 1.
     """
     check_count("length", length)
     check_count("batch_size", batch_size)
@@ -132,14 +126,15 @@ def _batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Ten
         yield inputs[None, whole:], targets[None, whole:]
 
 
-def run(model: PreTrainedModel, inputs: Tensor) -> Any:
+def run(model: PreTrainedModel, inputs: Tensor, solve: SolveOptions | None) -> Any:
     """The model's output on ``inputs`` (B, L).
 
     Raises:
         ValueError: more positions than the model has.
     """
+    options: dict[str, Any] = {} if solve is None else {"solve": solve}
     try:
-        return model(input_ids=inputs.to(model.device))
+        return model(input_ids=inputs.to(model.device), **options)
     except IndexError as error:
         raise ValueError(f"the model has no positions for sequences of {inputs.shape[1]} tokens") from error
 
@@ -154,75 +149,68 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(parts).view(targets.shape).cpu().double()
 
 
-class SolveTally:
-    """How solves went: iterations, residual and statuses over tokens, passes over solves."""
+def solve_names(solve: SolveOptions | None) -> dict[str, Any]:
+    """The fields of :class:`Score` that describe the options; all ``None`` for explicit models."""
+    if solve is None:
+        return dict.fromkeys(("window", "policy", "budget"))
+    policy = solve.convergence
+    return {"window": solve.window or "all", "policy": repr(policy), "budget": policy.max_iter}
 
-    def __init__(self) -> None:
-        self._solves = 0
-        self._passes = 0
-        self._tokens = 0
-        self._sums = torch.zeros(4, dtype=torch.float64)
 
-    def add(self, solution: Solution) -> None:
-        """Take in one solve, which is one batch."""
-        self._solves += 1
-        self._passes += solution.nfe
-        self._tokens += solution.status.numel()
-        met, unjudged = (solution.status == s for s in (Status.CONVERGED, Status.COMPLETED))
-        parts = (solution.iterations, solution.residual, met, unjudged)
-        self._sums += torch.stack([part.cpu().double().sum() for part in parts])
-
-    def read(self) -> dict[str, Any]:
-        """The means, as in :class:`Score`; all ``None`` if nothing was solved."""
-        if not self._solves:
-            return dict.fromkeys(("iterations", "residual", "converged", "passes_per_batch"))
-        iterations, residual, met, unjudged = (self._sums / self._tokens).tolist()
-        return {
-            "iterations": iterations,
-            "residual": residual,
-            "converged": met if unjudged < 1 else None,
-            "passes_per_batch": self._passes / self._solves,
-        }
+def search_means(solves: SolveStatistics) -> dict[str, Any]:
+    """The fields of :class:`Score` that describe the search; all ``None`` if nothing was solved."""
+    found = solves.read()
+    judged = found.get("share_completed", 1) < 1
+    return {
+        "iterations": found.get("iterations"),
+        "residual": found.get("residual"),
+        "converged": found["share_converged"] if judged else None,
+        "passes_per_batch": found.get("nfe"),
+    }
 
 
 def score(
-    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8, progress: bool = False
-) -> Score:
-    """Perplexity of ``tokens`` (N,) in sequences of ``length``, as the model is set to solve them.
+    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8, progress: bool = False,
+    solve: SolveOptions | None = None,
+) -> Score:  # fmt: skip
+    """Perplexity of ``tokens`` (N,) in sequences of ``length``.
 
-    Every token but the first is predicted once, whatever the length, so lengths compare; results do not
+    Every token but the first is predicted once, whatever the length, so lengths compare. Results do not
     depend on ``batch_size``.
+
+    Args:
+        solve: options of the solves; the model's by default.
 
     Raises:
         ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
     """
-    return _score(model, tokens, length, batch_size, progress)[0]
+    return _score(model, tokens, length, batch_size, progress, solve)[0]
 
 
 @torch.no_grad()
 def _score(
     model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int, progress: bool,
-    first: Tensor | None = None,
+    solve: SolveOptions | None, first: Tensor | None = None,
 ) -> tuple[Score, Tensor]:  # fmt: skip
-    """The score, and the nll (N - 1,) of every predicted token; ``first``: theirs at the first length."""
+    """The score, and the nll (N - 1,) of every predicted token. ``first``: the nll at the first length."""
+    solve = solve_options(model) if solve is None else solve
     model.eval()
     cut = batches(tokens, length, batch_size)
     check_tokens(model, tokens)
-    tally = SolveTally()
+    solves = SolveStatistics()
     nll_parts, iterations_parts = [], []  # in the order of the text
     start = time.perf_counter()
     bar = tqdm(total=len(tokens) - 1, desc=f"length {length}", unit="tok", leave=False, disable=not progress)
     for inputs, targets in cut:
-        out = run(model, inputs)
+        out = run(model, inputs, solve)
         nll_parts.append(losses(out.logits, targets).flatten())
         solution = getattr(out, "solution", None)
         if solution is not None:
-            tally.add(solution)
+            solves.add(solution)
             iterations_parts.append(solution.iterations.cpu().double().flatten())
         bar.update(targets.numel())
     bar.close()
     seconds = time.perf_counter() - start
-    layer = implicit_layer(model)
     nll = torch.cat(nll_parts)
     iterations = torch.cat(iterations_parts) if iterations_parts else None
     nll_mean = nll.mean().item()
@@ -231,10 +219,8 @@ def _score(
         tokens=len(nll),
         nll=nll_mean,
         perplexity=exponential(nll_mean),
-        window=window_name(layer),
-        policy=None if layer is None else repr(layer.eval_convergence),
-        budget=None if layer is None else layer.eval_convergence.max_iter,
-        **tally.read(),
+        **solve_names(solve),
+        **search_means(solves),
         seconds=seconds,
         tokens_per_second=len(nll) / seconds,
         by_position=_by_position(length, nll, iterations, None if first is None else nll - first),
@@ -277,28 +263,25 @@ def _mean(values: Tensor) -> tuple[float, float | None]:
 
 
 def score_by_length(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    lengths: Sequence[int],
-    batch_size: int = 8,
-    progress: bool = False,
-) -> list[Score]:
+    model: PreTrainedModel, tokens: Tensor, lengths: Sequence[int], batch_size: int = 8,
+    progress: bool = False, solve: SolveOptions | None = None,
+) -> list[Score]:  # fmt: skip
     """The same tokens in sequences of several lengths.
 
-    What a position makes of the loss hides behind which tokens happen to stand there: of a long sequence
-    there are few. So ``by_position`` also has the change against the same tokens at the first length.
+    The effect of a position on the loss is smaller than the differences between the few tokens that stand
+    there. So ``by_position`` also has the change of the same tokens against the first length.
 
     Args:
-        batch_size: sequences of the shortest length in a batch. Longer ones go fewer at a time, so that
-            a batch holds as many tokens.
+        batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of
+            as many tokens.
     """
     for length in lengths:
-        batches(tokens, length, batch_size)  # the longest may be too long: say so before hours of work
+        batches(tokens, length, batch_size)  # checks all lengths before the work starts
     found: list[Score] = []
     first: Tensor | None = None
     for length in lengths:
         fitting = max(1, batch_size * min(lengths) // length)
-        one, nll = _score(model, tokens, length, fitting, progress, first)
+        one, nll = _score(model, tokens, length, fitting, progress, solve, first)
         found.append(one)
         first = nll if first is None else first
     return found
@@ -310,19 +293,20 @@ def score_by_budget(
 ) -> list[Score]:  # fmt: skip
     """The same sequences with several numbers of iterations; last, with the model's own policy.
 
-    All tokens do exactly that many iterations together; in a smaller window, or with a tolerance
-    ``rtol``, at most that many, for a window only slides as tokens settle.
+    All tokens do exactly that many iterations together. In a smaller window, or with a tolerance ``rtol``,
+    they do at most that many, because a window slides only when tokens settle.
 
     Raises:
         ValueError: the model is explicit; a budget below 1; as :func:`score`.
     """
-    layer = needed_layer(model, "a number of iterations")
-    own = layer.eval_convergence
-    if rtol is None and (layer.window if window == "model" else window) is not None:
+    needed_layer(model, "a number of iterations")
+    options = solve_options(model, window)
+    assert options is not None
+    own = options.convergence
+    if rtol is None and options.window is not None:
         rtol = own.rtol if isinstance(own, Residual) and own.rtol > 0 else 1e-3
     policies = [FixedIterations(n) if rtol is None else Residual(rtol=rtol, max_iter=n) for n in budgets]
-    found = []
-    for policy in (*policies, None):
-        with solving(model, window, policy):
-            found.append(score(model, tokens, length, batch_size, progress))
-    return found
+    return [
+        score(model, tokens, length, batch_size, progress, replace(options, convergence=policy))
+        for policy in (*policies, own)
+    ]

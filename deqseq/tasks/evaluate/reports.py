@@ -1,4 +1,4 @@
-"""The five reports: what each loads, measures, prints and writes."""
+"""The five reports: each loads a model, measures, prints a table and writes a result folder."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deqseq.policy import ConvergencePolicy
-from deqseq.tasks.common.models import (
-    implicit_layer,
-    load_model,
-    read_tokens,
-    solving,
-    tolerance_and_budget,
-    window_name,
-)
+from deqseq.problem import SolveOptions
+from deqseq.tasks.common.models import implicit_layer, load_model, read_tokens, solve_options
 from deqseq.tasks.common.results import Column, ResultFolder, column, table
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.evaluate import plots
@@ -59,12 +52,12 @@ _TASKS: list[Column] = [
 
 @dataclass
 class _Setup:
-    """What a report works on. Whatever can be wrong is found while it is made, before the work."""
+    """The inputs of a report. Making it finds all errors before the work starts."""
 
     model: Any
     tokenizer: Any
     tokens: Any
-    policy: ConvergencePolicy | None
+    solve: SolveOptions | None
     folder: ResultFolder | None
 
 
@@ -72,33 +65,31 @@ def _prepare(options: Any) -> _Setup:
     tokenizer = load_tokenizer(options.model, options.tokenizer)
     tokens = read_tokens(options.text, tokenizer, options.limit) if "text" in options else None
     model = load_model(options.model, options.device, options.dtype)
-    policy = None
-    if "max_iter" in options:
-        policy = tolerance_and_budget(model, options.rtol, options.max_iter)
+    window: Any = "model" if isinstance(options.window, list) else options.window
+    budget = (options.rtol, options.max_iter) if "max_iter" in options else ()
+    solve = solve_options(model, window, *budget)
     folder = None
     if options.output is not None:
-        used = _settings(options, model, policy)
+        used = _settings(options, model, solve)
         folder = ResultFolder(options.output, options.report, options.model, used, options.force)
-    return _Setup(model, tokenizer, tokens, policy, folder)
+    return _Setup(model, tokenizer, tokens, solve, folder)
 
 
-def _settings(options: Any, model: Any, policy: ConvergencePolicy | None) -> dict[str, Any]:
-    """The options, and what was used where they leave it to the model or the machine."""
+def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
+    """The options, with the values used where they leave the choice to the model or the machine."""
     unrecorded = {"report", "model", "output", "force"}
     found = {name: value for name, value in vars(options).items() if name not in unrecorded}
     found["tokenizer"] = options.tokenizer or options.model
     found["device"] = str(model.device)
     found["dtype"] = str(model.dtype).removeprefix("torch.")
     layer = implicit_layer(model)
-    names = {"model": window_name(layer), None: "all"}
-    if isinstance(options.window, list):
-        found["window"] = [names.get(w, w) for w in options.window]
-    else:
-        found["window"] = names.get(options.window, options.window)
-    if layer is not None and "max_iter" in options:
-        policy = policy or layer.eval_convergence
-        found["rtol"] = getattr(policy, "rtol", None)
-        found["max_iter"] = policy.max_iter
+    names = {"model": None if layer is None else layer.eval_solve.window or "all", None: "all"}
+    several = isinstance(options.window, list)
+    windows = [names.get(w, w) for w in (options.window if several else [options.window])]
+    found["window"] = windows if several else windows[0]
+    if solve is not None and "max_iter" in options:
+        found["rtol"] = getattr(solve.convergence, "rtol", None)
+        found["max_iter"] = solve.convergence.max_iter
     return found
 
 
@@ -116,18 +107,14 @@ def _finish(
 
 def _perplexity(options: Any) -> None:
     setup = _prepare(options)
-    with solving(setup.model, options.window, setup.policy):
-        found = score(setup.model, setup.tokens, options.length, options.batch_size, progress=True)
+    found = score(setup.model, setup.tokens, options.length, options.batch_size, True, setup.solve)
     notes = ["", table(_POSITIONS, found.by_position)]
     _finish(setup, options, _SCORE, [found], plots.plot_positions, notes)
 
 
 def _length(options: Any) -> None:
     setup = _prepare(options)
-    with solving(setup.model, options.window, setup.policy):
-        found = score_by_length(
-            setup.model, setup.tokens, options.length, options.batch_size, progress=True
-        )  # fmt: skip
+    found = score_by_length(setup.model, setup.tokens, options.length, options.batch_size, True, setup.solve)
     _finish(setup, options, _SCORE, found, plots.plot_lengths)
 
 
@@ -148,8 +135,8 @@ def _iterations(options: Any) -> None:
 def _duality(options: Any) -> None:
     setup = _prepare(options)
     found = compare_windows(
-        setup.model, setup.tokens, options.length, options.window, setup.policy, options.batch_size,
-        progress=True,
+        setup.model, setup.tokens, options.length, options.window,
+        None if setup.solve is None else setup.solve.convergence, options.batch_size, progress=True,
     )  # fmt: skip
     warnings = unconverged(found)
     notes = [describe_worst(found), *warnings]
@@ -160,11 +147,12 @@ def _downstream(options: Any) -> None:
     check_tasks(options.tasks)
     files = None if options.data_dir is None else local_files(options.tasks, options.data_dir)
     setup = _prepare(options)
-    with solving(setup.model, options.window, setup.policy):
-        found = evaluate_tasks(
-            setup.model, setup.tokenizer, options.tasks, files, options.limit, options.batch_size,
-            progress=True,
-        )  # fmt: skip
+    layer = implicit_layer(setup.model)
+    if layer is not None and setup.solve is not None:
+        layer.eval_solve = setup.solve  # lm-eval calls the model without options
+    found = evaluate_tasks(
+        setup.model, setup.tokenizer, options.tasks, files, options.limit, options.batch_size, progress=True
+    )
     mean, warnings = average(found), other_prompts(found)
     notes = [f"average {mean:.4f}", *warnings]
     _finish(setup, options, _TASKS, found, plots.plot_tasks, notes, average=mean, warnings=warnings)

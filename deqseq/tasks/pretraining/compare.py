@@ -13,16 +13,16 @@ from deqseq.tasks.common.results import Column, column, table
 
 @dataclass
 class Line:
-    """A run after some tokens of training, at the end of a stage.
+    """A run at the end of a stage.
 
     Attributes:
-        run: its folder's name.
-        tokens: trained on.
-        minutes: of training, without evaluations and checkpoints.
+        run: name of its folder.
+        tokens: trained on so far.
+        minutes: of training so far, without evaluations and checkpoints.
         perplexity: of the held-out rows that evaluations in training read.
-        iterations: of a token of it.
-        tokens_per_second: in training, since the end of the stage before, in the median.
-        mfu: likewise; ``None`` where the device's peak is not known.
+        iterations: of a held-out token, mean.
+        tokens_per_second: in training, median over the stage.
+        mfu: model FLOPs utilisation, likewise; ``None`` if the device's peak is unknown.
         memory_gib: most that was allocated on a GPU so far.
     """
 
@@ -93,21 +93,11 @@ def _lines(name: str, log: list[dict[str, float]], ends: Sequence[int], batch_to
         first = end
         if not trained or not scores:
             continue
-        found.append(
-            Line(
-                name,
-                end * batch_tokens,
-                trained[-1]["train_seconds"] / 60,
-                scores[0]["eval_perplexity"],
-                scores[0].get("eval_iterations"),
-                _median(trained, "tokens_per_second"),
-                _median(trained, "mfu"),
-                max((entry["memory_gib"] for entry in trained if "memory_gib" in entry), default=None),
-            )
-        )
+        columns = ("tokens_per_second", "mfu", "memory_gib")
+        logged = {key: [entry[key] for entry in trained if key in entry] for key in columns}
+        speed, mfu = (statistics.median(logged[key]) if logged[key] else None for key in columns[:2])
+        minutes = trained[-1]["train_seconds"] / 60
+        solved = scores[0]["eval_perplexity"], scores[0].get("eval_iterations")
+        memory = max(logged["memory_gib"], default=None)
+        found.append(Line(name, end * batch_tokens, minutes, *solved, speed, mfu, memory))
     return found
-
-
-def _median(log: list[dict[str, float]], key: str) -> float | None:
-    values = [entry[key] for entry in log if key in entry]
-    return statistics.median(values) if values else None

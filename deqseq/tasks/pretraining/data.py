@@ -1,4 +1,4 @@
-"""What a run reads: a folder of token shards, or a dataset as it streams."""
+"""The data of a run: a folder of token shards, or a streamed dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from deqseq.causal_lm import ImplicitConfig
-from deqseq.tasks.common.corpus import HoldOut, TokenFolder, token_rows
+from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder
 from deqseq.tasks.common.corpus.documents import stamps, stream
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.rows import Row
@@ -23,10 +23,9 @@ from deqseq.tasks.pretraining.settings import RunSettings
 
 
 class TrainingOrder(Dataset[Row]):
-    """The rows of a training run, in its order: pass after pass over the data, each in an order of its own.
+    """The rows of a training run in order: pass after pass over the data, each shuffled differently.
 
-    Row i is a function of i and the seed, so a run is at a row, wherever it was stopped and on however many
-    processes it goes on.
+    Row i depends on i and the seed alone, so a run can be resumed on any number of processes.
 
     Args:
         rows: map-style, of any length.
@@ -42,7 +41,7 @@ class TrainingOrder(Dataset[Row]):
         return self.count
 
     def place(self, index: int) -> int:
-        """Where in the data row number ``index`` of the run is."""
+        """The row of the data that is row ``index`` of the run."""
         number, position = divmod(index, len(self.rows))
         if self._pass is None or self._pass[0] != number:
             chance = np.random.default_rng((self.seed, number))
@@ -59,12 +58,12 @@ class Data:
     """Rows to train on and to evaluate on.
 
     Attributes:
-        train: in the order of the run, map-style; or a stream of them.
+        train: in the order of the run, map-style; or a stream.
         validation: held out, map-style.
-        tokenizer: that made them.
+        tokenizer: that made the rows.
         vocab_size, end_of_text: the tokenizer's.
         fingerprint: changes if the data does.
-        verify: raises ``ValueError`` for data that is not what was prepared; takes a while.
+        verify: reads all data and raises ``ValueError`` if it has changed since it was prepared.
     """
 
     train: Any
@@ -79,7 +78,7 @@ class Data:
         """The configuration with the data's end of text.
 
         Raises:
-            ValueError: a model of fewer tokens than the tokenizer's.
+            ValueError: the tokenizer has more tokens than the model.
         """
         if self.vocab_size > config.vocab_size:
             raise ValueError(
@@ -94,7 +93,7 @@ def open_data(settings: RunSettings, progress: bool = False) -> Data:
     """The data of a run.
 
     Raises:
-        ValueError: none there, or unfinished; fewer tokens than asked for; too few to hold a row out.
+        ValueError: no data, or unfinished; fewer tokens than asked for; less than one held-out row.
     """
     if settings.data is None:
         raise ValueError("no data: name a folder made by deqseq.tasks.prepare with --data FOLDER")
@@ -123,7 +122,7 @@ def open_data(settings: RunSettings, progress: bool = False) -> Data:
 
 
 class Passes(IterableDataset[Row]):
-    """A stream, gone through so often."""
+    """A stream, read ``count`` times."""
 
     def __init__(self, rows: IterableDataset[Row], count: int) -> None:
         self.rows, self.count = rows, count
@@ -134,10 +133,11 @@ class Passes(IterableDataset[Row]):
 
 
 def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
-    """The rows of a Hugging Face dataset, tokenised as they come, without what ``prepare`` would hold out.
+    """The rows of a Hugging Face dataset, tokenised as they come, without the documents that ``prepare``
+    would hold out.
 
-    The first ``eval_rows`` rows of its ``validation_split`` are for evaluation, or, without one, of the
-    documents held out.
+    The first ``eval_rows`` rows of ``validation_split`` are for evaluation; if there is no such split, those
+    of the held-out documents.
     """
     tokenizer = load_tokenizer(given.get("tokenizer", "EleutherAI/gpt-neox-20b"))
     column = given.get("column", "text")
@@ -150,9 +150,9 @@ def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
     def rows(split: str, side: Any) -> Any:
         texts = stream(name, given.get("subset"), split, files)
         options: dict[str, Any] = {"column": column, "split": side, "hold_out": hold_out}
-        return token_rows(texts, tokenizer, settings.length, documents, **options)
+        return StreamedRows(texts, tokenizer, settings.length, documents, **options)
 
-    side = "validation" if other == split else None  # the same split: what is not trained on
+    side = "validation" if other == split else None  # of the same split, only what is not trained on
     validation = list(islice(rows(other, side), settings.eval_rows))
     if not validation:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a run would take, without running it: sizes, steps, operations, memory, and the schedule, drawn.
+"""Estimates of a run without running it: sizes, steps, FLOPs and memory; draws the schedule.
 
 Shapes: B rows in memory at a time, L tokens of a row, V vocabulary.
 """
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from transformers.optimization import get_wsd_schedule
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
@@ -19,16 +21,17 @@ from deqseq.checks import check_count
 from deqseq.curriculum import Stage
 from deqseq.gradient import gradients
 from deqseq.policy import policies
-from deqseq.tasks.common.figures import pyplot
+from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.watch import PEAK, Flops, graph_evaluations
 
 _GIB = 2**30
 _FUSED = {"mamba2": 0.15}
-"""Share of what plain PyTorch keeps for the backward pass that our kernels keep.
+"""Activations that our kernels keep for the backward pass, as a share of those of plain PyTorch.
 
-From the 130M model in the free stage on one H100: 22.5 GiB in all, 17 of them activations instead of 118.
+Measured on the 130M model in the free stage on one H100: 22.5 GiB in all, of which 17 are activations; plain
+PyTorch keeps 118.
 """
 
 
@@ -38,10 +41,10 @@ class StagePlan:
 
     Attributes:
         first, last: optimiser steps, counted from 1.
-        evaluations: of f in a forward pass, at most.
-        with_graph: those that the backward pass goes through.
+        evaluations: most evaluations of f in a forward pass.
+        with_graph: evaluations that the backward pass goes through.
         flops: of the stage, if every search takes all its evaluations.
-        activations: bytes in memory at a time, estimated.
+        activations: estimated bytes in memory at a time.
     """
 
     first: int
@@ -53,7 +56,7 @@ class StagePlan:
 
 
 def plan_stages(settings: RunSettings) -> list[StagePlan]:
-    """The stages with what each takes."""
+    """The stages with their costs."""
     config = settings.config()
     flops = Flops(config, settings.length)
     saved = saved_bytes(config, settings.length) * settings.activation_budget
@@ -81,7 +84,7 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
 
 
 def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]:
-    """Evaluations of the search, at most, and those with a graph."""
+    """The most evaluations of the search, and the evaluations with a graph."""
     if not config.implicit:
         return 0, 1
     strategy = gradients.create(config.gradient if stage is None else stage.gradient)
@@ -90,9 +93,9 @@ def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]
 
 
 def saved_bytes(config: ImplicitConfig, length: int) -> float:
-    """Bytes that plain PyTorch keeps of one row for the backward pass of one evaluation, in float32.
+    """Bytes that plain PyTorch keeps for the backward pass of one evaluation of one row, in float32.
 
-    Counted on tensors without data; weights are not counted.
+    Counted on tensors without data. Weights do not count.
     """
     sizes: dict[int, int] = {}
 
@@ -107,30 +110,23 @@ def saved_bytes(config: ImplicitConfig, length: int) -> float:
         x = torch.empty(1, length, config.hidden_size)
         context = backbone.prepare(x)
         kept: list[Any] = [context]
-        weights = {t.untyped_storage()._cdata for t in _tensors([context.shared, list(model.parameters())])}
+        tensors = tree_leaves([context.shared, list(model.parameters())])
+        weights = {t.untyped_storage()._cdata for t in tensors if isinstance(t, torch.Tensor)}
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             kept.append(backbone.evaluate(x.requires_grad_(), context))
     return float(sum(size for storage, size in sizes.items() if storage not in weights))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in _tensors(item)]
-    return []
-
-
 def _logit_bytes(settings: RunSettings, config: ImplicitConfig) -> float:
-    """Of the logits of a row and their gradient."""
+    """Bytes of the logits of a row and their gradient."""
     return 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)
 
 
 def describe(settings: RunSettings, processes: int | None = None) -> str:
-    """A table of what the run would take.
+    """A table of the costs of the run.
 
     Raises:
-        ValueError: no process, or a step that does not divide among them.
+        ValueError: fewer than one process, or a step that does not divide among them.
     """
     processes = 1 if processes is None else processes
     check_count("processes", processes)
@@ -171,16 +167,15 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
         peak = weights + held + max(stage.activations for stage in stages)
         lines.append((f"memory, {name}", f"about {peak / _GIB:.1f} GiB: weights {weights / _GIB:.1f}, "
                       f"gradients and AdamW {held / _GIB:.1f}, the rest activations"))  # fmt: skip
-    width = max(len(name) for name, _ in lines)
     note = (
-        "Activations: what is kept of one evaluation, counted in plain PyTorch (of Mamba2 our kernels keep "
-        "15 %), times evaluations with a graph and rows at a time; and the logits twice."
+        "Activations: those of one evaluation in plain PyTorch (our Mamba2 kernels keep 15 % of them), times "
+        "evaluations with a graph and rows at a time, plus the logits and their gradient."
     )
-    return "\n".join([*(f"{name:>{width}}  {text}" for name, text in lines), note])
+    return f"{tabulate(lines, tablefmt='plain', colalign=('right', 'left'))}\n{note}"
 
 
 def _data(settings: RunSettings) -> str:
-    """What of it there is, or what is wrong with it."""
+    """Where the data are and how many rows are held out, or why they are not ready."""
     if not isinstance(settings.data, str):
         return "none yet" if settings.data is None else f"streamed from {settings.data.get('dataset')}"
     try:
@@ -192,7 +187,7 @@ def _data(settings: RunSettings) -> str:
 
 
 def learning_rates(settings: RunSettings, points: int = 1000) -> tuple[list[int], list[float]]:
-    """Steps and the learning rate at them, as the run's own scheduler has them."""
+    """Steps, and the learning rate at each by the run's own scheduler."""
     one = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=settings.learning_rate)
     rate = get_wsd_schedule(
         one,
@@ -208,20 +203,17 @@ def learning_rates(settings: RunSettings, points: int = 1000) -> tuple[list[int]
 
 
 def plot_schedule(settings: RunSettings, path: Path) -> bool:
-    """Draw learning rate and stages against tokens; whether it was drawn."""
-    plt = pyplot()
-    if plt is None:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Draw learning rate and stages against tokens; returns whether matplotlib is installed."""
     steps, rates = learning_rates(settings)
-    figure, axis = plt.subplots(figsize=(8, 3.5), layout="constrained")
-    axis.plot([step * settings.batch_tokens for step in steps], rates, label="learning rate")
-    axis.set(xlabel="tokens", ylabel="learning rate", ylim=(0, 1.15 * settings.learning_rate))
-    for number, stage in enumerate(plan_stages(settings)):
-        span = ((stage.first - 1) * settings.batch_tokens, stage.last * settings.batch_tokens)
-        text = f"{stage.evaluations - stage.with_graph} + {stage.with_graph} evaluations"
-        axis.axvspan(*span, color=f"C{number + 1}", alpha=0.15, label=text)
-    axis.legend(fontsize="small", loc="lower left")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return True
+
+    def draw(axes: list[Any]) -> None:
+        (axis,) = axes
+        axis.plot([step * settings.batch_tokens for step in steps], rates, label="learning rate")
+        axis.set(xlabel="tokens", ylabel="learning rate", ylim=(0, 1.15 * settings.learning_rate))
+        for number, stage in enumerate(plan_stages(settings)):
+            span = ((stage.first - 1) * settings.batch_tokens, stage.last * settings.batch_tokens)
+            text = f"{stage.evaluations - stage.with_graph} + {stage.with_graph} evaluations"
+            axis.axvspan(*span, color=f"C{number + 1}", alpha=0.15, label=text)
+        axis.legend(loc="lower left")
+
+    return save_figure(path, draw, size=(8, 3.5))

@@ -16,7 +16,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.common.trainer import last_whole_checkpoint
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
@@ -27,14 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -> Path:
-    """Train in folder ``output``; an interrupted run goes on from its last whole checkpoint.
+    """Train in folder ``output``; an interrupted run is resumed from its last whole checkpoint.
 
     Writes ``settings.json``, checkpoints, ``stage-N/`` with the model at the end of every stage but the
-    last, ``model/`` with the final one, its tokenizer and a model card, and ``training.json``: scores and the
-    log. A finished run is left as it is.
+    last, ``model/`` with the final model, its tokenizer and a model card, and ``training.json`` with scores
+    and the log. A finished run is not repeated.
 
     Args:
-        settings: what to train.
         output: folder of the run.
         progress: show a progress bar.
 
@@ -42,12 +40,12 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
         The folder of the model.
 
     Raises:
-        ValueError: ``output`` holds another run; data that is not there, not of the model's vocabulary, or
-            too little; a step that does not divide among the processes.
+        ValueError: ``output`` holds another run; data that do not exist, do not fit the model's vocabulary or
+            are too few; a step that does not divide among the processes.
         Diverged: numbers that are not finite.
     """
     args = arguments(settings, Path(output), progress)
-    state = PartialState()  # of the processes, which the arguments have found
+    state = PartialState()  # the arguments have set up the processes
     data = open_data(settings, progress and state.is_main_process)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
     folder = RunFolder(output, kept, RESUMES)
@@ -61,7 +59,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
         if state.is_main_process:
             logger.info("%s is trained already", folder.path)
         return final
-    checkpoint = last_whole_checkpoint(folder.path)
+    checkpoint = folder.last_checkpoint()
     trainer = make_trainer(settings, data, args, checkpoint)
     if state.is_main_process:
         data.verify()
@@ -94,10 +92,10 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
 
 
 def make_model(settings: RunSettings, data: Data, checkpoint: str | None = None) -> ImplicitForCausalLM:
-    """The model at a checkpoint, on the weights of ``settings.start_from``, or fresh, in float32.
+    """The model of a checkpoint, with the weights of ``settings.start_from``, or fresh; in float32.
 
     Raises:
-        ValueError: nothing to load there, or weights of another model.
+        ValueError: no model there, or weights of another model.
     """
     set_seed(settings.seed)
     config = data.fitted(settings.config())
@@ -139,7 +137,7 @@ def make_trainer(
         eval_dataset=Subset(data.validation, few),
         processing_class=data.tokenizer,
     )
-    # The log is in the folder, and where report_to says.
+    # The log is written to the folder, and to report_to; it need not be printed.
     trainer.remove_callback(PrinterCallback)
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(Progress)
@@ -147,12 +145,12 @@ def make_trainer(
 
 
 def compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
-    """Compile every block of the body; below a ``budget`` of 1 what is cheap is recomputed."""
+    """Compile every block. ``budget``: share of the activations to keep; cheap ones are recomputed first."""
     import torch._dynamo.config
     import torch._functorch.config
 
-    # Compiled anew for the first block, with and without a graph, for every stage and the last batch of an
-    # evaluation; beyond the limit blocks would silently run as they are.
+    # A block is compiled again for every stage, without a graph, and for the last batch of an evaluation.
+    # Beyond the limit, PyTorch silently runs blocks without compiling them.
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.activation_memory_budget = budget
     body: Any = model.model.layer.backbone
@@ -161,7 +159,7 @@ def compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
 
 
 def arguments(settings: RunSettings, output: Path, progress: bool = True) -> TrainingArguments:
-    """The Trainer's arguments, for the processes that there are.
+    """The Trainer's arguments, for the number of processes found.
 
     Raises:
         ValueError: a step does not divide among them; several GPUs in one process.
@@ -186,7 +184,7 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         bf16=settings.bf16,
         use_cpu=not torch.accelerator.is_available(),  # or bf16 is refused there
         seed=settings.seed,
-        train_sampling_strategy="sequential",  # the dataset is in order
+        train_sampling_strategy="sequential",  # the dataset is already in order
         dataloader_num_workers=settings.workers if isinstance(settings.data, str) else 0,
         dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
@@ -194,7 +192,7 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         ddp_find_unused_parameters=False,
         logging_steps=settings.log_steps,
         logging_first_step=True,
-        logging_nan_inf_filter=False,  # the trainer looks for itself
+        logging_nan_inf_filter=False,  # the trainer checks them itself
         eval_strategy="steps",
         eval_steps=settings.eval_steps,
         save_steps=settings.save_steps,

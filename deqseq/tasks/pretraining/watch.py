@@ -1,4 +1,4 @@
-"""What is looked at while a model trains: speed, the solves and whether they go wrong.
+"""Measures training: speed, FLOPs, the spectral radius, and warnings about solves.
 
 Shapes: B sequences, L tokens, D width.
 """
@@ -18,15 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.gradient import GradientStrategy
-from deqseq.layer import ImplicitSequenceLayer
 from deqseq.regularisation import spectral_radius
+from deqseq.tasks.common.models import implicit_layer
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Floating-point operations a second in dense bfloat16, by what a device's name contains."""
+"""Peak FLOP/s in dense bfloat16, by a part of the device's name."""
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """What a device can do in dense bfloat16, operations a second; ``None`` where that is not known."""
+    """Peak FLOP/s of a device in dense bfloat16; ``None`` if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for known, peak in PEAK.items() if known in name), None)
 
@@ -34,16 +34,16 @@ def peak_flops(device: torch.device) -> float | None:
 class Flops:
     """Floating-point operations of a model on one row of ``length`` tokens.
 
-    Counted by PyTorch as the plain implementation runs without data; matrix products, convolutions and
-    attention count, element-wise work does not. Attention counts in full, not the causal half.
+    PyTorch counts them while the plain implementation runs without data. Matrix products, convolutions and
+    attention count, element-wise work does not. Attention counts in full, not only its causal half.
 
     Attributes:
-        evaluation: of one evaluation of f, forward.
-        rest: of all that is done once a forward pass: injection and output layer.
+        evaluation: one evaluation of f, forward.
+        rest: the work done once a forward pass: injection and output layer.
     """
 
     def __init__(self, config: ImplicitConfig, length: int) -> None:
-        # Attention by its definition: the counter does not know every fused kernel.
+        # Plain attention, because the counter does not know every fused kernel.
         with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
             model = ImplicitForCausalLM(config)
             x = torch.empty(1, length, config.hidden_size)
@@ -56,17 +56,17 @@ class Flops:
         self.rest = once.get_total_flops() + 2 * length * config.hidden_size * config.vocab_size
 
     def step(self, evaluations: float, with_graph: float) -> float:
-        """Of a training step on one row: a backward pass is twice the forward one.
+        """FLOPs of a training step on one row; a backward pass takes twice those of the forward pass.
 
         Args:
-            evaluations: of f, in all.
-            with_graph: those that the backward pass goes through. What is recomputed does not count.
+            evaluations: all evaluations of f.
+            with_graph: evaluations that the backward pass goes through. Recomputation does not count.
         """
         return self.evaluation * (evaluations + 2 * with_graph) + 3 * self.rest
 
 
 def graph_evaluations(gradient: GradientStrategy | None) -> int:
-    """Evaluations of f that the backward pass goes through; of an explicit model, one."""
+    """Evaluations of f that the backward pass goes through; one for an explicit model."""
     return int(getattr(gradient, "steps", getattr(gradient, "iterations", 1)))
 
 
@@ -75,13 +75,13 @@ class Speed:
 
     Args:
         flops: of a row.
-        rows: a process trains on in a step.
+        rows: per process and step.
         length: tokens of a row.
-        processes: that train together.
-        peak: operations a second of a device; ``None`` if that is not known.
+        processes: number of processes.
+        peak: FLOP/s of a device; ``None`` if unknown.
 
     Attributes:
-        elapsed: seconds of training so far, those of a run that was resumed included once they are set.
+        elapsed: seconds of training so far. A resumed run sets it to those before the interruption.
     """
 
     def __init__(self, flops: Flops, rows: int, length: int, processes: int, peak: float | None) -> None:
@@ -95,7 +95,7 @@ class Speed:
         self._since = time.perf_counter()
 
     def pause(self) -> None:
-        """Stop the clock: something else than training follows."""
+        """Stop the clock."""
         if self._since is not None:
             passed = time.perf_counter() - self._since
             self._seconds += passed
@@ -106,7 +106,7 @@ class Speed:
         self._steps += 1
 
     def read(self, evaluations: float, with_graph: float) -> dict[str, float]:
-        """Since the last reading, given the mean evaluations of f a forward pass did; starts afresh."""
+        """Speed since the last call, given the mean evaluations of f in a forward pass."""
         self.pause()
         self.start()
         seconds, steps = self._seconds, self._steps
@@ -124,9 +124,9 @@ _WINDOW = 10
 
 
 class Advice:
-    """Says once a stage if solves get worse, and what to try.
+    """Warns once a stage if solves get worse, and says what to try.
 
-    Compares the lines of the log in the first and the second half of the last ten.
+    Compares the first and the second half of the last ten lines of the log.
     """
 
     def __init__(self) -> None:
@@ -138,11 +138,11 @@ class Advice:
         self._given.clear()
 
     def read(self, logs: Mapping[str, float], tolerance: float | None) -> list[str]:
-        """What to warn of after another line of the log.
+        """New warnings after another line of the log.
 
         Args:
             logs: with ``residual`` and ``share_budget_exhausted``.
-            tolerance: of the search; ``None`` where the number of iterations is fixed.
+            tolerance: of the search; ``None`` for a fixed number of iterations.
         """
         if "residual" not in logs:
             return []
@@ -156,7 +156,7 @@ class Advice:
             for part in (lines[:half], lines[half:])
         )
         found = {}
-        # A few iterations from zero, as in the bounded stage, are no equilibrium and need be none.
+        # A few iterations from zero, as in the bounded stage, need not reach the equilibrium.
         large = 0.3 if tolerance is None else max(0.1, 2 * tolerance)
         if now[0] > large and now[0] > 0.98 * before[0]:
             found["residual"] = (
@@ -180,12 +180,12 @@ def model_radius(model: nn.Module, input_ids: Tensor, z: Tensor, iterations: int
 
     ``None`` for explicit models.
     """
-    layer = next((m for m in model.modules() if isinstance(m, ImplicitSequenceLayer)), None)
+    layer = implicit_layer(model)
     if layer is None:
         return None
     with torch.no_grad():
         embed: Any = model.get_input_embeddings()  # type: ignore[operator]
         context = layer.backbone.prepare(embed(input_ids))
-    generator = torch.Generator(z.device).manual_seed(0)  # the run's own random numbers stay as they are
+    generator = torch.Generator(z.device).manual_seed(0)  # leaves the run's own random numbers alone
     radius = spectral_radius(lambda u: layer.backbone(u, context), z.float(), iterations, generator)
     return radius.mean().item()

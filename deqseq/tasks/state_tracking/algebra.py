@@ -80,37 +80,14 @@ class Algebra:
     def chance(self) -> float:
         """Accuracy of a guess late in a sequence.
 
-        One over the size of the smallest ideal, where long products end up and which none leaves: all of a
-        group; the 60 elements of ``A5xM`` whose part in M is its zero.
+        It is one over the size of the smallest ideal, in which long products end: the whole of a group; in
+        ``A5xM``, the 60 elements whose part in M is its zero.
         """
         if self.is_group:
             return 1 / len(self)
-        inside = reduce(lambda a, b: int(self.table[a, b]), range(len(self)))  # it has every factor
+        # The product of all elements lies in the ideal.
+        inside = reduce(lambda a, b: int(self.table[a, b]), range(len(self)))
         return 1 / len(self.table[self.table[:, inside]].unique())
-
-    def validate(self) -> None:
-        """Check closure, the identity and associativity; O(N³) time, so meant for tests.
-
-        Raises:
-            ValueError: naming the first law broken and where.
-        """
-        n, table = len(self), self.table
-        if table.shape != (n, n) or table.dtype != torch.int64:
-            raise ValueError(
-                f"{self.name}: table is {tuple(table.shape)} {table.dtype}, must be ({n}, {n}) torch.int64"
-            )
-        if not bool(((table >= 0) & (table < n)).all()):
-            raise ValueError(f"{self.name}: not closed, table entries must lie in [0, {n})")
-        indices = torch.arange(n)
-        if not (
-            0 <= self.identity < n
-            and torch.equal(table[self.identity], indices)
-            and torch.equal(table[:, self.identity], indices)
-        ):
-            raise ValueError(f"{self.name}: element {self.identity} is not a two-sided identity")
-        for middle in range(n):  # (a·m)·b against a·(m·b) for all a, b at once
-            if not torch.equal(table[table[:, middle]], table[:, table[middle]]):
-                raise ValueError(f"{self.name}: not associative around element {middle}")
 
 
 def _cyclic(name: str, n: int) -> Algebra:
@@ -119,11 +96,10 @@ def _cyclic(name: str, n: int) -> Algebra:
 
 
 def _permutation_group(name: str, n: int, even_only: bool) -> Algebra:
-    elements = torch.tensor(list(permutations(range(n))))
-    if even_only:
-        first, second = torch.triu_indices(n, n, offset=1)
-        inversions = (elements[:, first] > elements[:, second]).sum(dim=1)
-        elements = elements[inversions % 2 == 0]
+    from sympy.combinatorics import Permutation  # takes half a second to import
+
+    every = permutations(range(n))
+    elements = torch.tensor([p for p in every if not even_only or Permutation(p).is_even])
     # Read as numbers in base n, permutations in lexicographic order are sorted.
     place_values = n ** torch.arange(n - 1, -1, -1)
     keys = (elements * place_values).sum(dim=1)
@@ -134,7 +110,7 @@ def _permutation_group(name: str, n: int, even_only: bool) -> Algebra:
 
 
 def _aperiodic_monoid(name: str) -> Algebra:
-    # A·A is the absorbing X, and so is A·B: once there, a product never leaves.
+    # X is absorbing: A·A = A·B = X, and products with X are X.
     elements = "EABX"
     rows = ("EABX", "AXXX", "BABX", "XXXX")
     table = torch.tensor([[elements.index(entry) for entry in row] for row in rows])
@@ -168,11 +144,11 @@ def _size(name: str) -> int:
     if match is None:
         return 0
     kind, n = match[1], int(match[2])
-    if n < (3 if kind == "A" else 2):  # trivial groups have nothing to track
+    if n < (3 if kind == "A" else 2):  # the trivial group has no state to track
         return 0
     if kind == "Z":
         return n
-    size = math.factorial(min(n, 20))  # far beyond the cap already
+    size = math.factorial(min(n, 20))  # 20! is far above the limit
     return size // 2 if kind == "A" else size
 
 
@@ -189,7 +165,7 @@ def _build(names: tuple[str, ...]) -> Algebra:
 
 
 def algebra(name: str) -> Algebra:
-    """The algebra of that name; built once, then shared, so treat it as read-only.
+    """The algebra of that name. It is built once and shared, so treat it as read-only.
 
     Known are the cyclic groups ``Z60`` …, the symmetric groups ``S5`` … (permutations in
     lexicographic order), the alternating groups ``A5`` … (even permutations in lexicographic
@@ -216,9 +192,9 @@ def _flat_table(algebra: Algebra, device: torch.device) -> Tensor:
 def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     """Running products ``y[:, 0] = x[:, 0]``, ``y[:, t] = y[:, t-1] · x[:, t]``.
 
-    A scan in two levels: chunks of about √L tokens are scanned side by side, then the chunks'
-    products, and each chunk is multiplied by what came before it. That is 2√L table look-ups in
-    a row instead of L, for twice the work.
+    A scan in two levels: chunks of about √L tokens are scanned in parallel, then the chunks' products;
+    then each chunk is multiplied by the product of the chunks before it. That takes 2√L sequential table
+    look-ups instead of L, for twice the work.
 
     Args:
         algebra: where to multiply.
@@ -228,7 +204,7 @@ def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
         (B, L) int64 on the same device.
 
     Raises:
-        ValueError: if ``tokens`` is not a matrix of integers in that range.
+        ValueError: ``tokens`` is not a matrix of integers in that range.
     """
     n = len(algebra)
     if tokens.ndim != 2 or tokens.is_floating_point():
@@ -242,7 +218,7 @@ def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
 
 
 def unchecked_prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
-    """:func:`prefix_products` for tokens known to be in range: never waits for the device.
+    """:func:`prefix_products` without a check of the range, so it never waits for the device.
 
     Args:
         algebra: where to multiply.
@@ -255,7 +231,7 @@ def unchecked_prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     table = _flat_table(algebra, tokens.device)
     steps = math.isqrt(length - 1) + 1  # tokens in a chunk: √L rounded up
     chunks = -(-length // steps)
-    # Positions lead and the batch is contiguous, so each step reads and writes one block.
+    # Positions come first and the batch is contiguous, so each step reads and writes one block.
     products = tokens.new_full((steps, chunks, batch), algebra.identity, dtype=torch.int32)
     whole = length // steps
     products[:, :whole] = tokens[:, : whole * steps].view(batch, whole, steps).permute(2, 1, 0)

@@ -13,7 +13,6 @@ Shapes: L tokens, D width, S = H P N entries of the state, flattened.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual
+from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, LayerOutput, Residual, SolveOptions
 from deqseq.backbone import State
 from deqseq.backbones import Mamba2Backbone
 from deqseq.solution import Status
 from deqseq.solvers import Broyden
-from deqseq.tasks.common.figures import pyplot
-from deqseq.tasks.common.results import Column, column, describe_machine, table
+from deqseq.tasks.common.figures import save_figure
+from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.results import Column, column, provenance, table
 from deqseq.tasks.state_tracking.evaluate import held_out, load
 from deqseq.tasks.state_tracking.lstm import LSTM
 
@@ -37,6 +37,8 @@ Layer = ImplicitSequenceLayer | ExplicitSequenceLayer
 TOLERANCE = 1e-13
 MAX_ENTRIES = 2048
 _STEP = 1e-3  # of a central difference, relative to the state
+# Broyden's method is fast near the equilibrium, also where the map does not contract.
+_EXACTLY = SolveOptions(Broyden(memory=64), Residual(rtol=TOLERANCE, max_iter=1000), window=1)
 
 
 @dataclass
@@ -48,9 +50,9 @@ class Jacobian:
         token: number of the token in its sequence, from 1.
         entries: of the state, S.
         diagonal: largest value on the diagonal.
-        off_diagonal: largest value beside it.
-        off_diagonal_mass: share of the sum of all values that stands beside the diagonal.
-        disagreement: largest difference of the formula and of finite differences through the solver,
+        off_diagonal: largest value off the diagonal.
+        off_diagonal_mass: share of the sum of all absolute values that is off the diagonal.
+        disagreement: largest difference between the formula and finite differences through the solver,
             relative to the largest value.
     """
 
@@ -70,12 +72,12 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
-    """J (S, S) from the derivatives of one step at the equilibrium, where nothing is solved.
+    """J (S, S) from the derivatives of one step at the equilibrium, without further solves.
 
     Args:
         layer: of one Mamba2 block, in float64.
         x: (1, 1, D) the token's input.
-        state: before it.
+        state: the state before the token.
     """
     backbone = layer.backbone
     tail, h = state.layers[0]
@@ -88,7 +90,7 @@ def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
         return fz.flatten(), after.layers[0][1].flatten()
 
     with torch.no_grad():
-        z = _solve(layer, x, state)[0] if backbone.injects else x
+        z = _solve(layer, x, state).z if backbone.injects else x
     (f_z, f_h), (h_z, h_h) = torch.func.jacrev(step, argnums=(0, 1))(z.flatten(), h.flatten())
     if not backbone.injects:
         return h_h.detach()
@@ -103,48 +105,52 @@ def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
     Arguments as in :func:`by_formula`.
     """
     tail, h = state.layers[0]
-    z, after = _solve(layer, x, state)
-    size = _STEP * max(h.abs().max(), after.abs().max())
+    out = _solve(layer, x, state)
+    size = _STEP * max(h.abs().max(), _recurrent(out).abs().max())
     moves = torch.eye(h.numel(), dtype=h.dtype).view(-1, *h.shape[1:]) * size
     states = torch.cat([h + moves, h - moves])
     batch = len(states)
     changed = State(state.seen.expand(batch), ((tail.expand(batch, -1, -1), states),))
-    found = _solve(layer, x.expand(batch, -1, -1), changed, z.expand(batch, -1, -1))[1].flatten(1)
-    ahead, behind = found.chunk(2)
+    found = _solve(layer, x.expand(batch, -1, -1), changed, out.z.expand(batch, -1, -1))
+    ahead, behind = _recurrent(found).flatten(1).chunk(2)
     return ((ahead - behind) / (2 * size)).T
 
 
-def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The output of one token and the recurrence's state after it.
+def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> LayerOutput:
+    """The layer's output for one token.
 
     Raises:
         ValueError: it does not converge to the tolerance.
     """
-    options = {} if isinstance(layer, ExplicitSequenceLayer) else {"window": 1, "z0": z0}
-    out = layer(x, state=state, **options)
-    if out.solution is not None and bool((out.solution.status != Status.CONVERGED).any()):
+    if isinstance(layer, ExplicitSequenceLayer):
+        return layer(x, state=state)
+    out = layer(x, state=state, z0=z0, solve=_EXACTLY)
+    if bool((out.solution.status != Status.CONVERGED).any()):
         worst = out.solution.residual.max().item()
         raise ValueError(
             f"the layer does not converge: residual {worst:.1e} after {out.solution.nfe} evaluations"
         )
-    return out.z, out.state.layers[0][1]
+    return out
+
+
+def _recurrent(out: LayerOutput) -> Tensor:
+    """The recurrence's state after the token."""
+    assert out.state is not None
+    return out.state.layers[0][1]
 
 
 def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tensor]]:
-    """The Jacobian at every token of ``x`` (1, L, D), in numbers and in full (S, S).
+    """The Jacobian at every token of ``x`` (1, L, D): a summary, and the matrix (S, S).
 
     Raises:
-        ValueError: a layer of another kind than one Mamba2 block; one that does not converge.
+        ValueError: a layer that is not one Mamba2 block, or does not converge.
     """
     backbone = layer.backbone
     blocks = len(backbone.layers) if isinstance(backbone, Mamba2Backbone) else 0
     if blocks != 1:
         raise ValueError(f"{name} must have one block of Mamba2, got {blocks}")
     layer.double().eval()
-    if isinstance(layer, ImplicitSequenceLayer):
-        layer.solver = Broyden(memory=64)  # fast near the equilibrium, also where the map does not contract
-        layer.set_convergence(Residual(rtol=TOLERANCE, max_iter=1000))
-    state = backbone.initial_state(1)
+    state: Any = backbone.initial_state(1)
     entries = state.layers[0][1].numel()
     if entries > MAX_ENTRIES:
         raise ValueError(
@@ -168,11 +174,11 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
         )
         yield row, found
         with torch.no_grad():
-            state = layer(token, state=state).state
+            state = _solve(layer, token, state).state
 
 
 def random_layers() -> dict[str, Layer]:
-    """An explicit and an implicit layer of the size that the paper's authors checked, untrained."""
+    """Untrained explicit and implicit layers, of the size in the paper's check."""
     sizes: dict[str, Any] = {"n_layer": 1, "d_state": 1, "expand": 1, "headdim": 64}
     return {
         "explicit, random": ExplicitSequenceLayer(Mamba2Backbone(64, injection=False, **sizes)),
@@ -188,9 +194,9 @@ class _Case:
 
 
 def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[_Case]:
-    """Random layers on random inputs, then trained ones on fresh sequences of their word problem.
+    """Random layers on random inputs, then trained layers on fresh sequences of their word problem.
 
-    A trained layer's name ends in its folder's, or in its path where several folders have the same name.
+    A trained layer's name ends with the name of its folder, or with the path if folders share a name.
 
     Raises:
         ValueError: a folder without a finished run; the run of an LSTM.
@@ -225,40 +231,30 @@ def report(runs: Sequence[str | Path], length: int, seed: int, output: Path) -> 
             last[case.name] = found
     print(table(COLUMNS, rows))
     output.mkdir(parents=True, exist_ok=True)
-    result = {
-        "settings": {
-            "runs": [str(run) for run in runs],
-            "length": length,
-            "seed": seed,
-            "tolerance": TOLERANCE,
-        },
-        "machine": describe_machine(torch.device("cpu")),
-        "rows": [asdict(row) for row in rows],
-    }
-    (output / "jacobian.json").write_text(json.dumps(result, indent=2) + "\n")
+    settings = {"runs": list(map(str, runs)), "length": length, "seed": seed, "tolerance": TOLERANCE}
+    made = {"settings": settings, **provenance(torch.device("cpu"))}
+    write_json(output / "jacobian.json", {**made, "rows": [asdict(row) for row in rows]})
     plot(rows, last, output / "jacobian.png")
     return rows
 
 
 def plot(rows: Sequence[Jacobian], last: Mapping[str, Tensor], path: Path) -> None:
-    """Draw the Jacobians at the last token, and the mass beside the diagonal of all; write a PNG."""
-    plt = pyplot()
-    if plt is None:
-        return
-    from matplotlib.colors import BoundaryNorm
+    """Write a PNG of the Jacobians at the last token, and of the off-diagonal mass at all tokens."""
 
-    decades = BoundaryNorm([0, *(10.0**k for k in range(-6, 1))], 256)
-    panels = len(last) + 1
-    figure, axes = plt.subplots(1, panels, figsize=(3 * panels, 3.1), layout="constrained")
-    for axis, (name, jacobian) in zip(axes, last.items(), strict=False):
-        image = axis.imshow(jacobian.abs().numpy(), norm=decades, cmap="viridis", interpolation="nearest")
-        axis.set(title=name, xlabel="entry of h before the token", xticks=[], yticks=[])
-    axes[0].set_ylabel("entry after it")
-    figure.colorbar(image, ax=axes[-2], label="|J|", format="%.0e")
-    for name in last:
-        mine = [row for row in rows if row.model == name]
-        axes[-1].plot([row.token for row in mine], [row.off_diagonal_mass for row in mine], "o-", label=name)
-    axes[-1].set(title="mass beside the diagonal", xlabel="token", ylim=(-0.002, None))
-    axes[-1].legend(fontsize="small")
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
+    def draw(axes: list[Any]) -> None:
+        from matplotlib.colors import BoundaryNorm
+
+        decades = BoundaryNorm([0, *(10.0**k for k in range(-6, 1))], 256)
+        *images, mass = axes
+        for axis, (name, jacobian) in zip(images, last.items(), strict=True):
+            image = axis.imshow(jacobian.abs().numpy(), norm=decades, cmap="viridis", interpolation="nearest")
+            axis.set(title=name, xlabel="entry of h before the token", xticks=[], yticks=[])
+        images[0].set_ylabel("entry after it")
+        mass.figure.colorbar(image, ax=images[-1], label="|J|", format="%.0e")
+        for name in last:
+            mine = [row for row in rows if row.model == name]
+            mass.plot([row.token for row in mine], [row.off_diagonal_mass for row in mine], "o-", label=name)
+        mass.set(title="mass beside the diagonal", xlabel="token", ylim=(-0.002, None))
+        mass.legend()
+
+    save_figure(path, draw, columns=len(last) + 1, size=(3 * (len(last) + 1), 3.1))

@@ -1,6 +1,6 @@
 """Where documents come from: plain text, JSONL, parquet, datasets of the hub.
 
-A source yields its documents in one order and can start at any of them, which makes long work resumable.
+A source yields its documents in a fixed order and can start at any of them, so long work can be resumed.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from deqseq.tasks.common.tokenizer import first_line
 
 DOCUMENTS = ("file", "blank", "line")
-"""What a document of a plain text file is: the file, what stands between blank lines, a line."""
+"""The unit of a plain text file that is a document: the file, a block between blank lines, or a line."""
 
-# Bytes of a piece of a file, at least; at most twice as many. About a thousand tokens: as a piece is held
-# out as a whole, small ones let a single book have a validation split.
+# Fewest bytes of a piece of a file; the most are twice as many. That is about a thousand tokens. Pieces are
+# held out as a whole, so small ones give a single book a validation split.
 _PIECE = 4096
 _COMPRESSED = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
 class Document(NamedTuple):
-    """A document, or a piece of one that is a whole file.
+    """A document, or a piece of a document that is a whole file.
 
     Attributes:
         text: never empty.
         ends: whether the document ends here; ``False`` if the next piece continues it.
-        next: where its source goes on after it: at a byte of a file, at a row of a dataset.
-        size: bytes it took there.
+        next: where its source continues after it: the offset in a file, or the number of a row.
+        size: its bytes in the source.
     """
 
     text: str
@@ -43,29 +43,29 @@ class Source(Protocol):
 
     @property
     def size(self) -> int | None:
-        """In bytes, if that is known."""
+        """Bytes, if that is known."""
 
     def describe(self) -> dict[str, Any]:
-        """What tells it from others, and from itself after a change, as JSON knows it."""
+        """Plain data that differs between sources, and after a source has changed."""
 
     def documents(self, start: int = 0) -> Iterator[Document]:
         """The documents from ``start`` on, which is 0 or some document's ``next``.
 
         Raises:
-            ValueError: something there that is not a document; it says where.
+            ValueError: something there that is not a document; says where.
         """
 
 
 class TextFile:
     """A plain text file, UTF-8.
 
-    A file that is one document is cut into pieces of 4 to 8 KiB, at line ends where it has some.
+    A file that is one document is cut into pieces of 4 to 8 KiB, if possible at line ends.
 
     Args:
         documents: one of :data:`DOCUMENTS`.
 
     Raises:
-        ValueError: no such file, an empty or a compressed one.
+        ValueError: no such file, or an empty or compressed one.
     """
 
     def __init__(self, path: str, documents: str = "file") -> None:
@@ -98,7 +98,7 @@ class TextFile:
                 start += len(data)
 
     def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-        """All bytes of the file, and whether a document ends after them."""
+        """The parts of the file, and whether a document ends after each."""
         if self.kind == "file":
             yield from _pieces(file)
         elif self.kind == "line":
@@ -107,7 +107,7 @@ class TextFile:
             yield from ((lines, True) for lines in _paragraphs(file))
 
     def _text(self, data: bytes, start: int) -> str:
-        """The document that stands in the file as ``data``."""
+        """The document in ``data``, which begins at offset ``start``."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -132,7 +132,7 @@ class JsonLines(TextFile):
         line = super()._text(data, start)
         try:
             return text_of(json.loads(line), self.column) if line else ""
-        except ValueError as error:  # of which JSONDecodeError is one
+        except ValueError as error:  # JSONDecodeError is a ValueError
             raise ValueError(f"{self.path}:{self._line_number(start)}: {error}") from error
 
     def _line_number(self, start: int) -> int:
@@ -145,14 +145,14 @@ class JsonLines(TextFile):
 
 
 class DatasetRows:
-    """The rows of a dataset that the datasets library streams; ``column`` is the document.
+    """The rows of a dataset that the datasets library streams; ``column`` has the document.
 
     Args:
         name: on the hub, a local folder, or a format such as "parquet", "json" and "text" with files.
         files: data files, if the name does not say which.
 
     Raises:
-        ValueError: what the library cannot load.
+        ValueError: the library cannot load it.
     """
 
     size = None
@@ -177,7 +177,7 @@ class DatasetRows:
                 number += 1
                 if text:
                     yield Document(text, True, number, len(text.encode()))
-        except Exception as error:  # as in stream
+        except Exception as error:  # the library has many classes of errors
             raise ValueError(f"row {number} of {self.name} cannot be read: {first_line(error)}") from error
 
 
@@ -185,10 +185,11 @@ def sources(
     paths: Sequence[str], documents: str = "file", column: str = "text", dataset: str | None = None,
     subset: str | None = None, split: str = "train",
 ) -> list[Source]:  # fmt: skip
-    """What a command line names: files by their endings, or a dataset, of whose files the paths then are.
+    """The sources that a command line names: files, read as their suffixes say, or a ``dataset``, whose data
+    files ``paths`` then are.
 
     Raises:
-        ValueError: nothing named, a file twice, or what cannot be opened.
+        ValueError: nothing named, a file named twice, or one that cannot be opened.
     """
     if not paths and dataset is None:
         raise ValueError("nothing to read: name text files, or a --dataset")
@@ -201,7 +202,7 @@ def sources(
         return [DatasetRows(dataset, subset, split, paths, column)]
     found: list[Source] = []
     for path in paths:
-        plain = TextFile(path, documents)  # whatever it holds, it has to be there
+        plain = TextFile(path, documents)  # checks that the file is there
         ending = plain.path.suffix.lower()
         if ending == ".parquet":
             found.append(DatasetRows("parquet", files=[path], column=column))
@@ -211,10 +212,10 @@ def sources(
 
 
 def stream(name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = ()) -> Any:
-    """A dataset as the datasets library streams it.
+    """A streamed dataset of the datasets library.
 
     Raises:
-        ValueError: what the library cannot load.
+        ValueError: the library cannot load it.
     """
     import datasets
 
@@ -222,15 +223,15 @@ def stream(name: str, subset: str | None = None, split: str = "train", files: Se
         return datasets.load_dataset(
             name, subset, split=split, data_files=list(files) or None, streaming=True
         )
-    except Exception as error:  # the library, the hub and file systems each have classes of their own
+    except Exception as error:  # the library, the hub and file systems have many classes of errors
         raise ValueError(f"the dataset {name} cannot be loaded: {first_line(error)}") from error
 
 
 def text_of(row: Any, column: str) -> str:
-    """The text of a row; may be empty. Half a surrogate pair, which JSON can spell, becomes a ``?``.
+    """The text of a row; may be empty. Half a surrogate pair, which JSON allows, becomes ``?``.
 
     Raises:
-        ValueError: no text there.
+        ValueError: ``column`` has no text.
     """
     text = row.get(column) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
@@ -240,7 +241,7 @@ def text_of(row: Any, column: str) -> str:
 
 
 def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """The rest of a file in pieces, cut after a line end, or else before a space, or between characters."""
+    """The rest of a file in pieces, cut after a line end, else before a space, else between characters."""
     longest = 2 * _PIECE
     data = b""
     while True:
@@ -259,7 +260,7 @@ def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
-    """Lines up to and with the blank lines that follow them."""
+    """Blocks of lines, each with the blank lines that follow it."""
     lines: list[bytes] = []
     blank = False
     for line in file:
@@ -273,14 +274,15 @@ def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
 
 
 def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """What shows that a dataset's files have changed: its data files, or all of a local folder."""
+    """Sizes and times of a dataset's files, which show that they have changed: of its data files, or of all
+    files of a local folder."""
     folder = Path(name)
     inside = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
     return [_stamp(path) for path in map(Path, files)] or [_stamp(path) for path in inside]
 
 
 def _stamp(path: Path) -> dict[str, Any]:
-    """What shows that a file has changed; of one on the hub, its name alone."""
+    """Name, size and time of a file; of a file on the hub, the name alone."""
     if not path.is_file():
         return {"path": str(path)}
     known = path.stat()

@@ -12,41 +12,39 @@ from typing import Any
 
 import numpy as np
 
-# Between two words that one space parts, before it.
+# The place before a single space between two words.
 _CUT = re.compile(r"(?= \S)(?<=\S)")
-# Characters that are tokenised at once: much longer parts take a fifth more time, and memory.
+# Characters tokenised at once. Much longer parts take a fifth more time, and more memory.
 _LONG = 4096
-# What a tokenizer may treat otherwise if it is cut there.
+# Text that some tokenizers tokenise differently if it is cut between words.
 _PROBE = (
     "It's 12,345.67 words -- and  two   spaces,\n\tnew lines \n\n  indented; na\u00efve caf\u00e9, "
     "\u65e5\u672c\u8a9e \u30c6\u30b9\u30c8 'so' (it) [is] {x: 1} http://a.b/c?d=e&f #5 @x 100 % \u00a0 we'll "
     "e\u0301nd.</s> 3 4 \u2014 ok"
 )
-# Normalisers that look at characters or at words, never over a space.
+# Normalisers that work on characters or on words, never across a space.
 _NEAR = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "ByteLevel"}
-# Characters of words that are remembered: a million English words, some 300 MB.
+# Most characters of remembered words: a million English words, some 300 MB.
 _REMEMBERED = 2**23
 
 
 class Encoder:
     """Token ids of texts, without special tokens before or after them.
 
-    Most tokenizers cut a text between words before they do anything else. So words, which come back again
-    and again, can be tokenised once and then looked up, in half of the time; a tokenizer that does not cut
-    there is given whole texts.
+    Most tokenizers first cut a text between words. For these, every word is tokenised once and then looked
+    up, which halves the time. Other tokenizers get whole texts.
 
     Args:
         tokenizer: of transformers, backed by the tokenizers library.
-        remember: look words up. That holds Python's lock, which the library does not, so it pays for up to
-            three threads.
+        remember: look words up. That holds Python's lock, so it is faster only with up to three threads.
 
     Attributes:
         vocab_size: one more than the largest id, added tokens included.
         end_of_text: the id that ends a document.
-        dtype: the smallest of uint16 and uint32, little-endian, that holds every id.
+        dtype: little-endian uint16 if every id fits, else uint32.
 
     Raises:
-        ValueError: a tokenizer that the tokenizers library does not run, or without an end of text.
+        ValueError: a tokenizer without a tokenizer.json or without an end of text.
     """
 
     def __init__(self, tokenizer: Any, remember: bool = True) -> None:
@@ -65,14 +63,14 @@ class Encoder:
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # a document that spells one out does not end there
+        self._backend.encode_special_tokens = True  # text that spells out a special token is plain text
         self._known: dict[str, list[int]] = {}
         self._known_characters = 0
         self._remembers = remember
         self._cuts = self._cuts_between_words()
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of every text; several threads may call it at a time."""
+        """The ids of every text. Safe to call from several threads."""
         if not self._cuts:
             return [np.array(ids, self.dtype) for ids in self._encode(texts)]
         if self._remembers:
@@ -85,7 +83,7 @@ class Encoder:
         return [np.concatenate([np.array(next(encoded), self.dtype) for _ in own]) for own in parts]
 
     def _cuts_between_words(self) -> bool:
-        """Whether a text has the tokens of its parts."""
+        """Whether tokenising the words of a text one by one gives the tokens of the text."""
         form = json.loads(self._backend.to_str())
         over = [t for t in form["added_tokens"] if re.search(r"\S ", t["content"]) or t["rstrip"]]
         if any(not token["special"] for token in over):
@@ -100,7 +98,7 @@ class Encoder:
         """The ids of at least these words."""
         if self._known_characters > _REMEMBERED:
             self._known, self._known_characters = {}, 0
-        known = self._known  # which another thread may begin anew
+        known = self._known  # another thread may replace the attribute
         new = [word for word in words if word not in known]
         self._known_characters += sum(map(len, new))
         known.update(zip(new, self._encode(new), strict=True))
@@ -115,7 +113,7 @@ class Encoder:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A text in parts of at least some length, cut between words."""
+    """A text in parts of at least ``_LONG`` characters, cut between words."""
     start = 0
     while found := _CUT.search(text, start + _LONG):
         yield text[start : found.start()]

@@ -1,7 +1,7 @@
 """From sources to shards: batches of documents are tokenised in parallel and written in order.
 
-One thread reads and writes; workers tokenise, which the tokenizers library does outside of Python's lock.
-What is written depends neither on the number of workers nor on interruptions.
+One thread reads and writes. Workers tokenise; the tokenizers library releases Python's lock. The shards
+depend neither on the number of workers nor on interruptions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tqdm.auto import tqdm
 
 from deqseq.tasks.common.corpus.documents import Source
 from deqseq.tasks.common.corpus.encoder import Encoder
-from deqseq.tasks.common.corpus.holdout import SPLITS, HoldOut, Split
+from deqseq.tasks.common.corpus.holdout import SALT, SPLITS, HoldOut, Split
 from deqseq.tasks.common.corpus.shards import Place, Preparation
 
-# Bytes of text in a batch: a tenth of a second's work for a worker.
+# Bytes of text in a batch; a worker tokenises it in a tenth of a second.
 _BATCH = 2**18
 
 
 @dataclass
 class Text:
-    """Consecutive text of one split; ``ends``: an end of text belongs after it."""
+    """Consecutive text of one split. ``ends``: an end-of-text token follows."""
 
     split: Split
     text: str
@@ -36,7 +36,7 @@ class Text:
 
 @dataclass
 class Batch:
-    """Texts that are tokenised together; ``next``: where reading goes on after them; ``size`` in bytes."""
+    """Texts that are tokenised together. ``next``: where reading continues after them; ``size``: bytes."""
 
     texts: list[Text]
     next: Place
@@ -46,7 +46,7 @@ class Batch:
 def describe(
     encoder: Encoder, name: str, sources: Sequence[Source], hold_out: HoldOut, shard_tokens: int
 ) -> dict[str, Any]:
-    """The head of a manifest: all that the shards depend on."""
+    """The head of a manifest: everything that the shards depend on."""
     return {
         "tokenizer": {
             "name": name,
@@ -56,16 +56,17 @@ def describe(
         },
         "dtype": encoder.dtype.str,
         "sources": [source.describe() for source in sources],
-        "hold_out": {"hash": "blake2b", "share": hold_out.share, "salt": hold_out.salt},
+        "hold_out": {"hash": "blake2b", "share": hold_out.share, "salt": SALT},
         "shard_tokens": shard_tokens,
     }
 
 
 def check(sources: Sequence[Source], progress: bool = False) -> None:
-    """Read all files, which takes a hundredth of the time of tokenising, and the first row of datasets.
+    """Read all files and the first row of datasets, to find errors before tokenising, which takes a hundred
+    times as long.
 
     Raises:
-        ValueError: no documents; something that is not one, and where.
+        ValueError: no documents, or one that cannot be read; says where.
     """
     found = False
     with _bar("check", sources, Place(), progress) as bar:
@@ -83,10 +84,10 @@ def write(
     preparation: Preparation, sources: Sequence[Source], encoder: Encoder, hold_out: HoldOut,
     shard_tokens: int, workers: int, progress: bool = False,
 ) -> int:  # fmt: skip
-    """Tokenise what is left to do of a preparation; returns the bytes of text that were read.
+    """Tokenise the rest of a preparation; returns the bytes of text that were read.
 
     Args:
-        shard_tokens: a shard ends with the batch that gives it so many tokens.
+        shard_tokens: a shard ends after the batch with which it has at least so many tokens.
     """
     start = preparation.manifest.next
     if start is None:
@@ -110,10 +111,10 @@ def write(
 
 
 def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place) -> Iterator[Batch]:
-    """All documents from ``start`` on, in batches that are the same wherever between two of them it is.
+    """All documents from ``start`` on, in batches. From the end of any batch on, the same batches follow.
 
-    Neighbouring pieces of a document become one text again, unless one is held out and the other is not:
-    then the text breaks off there, so an end of text goes between.
+    Neighbouring pieces of a document become one text again, unless one of them is held out and the other is
+    not: then an end-of-text token separates them.
     """
     texts: list[Text] = []
     size = 0
@@ -156,7 +157,7 @@ def _encode(encoder: Encoder, batch: Batch) -> Encoded:
 def _in_order(
     pool: ThreadPoolExecutor, encoder: Encoder, batches: Iterator[Batch], ahead: int
 ) -> Iterator[tuple[Batch, Encoded]]:
-    """The batches with their tokens, while at most ``ahead`` of them are under way."""
+    """The batches with their tokens; at most ``ahead`` of them are tokenised at a time."""
     under_way: deque[tuple[Batch, Future[Encoded]]] = deque()
     for batch in batches:
         under_way.append((batch, pool.submit(_encode, encoder, batch)))
@@ -168,7 +169,7 @@ def _in_order(
 
 
 def _bar(title: str, sources: Sequence[Source], start: Place, progress: bool) -> tqdm:
-    """A bar over the bytes of the sources; without an end if the size of one is not known."""
+    """A progress bar over the bytes of the sources, without a total if the size of one is unknown."""
     sizes = [source.size for source in sources]
     known = [size for size in sizes if size is not None]
     whole = len(known) == len(sizes)

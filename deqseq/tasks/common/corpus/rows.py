@@ -1,4 +1,4 @@
-"""Rows of a fixed length for training: out of a folder of shards, or packed out of a stream.
+"""Rows of a fixed length for training: from a folder of shards, or packed from a stream of documents.
 
 Shapes: L tokens of a row.
 """
@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
@@ -24,7 +24,7 @@ from deqseq.checks import check_count
 from deqseq.tasks.common.corpus.documents import text_of
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.holdout import SPLITS, HoldOut, Split
-from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest
+from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Shard
 
 Documents = Literal["joined", "separate"]
 """Whether the documents of a row see each other: with ``"separate"``, positions tell them apart."""
@@ -57,18 +57,18 @@ class TokenFolder:
         self.fingerprint: str = hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def tokens(self, split: Split) -> int:
-        """How many tokens a split has."""
-        return self._manifest.tokens(_checked(split))
+        """Number of tokens of a split."""
+        return sum(shard.tokens for shard in self._shards(split))
 
     def documents(self, split: Split) -> int:
-        """How many documents end in a split."""
-        return sum(s.documents for s in self._manifest.shards if s.split == _checked(split))
+        """Number of documents that end in a split."""
+        return sum(shard.documents for shard in self._shards(split))
 
     def tokenizer(self) -> Any:
         """The tokenizer that made the shards.
 
         Raises:
-            ValueError: it is not there.
+            ValueError: the folder has none.
         """
         if not (self.path / TOKENIZER).is_dir():
             raise ValueError(f"{self.path} has no {TOKENIZER}/: copy it again, or prepare anew with --force")
@@ -78,7 +78,7 @@ class TokenFolder:
         """Compare the tokenizer and all shards with their checksums.
 
         Raises:
-            ValueError: one is not what was written.
+            ValueError: a file is missing or has changed.
         """
         self._verify("tokenizer", f"{TOKENIZER}/tokenizer.json", self._manifest.head["tokenizer"]["sha256"])
         for shard in tqdm(self._manifest.shards, desc="verify", unit="shard", disable=not progress):
@@ -97,12 +97,12 @@ class TokenFolder:
             )
 
     def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
-        """A split, cut into rows of ``length`` tokens; what is left at its end is dropped.
+        """A split in rows of ``length`` tokens; the rest at its end is dropped.
 
         Raises:
-            ValueError: not one row.
+            ValueError: less than one row.
         """
-        shards = [s for s in self._manifest.shards if s.split == _checked(split)]
+        shards = self._shards(split)
         files = [self.path / shard.file for shard in shards]
         separate = self.end_of_text if _separate(documents) else None
         rows = TokenRows(files, [s.tokens for s in shards], self._manifest.head["dtype"], length, separate)
@@ -112,19 +112,24 @@ class TokenFolder:
             raise ValueError(f"the {split} split of {self.path} has {has}{hint}")
         return rows
 
+    def _shards(self, split: Split) -> list[Shard]:
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+        return [shard for shard in self._manifest.shards if shard.split == split]
+
 
 class TokenRows(Dataset[Row]):
-    """Rows of files that are one run of tokens: a row may begin in one and end in the next.
+    """Rows of files that are one run of tokens: a row may begin in one file and end in the next.
 
-    A row is read when it is asked for, out of memory maps that every process opens for itself.
+    A row is read on access, from memory maps that every process opens for itself.
 
     Args:
         sizes: tokens of every file.
-        end_of_text: if documents are to be separate.
+        end_of_text: the token that ends documents, if they are to be separate.
     """
 
     def __init__(
-        self, files: list[Path], sizes: list[int], dtype: str, length: int, end_of_text: int | None = None
+        self, files: list[Path], sizes: list[int], dtype: str, length: int, end_of_text: int | None
     ) -> None:
         check_count("length", length)
         self.length = length
@@ -146,53 +151,38 @@ class TokenRows(Dataset[Row]):
         return {**self.__dict__, "_maps": {}}
 
     def _read(self, start: int) -> np.ndarray:
-        """``length`` tokens int64, out of as many files as they take."""
+        """``length`` tokens int64, from as many files as needed."""
         row = np.empty(self.length, np.int64)
         filled = 0
         file = bisect_right(self._ends, start)
         while filled < self.length:
-            first = self._ends[file] - len(self._map(file))
-            part = self._map(file)[start + filled - first :][: self.length - filled]
+            if file not in self._maps:
+                self._maps[file] = np.memmap(self._files[file], self._dtype, "r")
+            tokens = self._maps[file]
+            first = self._ends[file] - len(tokens)
+            part = tokens[start + filled - first :][: self.length - filled]
             row[filled : filled + len(part)] = part
             filled += len(part)
             file += 1
         return row
 
-    def _map(self, file: int) -> np.ndarray:
-        if file not in self._maps:
-            self._maps[file] = np.memmap(self._files[file], self._dtype, "r")
-        return self._maps[file]
 
-
-def token_rows(
-    documents: Iterable[str | Mapping[str, Any]],
-    tokenizer: Any,
-    length: int,
-    documents_mode: Documents = "joined",
-    *,
-    column: str = "text",
-    split: Split | None = None,
-    hold_out: HoldOut | None = None,
-) -> StreamedRows:
-    """Rows packed out of documents that are tokenised as they come, in their order.
+class StreamedRows(IterableDataset[Row]):
+    """Rows packed from documents that are tokenised as they come, in their order.
 
     Args:
-        documents: texts, or rows of a dataset with one in ``column``.
-        split: only the documents of this side of ``hold_out``: what ``prepare`` holds out by the same rule is
-            never trained on. ``None``: all.
+        documents: texts, or rows of a dataset with a text in ``column``.
+        split: only the documents on this side of ``hold_out``, so that nothing that ``prepare`` holds out is
+            trained on. ``None``: all.
 
     Raises:
         ValueError: a tokenizer that does not fit.
     """
-    return StreamedRows(documents, tokenizer, length, documents_mode, column, split, hold_out or HoldOut())
-
-
-class StreamedRows(IterableDataset[Row]):
-    """The rows that :func:`token_rows` makes; to go on after a row, skip those before it."""
 
     def __init__(
-        self, documents: Iterable[Any], tokenizer: Any, length: int, documents_mode: Documents, column: str,
-        split: Split | None, hold_out: HoldOut,
+        self, documents: Iterable[str | Mapping[str, Any]], tokenizer: Any, length: int,
+        documents_mode: Documents = "joined", *, column: str = "text", split: Split | None = None,
+        hold_out: HoldOut | None = None,
     ) -> None:  # fmt: skip
         check_count("length", length)
         self.length = length
@@ -200,13 +190,10 @@ class StreamedRows(IterableDataset[Row]):
         self._encoder = Encoder(tokenizer)
         self._separate = self._encoder.end_of_text if _separate(documents_mode) else None
         self._column = column
-        self._split = split if split is None else _checked(split)
-        self._hold_out = hold_out
+        self._split = split
+        self._hold_out = hold_out or HoldOut()
 
     def __iter__(self) -> Iterator[Row]:
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise ValueError(f"a stream of documents is read by one worker, got {worker.num_workers}")
         left = np.empty(0, np.int64)
         for text in self._texts():
             left = np.concatenate([left, *self._encoder([text]), [self._encoder.end_of_text]])
@@ -223,7 +210,7 @@ class StreamedRows(IterableDataset[Row]):
 
 
 def _row(input_ids: Tensor, end_of_text: int | None) -> Row:
-    """A row (L,), with positions that start anew after every ``end_of_text`` if it is given."""
+    """A row (L,). If ``end_of_text`` is given, positions restart at 0 after every such token."""
     if end_of_text is None:
         return {"input_ids": input_ids}
     place = torch.arange(len(input_ids))
@@ -236,9 +223,3 @@ def _separate(documents: str) -> bool:
     if documents not in get_args(Documents):
         raise ValueError(f"documents must be 'joined' or 'separate', got {documents!r}")
     return documents == "separate"
-
-
-def _checked(split: Split) -> Split:
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    return split

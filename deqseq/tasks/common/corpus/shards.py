@@ -1,9 +1,9 @@
 """The folder of token shards: its manifest, how it is written so that it can be interrupted, what is checked.
 
-A shard is a run of tokens, little-endian uint16 or uint32 without a header, of one split. ``manifest.json``
-names the finished shards and what they were made of; whatever it does not name does not count. A shard gets
-its name when it is on the disk in full, and the manifest changes in one step after that. So the folder is
-good at every moment, and a process that is killed loses the shards it was writing, no more.
+A shard is a run of tokens of one split, little-endian uint16 or uint32 without a header. ``manifest.json``
+lists the finished shards and what they were made from; other files do not count. A shard gets its final name
+once it is synced to the disk, and the manifest changes in one step after that. So the folder is valid at
+every moment, and a process that is killed loses only the shards that it was writing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from deqseq.tasks.common.corpus.holdout import SPLITS, Split
+from deqseq.tasks.common.files import PART, rename, write_json
 from deqseq.tasks.common.results import changes
 
 VERSION = 1
 _MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
-_UNFINISHED = ".part"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Shard:
 
     Attributes:
         file: its name in the folder.
-        documents: that end in it.
+        documents: how many end in it.
         sha256: checksum of its bytes.
     """
 
@@ -48,19 +48,19 @@ class Shard:
 
 @dataclass(frozen=True)
 class Place:
-    """Where reading goes on: a source, by its number, and an offset that it understands."""
+    """Where reading continues: the number of a source, and an offset in it (see ``Document.next``)."""
 
     source: int = 0
     offset: int = 0
 
 
 class Manifest:
-    """What a folder holds and what it was made of.
+    """The contents of a folder, and what they were made from.
 
     Attributes:
         head: tokenizer, sources and settings.
-        next: where an unfinished preparation goes on; ``None``: it is finished.
-        shards: the finished ones.
+        next: where an unfinished preparation continues; ``None``: it is finished.
+        shards: the finished shards.
     """
 
     def __init__(self, head: dict[str, Any], next: Place | None = None, shards: Sequence[Shard] = ()) -> None:
@@ -98,32 +98,24 @@ class Manifest:
         return manifest
 
     def write(self, folder: Path) -> None:
-        """Write it in one step: there is the old one or the new one."""
+        """Write the manifest in one step."""
         content = {
             "version": VERSION,
             **self.head,
             "next": None if self.next is None else asdict(self.next),
             "shards": [asdict(shard) for shard in self.shards],
         }
-        temporary = folder / (_MANIFEST + _UNFINISHED)
-        with temporary.open("w") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            os.fsync(file.fileno())
-        _rename(temporary, folder / _MANIFEST)
-
-    def tokens(self, split: Split) -> int:
-        """How many tokens a split has."""
-        return sum(shard.tokens for shard in self.shards if shard.split == split)
+        write_json(folder / _MANIFEST, content)
 
 
 class Preparation:
-    """A folder while its shards are written; one that was interrupted goes on.
+    """A folder while its shards are written. An interrupted preparation continues.
 
     Nothing is written before :meth:`start`.
 
     Args:
         head: of the manifest.
-        force: begin anew, whatever the folder holds.
+        force: start afresh, whatever the folder holds.
 
     Raises:
         ValueError: without ``force``, the folder holds other files, shards that are damaged, or shards of
@@ -145,30 +137,30 @@ class Preparation:
                     "folder, or begin anew with --force"
                 )
             self.manifest = former
-        elif path.exists() and (others := sorted(f.name for f in path.iterdir() if not _ours(f.name))):
+        elif path.exists() and (others := sorted(f.name for f in path.iterdir() if f.suffix != PART)):
             raise ValueError(
                 f"{path} holds other files ({', '.join(others[:3])}): name another folder, or write beside "
                 "them with --force"
             )
 
     def start(self, tokenizer: Any) -> None:
-        """Make the folder and keep the tokenizer in it."""
+        """Make the folder and save the tokenizer in it."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self.fresh:
-            self.manifest.write(self.path)  # from here on, no shard that lies there counts
+            self.manifest.write(self.path)  # from now on, the old shards do not count
             for split in SPLITS:
                 for stale in self.path.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].bin"):
                     stale.unlink()
         tokenizer.save_pretrained(self.path / TOKENIZER)
 
     def writers(self) -> dict[Split, ShardWriter]:
-        """A writer of the next shard of every split."""
+        """A writer for the next shard of every split."""
         dtype = np.dtype(self.manifest.head["dtype"])
         number = {split: sum(shard.split == split for shard in self.manifest.shards) for split in SPLITS}
         return {split: ShardWriter(self.path, split, number[split], dtype) for split in SPLITS}
 
     def commit(self, writers: dict[Split, ShardWriter], next: Place | None) -> None:
-        """Finish the shards that hold everything up to ``next``."""
+        """Finish the shards, which contain everything up to ``next``."""
         finished = [writer.finish() for writer in writers.values()]
         self.manifest.shards += [shard for shard in finished if shard is not None]
         self.manifest.next = next
@@ -177,10 +169,11 @@ class Preparation:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder``, and keep other processes from preparing it; a process that is killed does so no more.
+    """Make ``folder`` and lock it until the context or the process ends. File systems without locks are not
+    protected.
 
     Raises:
-        ValueError: another process prepares it. File systems that know no locks are not guarded.
+        ValueError: another process has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
@@ -198,7 +191,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 class ShardWriter:
-    """One shard while it is written, under another name than its own."""
+    """One shard while it is written, under a temporary name."""
 
     def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype) -> None:
         self.path = folder / f"{split}-{number:05d}.bin"
@@ -207,10 +200,10 @@ class ShardWriter:
         self.documents = 0
         self._dtype = dtype
         self._sha256 = hashlib.sha256()
-        self._file = Path(f"{self.path}{_UNFINISHED}").open("wb")  # noqa: SIM115 - until finish
+        self._file = Path(f"{self.path}{PART}").open("wb")  # noqa: SIM115 - until finish
 
     def add(self, tokens: np.ndarray, documents: int) -> None:
-        """Append tokens, in which so many documents end."""
+        """Append tokens, in which ``documents`` documents end."""
         data = tokens.astype(self._dtype, copy=False).tobytes()
         self._file.write(data)
         self._sha256.update(data)
@@ -218,19 +211,19 @@ class ShardWriter:
         self.documents += documents
 
     def finish(self) -> Shard | None:
-        """Put the shard in its place; ``None``, and no file, if it is empty."""
+        """Give the shard its final name; an empty one is removed, and ``None`` returned."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
         if not self.tokens:
             Path(file.name).unlink()
             return None
-        _rename(Path(file.name), self.path)
+        rename(Path(file.name), self.path)
         return Shard(self.path.name, self.split, self.tokens, self.documents, self._sha256.hexdigest())
 
 
 def _flat(head: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under their paths; sources under their own."""
+    """Nested settings as one level, their names joined; each source goes by its path."""
     found: dict[str, Any] = {}
     for name, value in head.items():
         if name == "sources":
@@ -241,18 +234,3 @@ def _flat(head: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + name] = value
     return found
-
-
-def _ours(name: str) -> bool:
-    """Whether a preparation that was killed before its first manifest may have left it."""
-    return name == _MANIFEST + _UNFINISHED
-
-
-def _rename(temporary: Path, path: Path) -> None:
-    """Give a file its name, for good."""
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

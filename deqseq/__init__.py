@@ -15,8 +15,9 @@ from deqseq.convergence import (
 )
 from deqseq.gradients import GradientStrategy, ImplicitDifferentiation, Phantom, Unrolled
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer, LayerOutput
-from deqseq.loop import Problem, iterate
+from deqseq.problem import Problem, SolveOptions
 from deqseq.regularisation import jacobian_penalty, spectral_radius
+from deqseq.search import search, steps
 from deqseq.solution import Solution, Status
 from deqseq.solver import Progress, Solver
 
@@ -41,11 +42,13 @@ __all__ = [
     "Quantile",
     "Residual",
     "Solution",
+    "SolveOptions",
     "Solver",
     "State",
     "Status",
     "Unrolled",
-    "iterate",
     "jacobian_penalty",
+    "search",
     "spectral_radius",
+    "steps",
 ]

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq import kernels
+from deqseq.ops import residual
 from deqseq.registry import Registry
 
 Scope = Literal["token", "sequence"]
@@ -54,7 +54,6 @@ class ConvergencePolicy(ABC):
     Attributes:
         max_iter: evaluations a token may take part in.
         causal: whether the verdict on a token depends on nothing later in its sequence.
-        tests_residual: whether the residual matters; if not, a solve is a fixed number of iterations.
         check_every: passes between two looks of the host at the device; ``None``: every pass on the CPU,
             where looking is free, every fourth elsewhere. Settled tokens are frozen, so the interval
             never changes a result.
@@ -63,7 +62,6 @@ class ConvergencePolicy(ABC):
 
     max_iter: int
     causal: bool = True
-    tests_residual: bool = True
     check_every: int | None = None
     capturable: bool = False
 
@@ -82,29 +80,6 @@ class ConvergencePolicy(ABC):
 
     def __or__(self, other: ConvergencePolicy) -> ConvergencePolicy:
         return Either(self, other) if isinstance(other, ConvergencePolicy) else NotImplemented
-
-
-def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
-    """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W), at least float32."""
-    if _fused(z):
-        from deqseq.loop_triton import residual_norms as fused
-
-        return fused(z, fz)
-    dtype = torch.promote_types(z.dtype, torch.float32)
-    change = torch.linalg.vector_norm(fz - z, dim=-1, dtype=dtype)
-    size = torch.linalg.vector_norm(fz, dim=-1, dtype=dtype)
-    return change, size
-
-
-def _fused(z: Tensor) -> bool:
-    return kernels.implementation(z) == "triton" and not torch.is_grad_enabled()
-
-
-def relative(change: Tensor, size: Tensor) -> Tensor:
-    """``change / size`` as float32; 0 where both vanish, and finite wherever they are."""
-    ratio = change / size.clamp_min(torch.finfo(size.dtype).tiny)
-    largest = torch.finfo(torch.float32).max
-    return torch.where(torch.isfinite(change), ratio.clamp_max(largest), ratio).float()
 
 
 @dataclass(frozen=True)
@@ -150,15 +125,10 @@ class Residual(ConvergencePolicy):
         return self.scope == "token"
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        if self.scope == "token" and _fused(z):
-            from deqseq.loop_triton import verdict
-
-            return Judgement(*verdict(z, fz, self.atol, self.rtol))
-        change, size = residual_norms(z, fz)
-        if self.scope == "sequence":
-            change = _over_sequence(change, active)
-            size = _over_sequence(size, active)
-        return Judgement(relative(change, size), change <= self.atol + self.rtol * size)
+        if self.scope == "token":
+            return Judgement(*residual.judge(z, fz, self.atol, self.rtol))
+        change, size = (_over_sequence(norms, active) for norms in residual.residual_norms(z, fz))
+        return Judgement(residual.relative(change, size), change <= self.atol + self.rtol * size)
 
 
 def _over_sequence(norms: Tensor, active: Tensor) -> Tensor:
@@ -189,13 +159,9 @@ class FixedIterations(ConvergencePolicy):
     def max_iter(self) -> int:  # type: ignore[override]
         return self.iterations
 
-    @property
-    def tests_residual(self) -> bool:  # type: ignore[override]
-        return False
-
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        residual = relative(*residual_norms(z, fz))
-        return Judgement(residual, torch.zeros_like(active), iterations >= self.iterations)
+        found = residual.relative(*residual.residual_norms(z, fz))
+        return Judgement(found, torch.zeros_like(active), iterations >= self.iterations)
 
 
 @dataclass(frozen=True)
@@ -226,10 +192,6 @@ class Quantile(ConvergencePolicy):
         return self.policy.max_iter
 
     @property
-    def tests_residual(self) -> bool:  # type: ignore[override]
-        return self.policy.tests_residual
-
-    @property
     def check_every(self) -> int | None:  # type: ignore[override]
         return self.policy.check_every
 
@@ -250,28 +212,31 @@ class _Combined(ConvergencePolicy):
         self.first = first
         self.second = second
         self.causal = first.causal and second.causal
-        self.tests_residual = first.tests_residual or second.tests_residual
         self.capturable = first.capturable and second.capturable
-        looks = [p.check_every for p in (first, second) if p.check_every is not None]
-        self.check_every = min(looks) if looks else None
+        self.check_every = min(filter(None, (first.check_every, second.check_every)), default=None)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.first!r}, {self.second!r})"
 
+    def _judge_both(self, *evaluation: Tensor) -> tuple[Judgement, Judgement]:
+        return self.first.judge(*evaluation), self.second.judge(*evaluation)
+
 
 class Both(_Combined):
-    """Converged when both policies say so; the larger budget counts. Written ``first & second``."""
+    """Converged when both policies say so; the larger budget counts. Written ``first & second``.
+
+    A number of iterations has no tolerance, so the other policy alone says which tokens have converged.
+    """
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
         super().__init__(first, second)
         self.max_iter = max(first.max_iter, second.max_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        first = self.first.judge(z, fz, iterations, active)
-        second = self.second.judge(z, fz, iterations, active)
-        if not self.first.tests_residual:
+        first, second = self._judge_both(z, fz, iterations, active)
+        if isinstance(self.first, FixedIterations):
             converged = second.converged
-        elif not self.second.tests_residual:
+        elif isinstance(self.second, FixedIterations):
             converged = first.converged
         else:
             converged = first.converged & second.converged
@@ -279,17 +244,15 @@ class Both(_Combined):
 
 
 class Either(_Combined):
-    """Converged when one of two policies says so; the smaller budget counts. ``first | second``."""
+    """Converged when one of two policies says so; the smaller budget counts. Written ``first | second``."""
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
         super().__init__(first, second)
         self.max_iter = min(first.max_iter, second.max_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        first = self.first.judge(z, fz, iterations, active)
-        second = self.second.judge(z, fz, iterations, active)
-        converged = first.converged | second.converged
-        return Judgement(first.residual, converged, first.stops | second.stops)
+        first, second = self._judge_both(z, fz, iterations, active)
+        return Judgement(first.residual, first.converged | second.converged, first.stops | second.stops)
 
 
 def check_count(name: str, value: object) -> None:

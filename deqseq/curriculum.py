@@ -13,6 +13,7 @@ from typing import Any
 from deqseq.convergence import check_count, policies
 from deqseq.gradients import gradients
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.problem import SolveOptions
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,10 @@ class Curriculum:
 
     @staticmethod
     def apply(stage: Stage, layer: ImplicitSequenceLayer) -> None:
-        """Set the layer up for ``stage``; the window is the layer's."""
+        """Give the layer the gradient strategy and the options of ``stage``."""
         layer.gradient = gradients.create(stage.gradient)
-        layer.window = stage.window
-        layer.set_convergence(
-            (
-                layer.train_convergence if stage.convergence is None else stage.convergence,
-                layer.eval_convergence if stage.eval_convergence is None else stage.eval_convergence,
-            )
-        )
+        layer.train_solve = _options(layer.train_solve, stage.convergence, stage.window)
+        layer.eval_solve = _options(layer.eval_solve, stage.eval_convergence, stage.window)
 
     def to_list(self) -> list[dict[str, Any]]:
         """The stages as plain data, for checkpoints and configurations."""
@@ -91,3 +87,9 @@ class Curriculum:
     def from_list(cls, stages: Sequence[Mapping[str, Any]]) -> Curriculum:
         """The inverse of :meth:`to_list`."""
         return cls([Stage(**stage) for stage in stages])
+
+
+def _options(
+    before: SolveOptions, convergence: str | Mapping[str, Any] | None, window: int | None
+) -> SolveOptions:
+    return SolveOptions(before.solver, before.convergence if convergence is None else convergence, window)

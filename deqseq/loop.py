@@ -1,384 +1,251 @@
 """The one loop that evaluates f.
 
-Every solve, forward and backward, training, evaluation and generation, runs through :func:`iterate`, so
-that evaluations are counted, tokens frozen, non-finite values caught and processes stopped together in
-one place.
+:func:`drive` runs every solve: forward and backward, training, evaluation and generation. It repeats
+:func:`one_pass` until every token has settled. So evaluations are counted, tokens frozen, values that are not
+finite caught, and processes stopped together in one place.
+
+A pass does not know how it is run: a :class:`Runner` runs passes one by one; :mod:`deqseq.graphs` and
+:mod:`deqseq.replay` have runners that record several passes as a CUDA graph.
 
 Shapes: B sequences, L tokens, W tokens in the window (W = L without one), D width.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from deqseq import kernels
-from deqseq.backbone import Context, State, Trace, take_tokens
-from deqseq.convergence import ConvergencePolicy
-from deqseq.graphs import capture, copied, map_tensors, overwrite, tensors
-from deqseq.solution import Solution
-from deqseq.solver import Solver
+from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
+from deqseq.ops.freeze import freeze
+from deqseq.problem import Map, Problem
+from deqseq.solution import Solution, Status
+from deqseq.solver import SolverState
 from deqseq.tokens import Tokens
+from deqseq.trees import map_tensors
 
 
-class Map(Protocol):
-    """A fixed-point map; every :class:`~deqseq.backbone.Backbone` is one.
+class Carry(NamedTuple):
+    """What one pass hands to the next."""
 
-    Solving in a window, or carrying state, takes the backbone's state methods too.
-    """
-
-    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        """f(z) and the trace it leaves."""
-        ...
-
-
-class StatefulMap(Map, Protocol):
-    """A map over a state that can move on; methods as in :class:`~deqseq.backbone.Backbone`."""
-
-    def initial_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> State: ...
-
-    def reserve(self, state: State, z: Tensor) -> State: ...
-
-    def advance(self, trace: Trace, state: State, count: Tensor) -> State: ...
+    z: Tensor  # (B, W, D) the iterates
+    proposal: Tensor  # (B, W, D) the solver's next iterates
+    tokens: Tokens
+    memory: SolverState
+    # All tokens together:
+    fz: Tensor | None = None  # (B, L, D) the last evaluation, and its trace
+    trace: Trace = None
+    # In a window:
+    state: State | None = None  # of the backbone, after the tokens that have left the window
+    start: Tensor | None = None  # (B,) place of the window's first token in the sequence
+    leaving: Tensor | None = None  # (B,) settled tokens at the window's front, which ``start`` has passed
+    results: tuple[Tensor, ...] = ()  # (B, L + W, ...) z, iterations, residual, status of every token
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A fixed-point problem and how to solve it; gradient strategies derive their solves from it.
-
-    Attributes:
-        map: the map f.
-        context: what ``map.evaluate`` needs besides z.
-        z0: (B, L, D) the initial guess.
-        solver, policy: the next iterate, and when to stop.
-        window: tokens solved at a time; ``None``: all of them.
-        lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
-        state: backbone state before the first token; ``None``: the sequences start here. It is read only.
-        room: the state has room for all tokens already, so that nobody need look.
-        compact: sequences that have settled leave the batch, once they are half of it.
-        carry: return the state after the last token of solves that start from one.
-        group: process group whose members stop together; ``None``: each stops on its own.
-    """
-
-    map: Map
-    context: Context
-    z0: Tensor
-    solver: Solver
-    policy: ConvergencePolicy
-    window: int | None = None
-    lengths: Tensor | None = None
-    state: State | None = None
-    room: bool = False
-    compact: bool = False
-    carry: bool = False
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def valid(self) -> Tensor:
-        """(B, L) bool, tokens that are not padding."""
-        batch, length, _ = self.z0.shape
-        if self.lengths is None:
-            return torch.ones(batch, length, dtype=torch.bool, device=self.z0.device)
-        return torch.arange(length, device=self.z0.device) < self.lengths[:, None]
-
-
-def iterate(problem: Problem) -> Solution:
-    """Iterate to the fixed point of ``problem``.
-
-    Evaluate, judge, step, until every token has settled. A token settles when it and every token before
-    it have converged in the same evaluation, or when its budget has ended. Its input z is frozen from
-    then on, and what it returns is f(z) at that z, so it depends on nothing after it. In a window,
-    settled tokens leave on the left: the trace of the very evaluation that settled them moves the
-    backbone's state on, at no further evaluation, and as many new tokens enter on the right.
-
-    With a policy that tests no residual the solver's last iterate is returned instead of f(z), so that
-    a fixed number of damped steps is what its name says.
-
-    Whether the evaluations carry a graph is the caller's choice (``torch.no_grad`` around the call).
-    """
-    if problem.window is None or problem.window >= problem.z0.shape[1]:
-        return _iterate_all(problem)
-    return _iterate_window(problem)
-
-
-def _iterate_all(problem: Problem) -> Solution:
-    policy = problem.policy
-    run = Together(problem)
-    left: list[tuple[Tensor, Solution]] = []  # sequences that have left the batch
-    for passes in itertools.count(1):
-        ends = passes == policy.max_iter
-        # A fixed number of iterations needs no verdict on the way: nothing settles before its end.
-        run.evaluate(judged=policy.tests_residual or ends)
-        if policy.tests_residual:
-            if ends or _stop(run.settled, passes, problem):
-                break
-            if _looks(run.settled, passes, problem) and _shrinks(problem):
-                settled = run.settled.all(1)
-                if 2 * int(settled.sum()) >= len(settled):  # fewer are not worth the copies
-                    gone, stay = settled.nonzero()[:, 0], (~settled).nonzero()[:, 0]
-                    left.append((run.rows[gone], _taken(run.solution(passes), gone)))
-                    run.select(stay)
-        run.step()
-        if ends:
-            break
-    last = run.solution(passes)
-    return _joined([*left, (run.rows, last)]) if left else last
-
-
-def _shrinks(problem: Problem) -> bool:
-    """Whether sequences that have settled may leave the batch."""
-    alone = problem.state is None and problem.group is None
-    return problem.compact and problem.solver.windowed and alone and not torch.is_grad_enabled()
-
-
-def _taken(value: Any, rows: Tensor) -> Any:
-    """The sequences ``rows`` (int64 indices) of nested tensors (B, ...)."""
-    return map_tensors(lambda t: t[rows], value)
-
-
-def _joined(parts: list[tuple[Tensor, Solution]]) -> Solution:
-    """The solution of the whole batch, of those of its ``parts``, the last of which took longest."""
-    order = torch.cat([rows for rows, _ in parts]).argsort()
-    pieces = zip(*(tensors(solution) for _, solution in parts), strict=True)
-    joined: Solution = map_tensors(lambda _: torch.cat(next(pieces))[order], parts[-1][1])
-    return joined
-
-
-def _iterate_window(problem: Problem) -> Solution:
-    run = Window(problem)
-    for passes in itertools.count(1):
-        run.evaluate()
-        if _stop(run.settled, passes, problem):
-            return run.solution(passes)
-        run.step()
-        if passes == 2 * BLOCK and recordable(problem):  # few do not pay
-            break
-    run.variables = copied(run.variables)  # memory that nothing else looks at
-    (replay,) = capture(problem.z0.device, run.block)
-    passes += BLOCK
-    between_looks = max(1, (problem.policy.check_every or BLOCK) // BLOCK)
-    while not bool(run.settled.all()):
-        for _ in range(between_looks):
-            replay()
-        passes += between_looks * BLOCK
-    return run.solution(passes)
-
-
-BLOCK = 4
-"""Passes of a window that are recorded as one CUDA graph."""
-
-
-def recordable(problem: Problem) -> bool:
-    """Whether passes of the loop may be recorded, and are worth it."""
-    parts = (problem.map, problem.solver, problem.policy)
-    return (
-        problem.z0.is_cuda
-        and all(getattr(part, "capturable", False) for part in parts)
-        and problem.policy.tests_residual
-        and problem.group is None
-        and not torch.is_grad_enabled()
-        and not torch.cuda.is_current_stream_capturing()
+def begin(problem: Problem) -> Carry:
+    """The carry before the first pass."""
+    z = problem.z0
+    if problem.window is None:
+        return Carry(z, z, Tokens.enter(problem.valid), problem.solver.init(z))
+    if not problem.solver.windowed:
+        raise ValueError(f"{problem.solver} solves whole sequences only: use window=None")
+    backbone, state = cast(Backbone, problem.map), problem.state
+    if state is None:
+        state = backbone.initial_state(z.shape[0], device=z.device, dtype=z.dtype)
+    if problem.state is None or not problem.state_has_capacity:
+        state = backbone.reserve(state, z)
+    batch, length, depth = z.shape
+    everywhere = torch.ones(batch, length + problem.window, dtype=torch.bool, device=z.device)
+    tokens = Tokens.enter(everywhere)
+    results = (z.new_zeros(*everywhere.shape, depth), tokens.iterations, tokens.residual, tokens.status)
+    start = torch.zeros_like(problem.ends)
+    first = take_tokens(z, _places(problem, start))
+    tokens = Tokens.enter(_inside(problem, start))
+    memory = problem.solver.init(first)
+    return Carry(
+        first, first, tokens, memory, state=state.copy(), start=start, leaving=start, results=results
     )
 
 
-class Together:
-    """All tokens at once: settled ones stay in place, frozen."""
+def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
+    """One pass: take the proposed iterates, evaluate f, judge the evaluation, propose the next iterates.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.z = problem.z0
-        self.valid = problem.valid
-        self.tokens = Tokens.enter(self.valid)
-        self.memory = problem.solver.init(self.z)  # the solver's
-        self.rows = torch.arange(self.z.shape[0], device=self.z.device)  # where they are in the whole batch
-        self.fz = self.z  # the last evaluation
+    In a window, settled tokens leave on the left and as many enter on the right. The trace of the evaluation
+    that settled them moves the backbone's state on, at no further evaluation.
 
-    def select(self, rows: Tensor) -> None:
-        """Go on with the sequences ``rows`` (int64 indices) only, which have just been evaluated."""
-        problem = self.problem
-        z0, lengths, per_token = _taken((problem.z0, problem.lengths, problem.context.tokens), rows)
-        context = replace(problem.context, tokens=per_token)
-        self.problem = replace(problem, context=context, z0=z0, lengths=lengths)
-        self.z, self.fz, self.valid, self.rows = (t[rows] for t in (self.z, self.fz, self.valid, self.rows))
-        self.tokens, self.memory = _taken((self.tokens, self.memory), rows)
+    Without a graph, a pass may overwrite the proposal of its ``carry``, which must not be used again. It
+    reads nothing on the host.
 
-    @property
-    def settled(self) -> Tensor:
-        return self.tokens.settled
-
-    @property
-    def variables(self) -> tuple[Any, ...]:
-        """All that goes from one pass to the next."""
-        return self.z, self.tokens, self.memory
-
-    @variables.setter
-    def variables(self, values: tuple[Any, ...]) -> None:
-        self.z, self.tokens, self.memory = values
-
-    def evaluate(self, judged: bool = True) -> None:
-        """Evaluate f, and find out who settles."""
-        problem = self.problem
-        fz, self.trace = problem.map.evaluate(self.z, problem.context, problem.state)
-        self.fz = fz.to(self.z.dtype)  # autocast
-        self.tokens = self.tokens.counted()
-        if judged:
-            self.tokens = self.tokens.judged(self.z, self.fz, problem.policy)
-
-    def step(self) -> None:
-        """On to the next iterate, where tokens have not settled; it may take f(z)'s memory."""
-        problem = self.problem
-        progress = self.tokens.progress(problem.policy)
-        proposal, self.memory = problem.solver.step(self.z, self.fz, self.memory, progress)
-        self.z = _held(self.tokens.hold, self.z, proposal) if problem.policy.tests_residual else proposal
-
-    def solution(self, passes: int) -> Solution:
-        problem = self.problem
-        value = self.fz if problem.policy.tests_residual else self.z
-        if problem.lengths is not None:
-            value = value.where(self.valid[..., None], value.new_zeros(()))
-        end = None
-        if problem.carry and problem.state is not None:
-            stateful = cast(StatefulMap, problem.map)
-            own = problem.state if problem.room else stateful.reserve(problem.state, self.z)
-            end = stateful.advance(self.trace, own.copy(), self.valid.sum(1)).detach()
-        return self.tokens.solution(value, self.valid, passes, end)
+    Args:
+        judge: ``False`` leaves out the verdict; a fixed number of iterations needs one at its end only.
+    """
+    z = carry.proposal
+    if not problem.fixed or problem.window is not None:
+        z = freeze(carry.tokens.frozen, carry.z, carry.proposal)
+    carry = carry._replace(z=z)
+    if problem.window is not None:
+        carry = _slide(problem, carry)
+    return _evaluate(problem, carry, judge)
 
 
-class Window:
-    """W tokens at a time, each sequence with a window position of its own."""
-
-    def __init__(self, problem: Problem) -> None:
-        if not problem.solver.windowed:
-            raise ValueError(f"{problem.solver} solves whole sequences only: use window=None")
-        assert problem.window is not None
-        z0, state, width = problem.z0, problem.state, problem.window
-        self.problem = problem
-        self.map = cast(StatefulMap, problem.map)
-        if state is None:
-            state = self.map.initial_state(z0.shape[0], device=z0.device, dtype=z0.dtype)
-        if problem.state is None or not problem.room:
-            state = self.map.reserve(state, z0)
-        self.state = state.copy()
-        self.valid = problem.valid
-        self.ends = self.valid.sum(1)
-        self.start = torch.zeros_like(self.ends)
-        self.offsets = torch.arange(width, device=z0.device)
-        self.z = take_tokens(z0, self._place())
-        self.tokens = Tokens.enter(self._inside())
-        self.memory = problem.solver.init(self.z)  # the solver's
-        self.record = _Record(z0, width)
-
-    def _place(self) -> Tensor:
-        """Where in the sequence (B, W) the window's tokens are; the last one again behind its end."""
-        return (self.start[:, None] + self.offsets).clamp_max(self.problem.z0.shape[1] - 1)
-
-    def _inside(self) -> Tensor:
-        """(B, W) bool, tokens of the window that exist."""
-        return self.start[:, None] + self.offsets < self.ends[:, None]
-
-    @property
-    def settled(self) -> Tensor:
-        """(B,) bool, sequences that have come to their end."""
-        return self.start >= self.ends
-
-    def evaluate(self) -> None:
-        """Evaluate f, find out who settles, and move the state past those who leave."""
-        problem = self.problem
-        fz, trace = self.map.evaluate(self.z, problem.context.take(self._place()), self.state)
-        fz = fz.to(self.z.dtype)  # autocast
-        self.tokens = tokens = self.tokens.counted().judged(self.z, fz, problem.policy)
-        progress = tokens.progress(problem.policy)
-        self.proposal, self.memory = problem.solver.step(self.z, fz, self.memory, progress)
-        value = fz if problem.policy.tests_residual else self.proposal
-        self.record.write(self.start[:, None] + self.offsets, value, tokens)
-        self.leaving = (tokens.settled & self._inside()).sum(1)
-        self.state = self.map.advance(trace, self.state, self.leaving)
-        self.start = self.start + self.leaving
-
-    def step(self) -> None:
-        """On to the next iterate and, where tokens have left, to the next tokens."""
-        width = self.offsets.shape[0]
-        z = _held(self.tokens.hold, self.z, self.proposal)
-        moved = self.offsets + self.leaving[:, None]
-        stays, source = moved < width, moved.clamp_max(width - 1)
-        entering = take_tokens(self.problem.z0, self._place())
-        self.z = torch.where(stays[..., None], take_tokens(z, source), entering)
-        self.tokens = self.tokens.slide(source, stays, self._inside())
-        self.memory = map_tensors(lambda t: take_tokens(t, source), self.memory)
-
-    @property
-    def variables(self) -> tuple[Any, ...]:
-        """All that goes from one pass to the next."""
-        return self.start, self.z, self.tokens, self.memory, self.state
-
-    @variables.setter
-    def variables(self, values: tuple[Any, ...]) -> None:
-        self.start, self.z, self.tokens, self.memory, self.state = values
-
-    def block(self) -> None:
-        """Some passes in a row, which end in the memory they began in."""
-        begun = self.variables
-        for _ in range(BLOCK):
-            self.evaluate()
-            self.step()
-        overwrite(begun, self.variables)
-        self.variables = begun
-
-    def solution(self, passes: int) -> Solution:
-        z, tokens = self.record.read(self.problem.z0.shape[1])
-        z = z.where(self.valid[..., None], z.new_zeros(()))
-        end = self.state.detach() if self.problem.carry and self.problem.state is not None else None
-        return tokens.solution(z, self.valid, passes, end)
+def _slide(problem: Problem, carry: Carry) -> Carry:
+    """Move the window past the tokens that leave it, and let the next ones enter."""
+    assert carry.start is not None and carry.leaving is not None
+    width = carry.z.shape[1]
+    moved = torch.arange(width, device=carry.z.device) + carry.leaving[:, None]
+    stays, source = moved < width, moved.clamp_max(width - 1)
+    entering = take_tokens(problem.z0, _places(problem, carry.start))
+    return carry._replace(
+        z=torch.where(stays[..., None], take_tokens(carry.z, source), entering),
+        tokens=carry.tokens.slide(source, stays, _inside(problem, carry.start)),
+        memory=map_tensors(lambda t: take_tokens(t, source), carry.memory),
+    )
 
 
-class _Record:
-    """What tokens had when they left the window.
+def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
+    z, start = carry.z, carry.start
+    context, state = problem.context, problem.state
+    if start is not None:
+        context, state = context.take(_places(problem, start)), carry.state
+    fz, trace = evaluate(problem.map, z, context, state, problem.checkpoint)
+    fz = fz.to(z.dtype)  # autocast
+    tokens = carry.tokens.counted()
+    if judge:
+        tokens = tokens.judged(z, fz, problem.policy)
+    proposal, memory = problem.solver.step(z, fz, carry.memory, tokens.progress(problem.policy))
+    carry = carry._replace(proposal=proposal, tokens=tokens, memory=memory)
+    if start is None or state is None:
+        return carry._replace(fz=fz, trace=trace)
+    # Every pass overwrites the window, so each token keeps the values of its last pass.
+    place = start[:, None] + torch.arange(z.shape[1], device=z.device)
+    values = (proposal if problem.fixed else fz, tokens.iterations, tokens.residual, tokens.status)
+    for result, value in zip(carry.results, values, strict=True):
+        index = place if value.dim() == 2 else place[..., None].expand_as(value)
+        result.scatter_(1, index, value.to(result.dtype))
+    leaving = (tokens.settled & _inside(problem, start)).sum(1)
+    state = cast(Backbone, problem.map).advance(trace, state, leaving)
+    return carry._replace(state=state, start=start + leaving, leaving=leaving)
 
-    Every pass writes the whole window: what stands at a token in the end is from its last pass there.
+
+def evaluate(
+    map: Map, z: Tensor, context: Context, state: State | None, recompute: bool
+) -> tuple[Tensor, Trace]:
+    """f(z) and its trace; ``recompute``: the backward pass recomputes the evaluation."""
+    if recompute and torch.is_grad_enabled():
+        fz, trace = checkpoint(map.evaluate, z, context, state, use_reentrant=False)
+        return fz, trace
+    return map.evaluate(z, context, state)
+
+
+def _places(problem: Problem, start: Tensor) -> Tensor:
+    """Places (B, W) in the sequence of the window's tokens; behind the end, the last token again."""
+    assert problem.window is not None
+    places = start[:, None] + torch.arange(problem.window, device=start.device)
+    return places.clamp_max(problem.z0.shape[1] - 1)
+
+
+def _inside(problem: Problem, start: Tensor) -> Tensor:
+    """(B, W) bool, tokens of the window that exist."""
+    assert problem.window is not None
+    places = start[:, None] + torch.arange(problem.window, device=start.device)
+    return places < problem.ends[:, None]
+
+
+def done(problem: Problem, carry: Carry) -> Tensor:
+    """(B,) bool, sequences whose tokens have all settled."""
+    if carry.start is None:
+        return carry.tokens.settled.all(1)
+    return carry.start >= problem.ends
+
+
+def finish(problem: Problem, carry: Carry, passes: int) -> Solution:
+    """The solution after ``passes`` passes."""
+    valid, length, end = problem.valid, problem.z0.shape[1], None
+    returns_state = problem.returns_state and problem.state is not None
+    if carry.start is None:
+        z = carry.proposal if problem.fixed else carry.fz
+        _, iterations, residual, status, *_ = carry.tokens
+        if returns_state:
+            backbone = cast(Backbone, problem.map)
+            state = problem.state if problem.state_has_capacity else backbone.reserve(problem.state, z)
+            end = backbone.advance(carry.trace, state.copy(), problem.ends).detach()
+    else:
+        z, iterations, residual, status = (result[:, :length] for result in carry.results)
+        end = carry.state.detach() if returns_state else None
+    if problem.lengths is not None:
+        z = z.where(valid[..., None], z.new_zeros(()))
+    return Solution(
+        z=z,
+        residual=residual.where(valid, residual.new_zeros(())),
+        iterations=iterations * valid,
+        status=status.where(valid, torch.full_like(status, int(Status.CONVERGED))),
+        nfe=passes,
+        state=end,
+    )
+
+
+class Runner:
+    """Runs the passes of a solve one by one.
+
+    Attributes:
+        passes: how many have been run.
+        check_every: passes between two reads of the device by the host.
     """
 
-    def __init__(self, z: Tensor, width: int) -> None:
-        batch, length, depth = z.shape
-        self._z = z.new_zeros(batch, length + width, depth)
-        everywhere = torch.ones(batch, length + width, dtype=torch.bool, device=z.device)
-        self._tokens = Tokens.enter(everywhere)
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.passes = 0
+        self.check_every = problem.policy.check_every or (1 if problem.z0.device.type == "cpu" else 4)
 
-    def write(self, index: Tensor, z: Tensor, tokens: Tokens) -> None:
-        self._z.scatter_(1, index[..., None].expand_as(z), z.to(self._z.dtype))
-        for name in ("iterations", "residual", "status"):
-            getattr(self._tokens, name).scatter_(1, index, getattr(tokens, name))
+    def begin(self) -> None:
+        self.carry = begin(self.problem)
 
-    def read(self, length: int) -> tuple[Tensor, Tokens]:
-        fields = {name: value[:, :length] for name, value in vars(self._tokens).items()}
-        return self._z[:, :length], Tokens(**fields)
+    def proceed(self) -> None:
+        """Run another pass."""
+        self.passes += 1
+        judge = self.problem.window is not None or not self.problem.fixed or self._at_budget
+        self.carry = one_pass(self.problem, self.carry, judge)
+
+    def ends(self) -> bool:
+        """Whether the solve has ended, on all processes of the group. Reads the device every few passes."""
+        if self.problem.window is None and (self.problem.fixed or self._at_budget):
+            return self._at_budget  # all tokens were in all passes
+        if self.passes % self.check_every:
+            return False
+        finished = self.settled()
+        if self.problem.group is not None:
+            # Processes that stop at different passes would wait for each other's collectives for ever.
+            finished = finished.to(torch.int32)
+            dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self.problem.group)
+        return bool(finished)
+
+    def settled(self) -> Tensor:
+        """() bool, whether all tokens have settled."""
+        return done(self.problem, self.carry).all()
+
+    def finish(self) -> Solution:
+        return finish(self.problem, self.carry, self.passes)
+
+    @property
+    def _at_budget(self) -> bool:
+        return self.passes >= self.problem.policy.max_iter
 
 
-def _held(hold: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
-    """z where ``hold`` (B, W) says so, else the proposal, whose memory may be used."""
-    if kernels.implementation(z) == "triton" and not torch.is_grad_enabled():
-        from deqseq.loop_triton import hold_
+def drive(runner: Runner) -> Solution:
+    """Run passes until every token has settled.
 
-        return hold_(proposal.contiguous(), z, hold)
-    return torch.where(hold[..., None], z, proposal)
+    A token settles when it and every token before it have converged in the same evaluation, or when its
+    budget has ended. From then on its input z is frozen. The solve returns f(z) at that z, so a token's
+    result does not depend on later tokens. With :class:`~deqseq.FixedIterations` it returns the last iterate
+    instead.
 
-
-def _looks(done: Tensor, passes: int, problem: Problem) -> bool:
-    """Whether the host looks at the device after this pass."""
-    return passes % (problem.policy.check_every or (1 if done.device.type == "cpu" else 4)) == 0
-
-
-def _stop(done: Tensor, passes: int, problem: Problem) -> bool:
-    """Whether everything is ``done``, on all ranks of the group; looked at every few passes."""
-    if not _looks(done, passes, problem):
-        return False
-    finished = done.all()
-    if problem.group is not None:
-        # Ranks that stop at different passes would wait for each other's collectives for ever.
-        finished = finished.to(torch.int32)
-        dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=problem.group)
-    return bool(finished)
+    Evaluations carry a graph if gradients are enabled.
+    """
+    runner.begin()
+    while True:
+        runner.proceed()
+        if runner.ends():
+            return runner.finish()

@@ -1,10 +1,12 @@
-"""Calls of an implicit layer for one token a sequence, recorded: generation.
+"""Recorded calls of an implicit layer with one token a sequence, as in generation.
 
-The second call of a shape records everything from the layer's inputs to its outputs (effective weights,
-passes of the loop, what moves the state on) over buffers of its own; from then on a call copies its inputs
-there and replays. Settled tokens are frozen, so passes after the last one needed change nothing, and results
-are those of the plain loop. Weights are read where they lie: training between two calls is seen, and so is
-what replaces a module, a hook, a solver or a policy. Plain attributes of theirs that change in place are not.
+The second call of a shape records everything from the layer's inputs to its outputs as CUDA graphs: effective
+weights, passes of the loop, the step of the state. Later calls copy their inputs into the recording's buffers
+and replay it. Passes after the last one needed change nothing, because settled tokens are frozen, so results
+are those of the plain loop.
+
+Weights are read where they lie, so training between two calls takes effect. So does replacing a module, a
+hook, a solver or a policy. Changing an attribute of a solver, policy or module in place is not detected.
 """
 
 from __future__ import annotations
@@ -16,37 +18,44 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deqseq import kernels
-from deqseq.gradients import search
-from deqseq.graphs import Copier, capture, copied, overwrite, tensors
-from deqseq.loop import Problem, Together, recordable
+from deqseq import graphs, kernels
+from deqseq.loop import Carry, Runner, begin, drive, finish, one_pass
+from deqseq.problem import Problem, SolveOptions
+from deqseq.search import search
 from deqseq.solution import Solution
+from deqseq.trees import copied, copies_of, copy_tensors, overwrite, tensors
 
 logger = logging.getLogger(__name__)
 
-MOST_SEQUENCES = 64
-"""Sequences, of one token each, up to which launches outweigh the work."""
-BLOCK = 2
-"""Passes that a replay runs, and the host's looks are apart."""
-KEPT = 4
-"""Recorded shapes that a layer keeps; the one not used for longest goes first. Each holds the effective
+MAX_SEQUENCES = 64
+"""Largest batch of one-token sequences to record; above it the work outweighs the launches."""
+PASSES_OF_A_CALL = 2
+"""Passes in one graph, after which the host reads whether all tokens have settled."""
+MAX_RECORDINGS = 4
+"""Recordings that a layer keeps; the least recently used one is dropped first. Each holds the effective
 weights, its inputs and its outputs."""
 
-Make = Callable[[Any], Problem]
-Finish = Callable[[Solution, Any], Solution]
+MakeProblem = Callable[[Any], Problem]
+MakeResult = Callable[[Solution, Any], Solution]
+
+
+class _Entry(NamedTuple):
+    parts: tuple[object, ...]  # kept alive, so that no other object takes their identity
+    recording: Recording | None  # ``None`` after the first call of a shape
 
 
 class Recordings:
-    """What a layer has recorded. Copies of the layer, and what is saved of it, start anew."""
+    """A layer's recordings. Copies of the layer, and what is saved of it, start without any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # recordings have one memory, whatever the number of threads
-        self.known: OrderedDict[Hashable, Recording | None] = OrderedDict()
+        self._lock = threading.Lock()  # all threads share the buffers of a recording
+        self.known: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._fingerprint = Fingerprint()
 
     def __deepcopy__(self, memo: Any) -> Recordings:
@@ -56,58 +65,69 @@ class Recordings:
         return Recordings, ()
 
     def solve(
-        self, layer: nn.Module, inputs: Any, make: Make, finish: Finish, window: int | None
+        self,
+        layer: nn.Module,
+        options: SolveOptions,
+        inputs: Any,
+        make_problem: MakeProblem,
+        make_result: MakeResult,
     ) -> Solution:
-        """``finish(solution of make(inputs), inputs)``, replayed if the like of it has been recorded.
+        """Replay a recording if there is one for these shapes and settings; otherwise solve, and maybe
+        record.
 
         Args:
-            layer: on whose parameters and settings the solution depends.
-            inputs: tensors, in nested tuples and dataclasses.
-            make: the problem; it must not look at values of ``inputs``, no more than ``finish``.
-            window: of the problem.
+            layer: the solve depends on its parameters and modules.
+            options: solver, policy and window of the solve.
+            inputs: tensors, in nested tuples and records.
+            make_problem: makes the problem from the inputs; it must not read their values.
+            make_result: makes the result from the solution and the inputs; likewise.
         """
         flat = tensors(inputs)
+        parts = (options.solver, options.convergence, getattr(layer, "group", None))
         with self._lock:
-            key = window, _key(layer, flat), self._fingerprint.of(layer)
-            if (recording := self.known.get(key)) is not None:
+            key = _key(flat), (*map(id, parts), options.window), self._fingerprint.of(layer)
+            if (entry := self.known.get(key)) is not None and entry.recording is not None:
                 self.known.move_to_end(key)
-                return recording.run(flat)
-        problem = make(inputs)
+                return entry.recording.run(flat)
+        problem = make_problem(inputs)
         if _pays(problem):
             with self._lock:
                 if key in self.known:
-                    recording = self.known[key] = Recording(inputs, make, finish)
+                    recording = Recording(inputs, make_problem, make_result)
+                    self.known[key] = _Entry(parts, recording)
                     logger.debug("recorded solves of %s sequences", problem.z0.shape[0])
                     return recording.run(flat)
-                self.known[key] = None  # once is no habit
-                if len(self.known) > KEPT:
+                self.known[key] = _Entry(parts, None)  # a single call of a shape is not worth a recording
+                if len(self.known) > MAX_RECORDINGS:
                     self.known.popitem(last=False)
-        return finish(search(problem), inputs)
+        return make_result(search(problem), inputs)
 
 
 def _pays(problem: Problem) -> bool:
     batch, length, _ = problem.z0.shape
-    return recordable(problem) and problem.room and length == 1 and batch <= MOST_SEQUENCES
+    small = length == 1 and batch <= MAX_SEQUENCES
+    return graphs.recordable(problem) and problem.state_has_capacity and small
 
 
-def _key(layer: nn.Module, inputs: list[Tensor]) -> Hashable:
-    """All that a recording depends on but the values of its inputs: shapes, settings, where weights lie."""
+def _key(inputs: list[Tensor]) -> Hashable:
+    """Shapes and types of the inputs, and the modes of PyTorch and of the kernels."""
     shapes = tuple((t.shape, t.dtype, t.device) for t in inputs)
-    mode = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), kernels.chosen()
+    autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    kind = torch.is_inference_mode_enabled(), capturing
-    return shapes, mode, kind, id(getattr(layer, "group", None)), layer.extra_repr()
+    return shapes, autocast, kernels.chosen(), torch.is_inference_mode_enabled(), capturing
 
 
 class Fingerprint:
-    """What changes if a part of a layer, or the memory of a weight, is replaced.
+    """A value that changes if a module of a layer, or the memory of a weight, is replaced.
 
-    It is asked for before every token, so the tree of modules is walked only where it is another one, and
-    dictionaries are gone through by loops in C.
+    It is computed before every token. So the tree of modules is walked only when it has changed, and the
+    loops over dictionaries run in C.
     """
 
     def __init__(self) -> None:
-        self._layer: Callable[[], nn.Module | None] = lambda: None  # weak: it holds this
+        self._layer: Callable[[], nn.Module | None] = lambda: (
+            None
+        )  # weak, because the layer holds this object
         self._modules: list[nn.Module] = []  # below the layer
         self._subtrees: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
@@ -127,7 +147,9 @@ class Fingerprint:
             self._hooks = [d for m in every for d in (m._forward_hooks, m._forward_pre_hooks)]
             self._children = self._ids()
         memory = [0 if t is None else t.data_ptr() for t in _values(self._tensors)]
-        hooked = object() if any(self._hooks) else None  # they want to be called: never the same again
+        hooked = (
+            object() if any(self._hooks) else None
+        )  # hooks must be called, so a layer with hooks never matches
         training = (layer.training, *[m.training for m in self._modules])
         return self._walked, training, tuple(memory), hooked
 
@@ -139,46 +161,59 @@ def _values(dictionaries: list[dict[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable(map(dict.values, dictionaries))
 
 
-class Recording:
-    """Solves of one shape."""
+class Recording(Runner):
+    """Recorded solves of one shape; a runner over CUDA graphs."""
 
-    def __init__(self, inputs: Any, make: Make, finish: Finish) -> None:
-        self._inputs = Copier(copied(inputs))
-        self._make, self._finish = make, finish
-        device = self._inputs.tensors[0].device
-        self._begin, self._block, self._end = capture(device, self._begins, self._blocks, self._ends)
-        self._read = torch.cuda.Event() if device.type == "cuda" else None  # the last call's results
+    def __init__(self, inputs: Any, make_problem: MakeProblem, make_result: MakeResult) -> None:
+        self._inputs = copied(inputs)
+        self._flat = tensors(self._inputs)
+        self._make_problem, self._make_result = make_problem, make_result
+        self.check_every = PASSES_OF_A_CALL
+        device = self._flat[0].device
+        steps = self._record_begin, self._record_passes, self._record_end
+        self._begin, self._passes, self._end = graphs.capture(device, *steps)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # the outputs of the last call
 
-    def _begins(self) -> None:
-        self._loop = Together(self._make(self._inputs.value))
-        self._loop.variables = self._buffers = copied(self._loop.variables)
+    def _record_begin(self) -> None:
+        self.problem = self._make_problem(self._inputs)
+        self._buffers: Carry = copied(begin(self.problem))
 
-    def _blocks(self) -> None:
-        for _ in range(BLOCK):
-            self._loop.evaluate()
-            self._loop.fz = (value := self._loop.fz).clone()  # the step may take its memory
-            self._loop.step()
-            self._loop.fz = value
-        overwrite(self._buffers, self._loop.variables)
-        self._loop.variables = self._buffers
-        self._settled = self._loop.settled.all()
+    def _record_passes(self) -> None:
+        carry = self._buffers
+        for _ in range(PASSES_OF_A_CALL):
+            carry = one_pass(self.problem, carry)
+        self.carry = carry
+        overwrite(self._buffers, carry._replace(fz=None, trace=None))
+        self._settled = carry.tokens.settled.all()
 
-    def _ends(self) -> None:
-        self._solution = Copier(self._finish(self._loop.solution(0), self._inputs.value))
+    def _record_end(self) -> None:
+        result = self._make_result(finish(self.problem, self.carry, 0), self._inputs)
+        self._outputs, self._structure = tree_flatten(result)
 
     def run(self, inputs: list[Tensor]) -> Solution:
-        """Solve for other inputs of the shape, in order."""
-        if self._read is not None:  # by another stream perhaps
-            torch.cuda.current_stream().wait_event(self._read)
-        self._inputs.overwrite(inputs)
+        """Solve for other inputs of the shape, given in order."""
+        if self._copied is not None:  # perhaps by another stream
+            torch.cuda.current_stream().wait_event(self._copied)
+        copy_tensors(self._flat, inputs)
+        solution = drive(self)
+        if self._copied is not None:
+            self._copied.record()
+        return solution
+
+    def begin(self) -> None:
+        self.passes = 0
         self._begin()
-        passes, settled = 0, False
-        while not settled:
-            self._block()
-            passes += BLOCK
-            settled = bool(self._settled)
+
+    def proceed(self) -> None:
+        self._passes()
+        self.passes += PASSES_OF_A_CALL
+
+    def settled(self) -> Tensor:
+        return self._settled
+
+    def finish(self) -> Solution:
         self._end()
-        solution: Solution = self._solution.copied()
-        if self._read is not None:
-            self._read.record()
-        return replace(solution, nfe=passes)
+        outputs = iter(copies_of([leaf for leaf in self._outputs if isinstance(leaf, Tensor)]))
+        leaves = [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in self._outputs]
+        result: Solution = replace(tree_unflatten(leaves, self._structure), nfe=self.passes)
+        return result

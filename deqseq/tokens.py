@@ -1,104 +1,75 @@
-"""What the loop knows of the tokens it solves: who has settled, after how many evaluations, and how.
+"""The loop's knowledge of the tokens it solves: which have settled, after how many evaluations, and why.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deqseq import kernels
-from deqseq.backbone import State
-from deqseq.convergence import ConvergencePolicy
-from deqseq.solution import Solution, Status
+from deqseq.convergence import ConvergencePolicy, FixedIterations
+from deqseq.ops.settle import settle
+from deqseq.solution import Status
 from deqseq.solver import Progress
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """The loop's knowledge of the tokens in the window; every tensor (B, W)."""
+class Tokens(NamedTuple):
+    """The tokens in the window; every tensor is (B, W)."""
 
-    settled: Tensor  # it and all before it are done, or it is padding: frozen
+    settled: Tensor  # the token and all before it are done, or it is padding
     iterations: Tensor
     residual: Tensor
     status: Tensor
-    hold: Tensor  # z must not move: the token is settled, or its evaluation is not finite
-    active: Tensor  # took part in the last evaluation
+    frozen: Tensor  # z must not change: the token has settled, or its evaluation is not finite
+    active: Tensor  # the token was not settled before the last evaluation
 
     @classmethod
     def enter(cls, inside: Tensor) -> Tokens:
+        """Tokens before their first evaluation; ``inside`` (B, W) is false for padding."""
         count = torch.zeros(inside.shape, dtype=torch.int64, device=inside.device)
         residual = torch.zeros(inside.shape, dtype=torch.float32, device=inside.device)
         status = torch.full_like(count, int(Status.RUNNING))
         return cls(~inside, count, residual, status, ~inside, inside)
 
     def counted(self) -> Tokens:
-        """After one more evaluation."""
+        """The tokens after one more evaluation."""
         active = ~self.settled
-        return replace(self, active=active, iterations=self.iterations + active)
+        return self._replace(active=active, iterations=self.iterations + active)
 
     @torch.no_grad()
     def judged(self, z: Tensor, fz: Tensor, policy: ConvergencePolicy) -> Tokens:
-        """Those of which it is known which settle with the evaluation ``fz``."""
-        active = self.active
-        verdict = policy.judge(z, fz, self.iterations, active)
-        residual = torch.where(active, verdict.residual, self.residual)  # what settled keeps its own
-        converged = verdict.converged
-        ended = Status.BUDGET_EXHAUSTED if policy.tests_residual else Status.COMPLETED
-        if kernels.implementation(z) == "triton":
-            from deqseq.loop_triton import settle
-
-            settled, status, hold = settle(
-                residual, converged, verdict.stops, self.settled, self.iterations, self.status,
-                policy.max_iter, (int(Status.CONVERGED), int(ended), int(Status.NON_FINITE)),
-            )  # fmt: skip
-            return replace(self, residual=residual, settled=settled, status=status, hold=hold)
-        finite = torch.isfinite(residual)
-        # A value that is not finite is final once no finite token before it can still change it.
-        failed = ~finite & _all_before(self.settled | ~finite)
-        exhausted = self.iterations >= policy.max_iter
-        # What is settled stays so: padding, behind tokens that are not.
-        settled = self.settled | _all_up_to(self.settled | (verdict.stops & finite) | exhausted | failed)
-        code = torch.where(converged, int(Status.CONVERGED), int(ended))
-        code = torch.where(finite, code, int(Status.NON_FINITE))
-        status = torch.where(settled & active, code, self.status)
-        return replace(self, residual=residual, settled=settled, status=status, hold=settled | ~finite)
+        """The tokens after ``policy`` has judged the evaluation ``fz`` of ``z``, each (B, W, D)."""
+        verdict = policy.judge(z, fz, self.iterations, self.active)
+        residual = torch.where(self.active, verdict.residual, self.residual)
+        fixed = isinstance(policy, FixedIterations)
+        ended = Status.COMPLETED if fixed else Status.BUDGET_EXHAUSTED
+        settled, status, frozen = settle(
+            residual, verdict.converged, verdict.stops, self.settled, self.active, self.iterations,
+            self.status, policy.max_iter, (int(Status.CONVERGED), int(ended), int(Status.NON_FINITE)),
+        )  # fmt: skip
+        return self._replace(residual=residual, settled=settled, status=status, frozen=frozen)
 
     def progress(self, policy: ConvergencePolicy) -> Progress:
-        residual = self.residual if policy.tests_residual else None
+        """What a solver is told."""
+        residual = None if isinstance(policy, FixedIterations) else self.residual
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
     def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> Tokens:
-        """The tokens after the settled ones have left; ``source`` (B, W) is where each was before."""
+        """The tokens after the settled ones have left the window.
+
+        Args:
+            source: (B, W) int64, where each token was before.
+            stays: (B, W) bool, false for tokens that enter.
+            inside: (B, W) bool, false behind the end of a sequence.
+        """
         return Tokens(
             settled=~inside,
             iterations=self.iterations.gather(1, source) * stays,
             residual=self.residual.gather(1, source),
             status=self.status.gather(1, source) * stays,
-            hold=~inside,
+            frozen=~inside,
             active=inside,
         )
-
-    def solution(self, z: Tensor, valid: Tensor, nfe: int, state: State | None) -> Solution:
-        nothing_to_solve = torch.full_like(self.status, int(Status.CONVERGED))
-        return Solution(
-            z=z,
-            residual=self.residual.where(valid, self.residual.new_zeros(())),
-            iterations=self.iterations * valid,
-            status=self.status.where(valid, nothing_to_solve),
-            nfe=nfe,
-            state=state,
-        )
-
-
-def _all_up_to(done: Tensor) -> Tensor:
-    """(B, W) bool: the token and all before it are done."""
-    return (~done).cumsum(1) == 0
-
-
-def _all_before(done: Tensor) -> Tensor:
-    """(B, W) bool: all tokens before this one are done."""
-    return (~done).cumsum(1) - (~done).long() == 0

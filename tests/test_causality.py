@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ class Bursting(nn.Module):
 @pytest.mark.parametrize("gradient", ["phantom", "implicit"])
 def test_a_future_that_overflows_in_training(gradient: str, window: int | None) -> None:
     layer = ImplicitSequenceLayer(ModuleBackbone(Bursting()), gradient=gradient, window=window)
-    layer.set_convergence(Residual(rtol=1e-3, max_iter=50))
+    layer.train_solve = layer.eval_solve = replace(layer.solve, convergence=Residual(rtol=1e-3, max_iter=50))
     x = torch.randn(2, 6, 16)
     bursts = x.clone()
     bursts[0, 3, 0] = 100.0
@@ -110,7 +111,7 @@ def test_a_future_that_overflows_in_training(gradient: str, window: int | None) 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_evaluation(make_layer: MakeLayer, backbone: str, solver: str, window: int | None) -> None:
     layer = make_layer(backbone, solver=SOLVERS[solver], window=window).eval()
-    layer.set_convergence(POLICIES["rtol"])
+    layer.train_solve = layer.eval_solve = replace(layer.solve, convergence=POLICIES["rtol"])
     with torch.no_grad():
         assert_blind_to_the_future(layer, CHANGES["other"])
 
@@ -214,7 +215,9 @@ def test_sequence_scope_leaks(rates: Backbone, name: str) -> None:
     """Why it is refused: at a finite tolerance tokens do move when a later one changes."""
     layer = ImplicitSequenceLayer(rates, **SEQUENCE_SCOPED[name], causal=False)
     if name == "quantile":
-        layer.set_convergence(Quantile(Residual(rtol=0.05), share=0.75))
+        layer.train_solve = layer.eval_solve = replace(
+            layer.solve, convergence=Quantile(Residual(rtol=0.05), share=0.75)
+        )
     x = torch.rand(1, 4, 3) + 0.1
     x[0, :, 0] = torch.tensor([0.8, 0.5, 0.5, 0.5])
     changed = x.clone()

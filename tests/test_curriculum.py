@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from deqseq import FixedIterations, ImplicitSequenceLayer, Phantom, Residual, Unrolled
+from deqseq import FixedIterations, ImplicitSequenceLayer, Phantom, Residual, SolveOptions, Unrolled
 from deqseq.backbones import ModuleBackbone
 from deqseq.curriculum import Curriculum, Stage
 
@@ -26,10 +26,10 @@ def test_apply_sets_training_and_leaves_evaluation() -> None:
         ModuleBackbone(nn.Identity()), gradient=Unrolled(2), convergence=Residual(rtol=1e-3)
     )
     Curriculum.apply(BOUNDED, layer)
-    assert layer.gradient == Phantom(steps=1) and layer.train_convergence == FixedIterations(4)
-    assert layer.eval_convergence == Residual(rtol=1e-3)
+    assert layer.gradient == Phantom(steps=1) and layer.train_solve.convergence == FixedIterations(4)
+    assert layer.eval_solve.convergence == Residual(rtol=1e-3)
     Curriculum.apply(FREE, layer)
-    assert layer.window == 8 and layer.train_convergence == Residual(rtol=0.05)
+    assert layer.train_solve == SolveOptions(convergence=Residual(rtol=0.05), window=8)
 
 
 def test_a_policy_holds_until_another_is_named() -> None:

@@ -19,6 +19,7 @@ from deqseq import (
     ImplicitSequenceLayer,
     Phantom,
     Residual,
+    SolveOptions,
     Status,
     Unrolled,
 )
@@ -60,7 +61,7 @@ def test_implicit_differentiation_equals_unrolling(
     )
     x, weight = inputs()
     actual = gradients_of(layer, x, weight)
-    layer.gradient, layer.solver = Unrolled(150), Picard()
+    layer.gradient, layer.train_solve = Unrolled(150), SolveOptions(Picard())
     for a, b in zip(actual, gradients_of(layer, x, weight), strict=True):
         assert_close(a, b, 1e-8)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,14 +37,14 @@ def test_parts_by_name_and_by_object_are_the_same() -> None:
         MAMBA2, solver="anderson", gradient="phantom", convergence={"name": "fixed", "iterations": 3}
     )
     assert isinstance(layer.backbone, Mamba2Backbone)
-    assert layer.solver == Anderson() and layer.gradient == Phantom()
-    assert layer.convergence == FixedIterations(3)
+    assert layer.solve.solver == Anderson() and layer.gradient == Phantom()
+    assert layer.solve.convergence == FixedIterations(3)
 
 
 def test_defaults_are_the_documented_ones(make_backbone: MakeBackbone) -> None:
     layer = ImplicitSequenceLayer(make_backbone("mamba2"))
-    assert layer.convergence == Residual(rtol=0.05, max_iter=32)
-    assert layer.window is None and layer.causal and layer.gradient == Phantom()
+    assert layer.solve.convergence == Residual(rtol=0.05, max_iter=32)
+    assert layer.solve.window is None and layer.causal and layer.gradient == Phantom()
 
 
 class Endless(ConvergencePolicy):
@@ -66,8 +67,8 @@ def test_training_and_evaluation_have_their_own_policy(make_layer: MakeLayer) ->
     with torch.no_grad():
         assert layer(x).solution.nfe == 5
         assert (layer(x).solution.iterations == 5).all()
-    layer.set_convergence(FixedIterations(4))
-    assert layer.train_convergence == layer.eval_convergence == FixedIterations(4)
+    layer.train_solve = layer.eval_solve = replace(layer.solve, convergence=FixedIterations(4))
+    assert layer.train_solve.convergence == layer.eval_solve.convergence == FixedIterations(4)
 
 
 @pytest.mark.parametrize(

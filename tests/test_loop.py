@@ -121,7 +121,7 @@ def test_evaluations_are_counted_exactly(
     mask[0, :3] = 0
     for options in ({}, {"attention_mask": mask}, {"state": layer.backbone.initial_state(2)}):
         for policy in (Residual(rtol=0.05), FixedIterations(2), Residual(rtol=1e-9, max_iter=2)):
-            layer.set_convergence(policy)
+            layer.train_solve = layer.eval_solve = replace(layer.solve, convergence=policy)
             calls.clear()
             assert layer(x, **options).solution.nfe == len(calls)
             calls.clear()
@@ -232,7 +232,9 @@ def test_how_often_the_host_looks_changes_no_result(
     state = layer.backbone.initial_state(3)
     with torch.no_grad():
         often = layer(x, mask, state=state)
-        layer.set_convergence(replace(policy, check_every=check_every))
+        layer.train_solve = layer.eval_solve = replace(
+            layer.solve, convergence=replace(policy, check_every=check_every)
+        )
         rarely = layer(x, mask, state=state)
     looks = -(-often.solution.nfe // check_every)
     assert rarely.solution.nfe == looks * check_every
@@ -442,7 +444,7 @@ def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
                 new = torch.lerp(fz, z, 1 - 0.2 * torch.arange(9)[:, None] / 9)
                 new = torch.where((residual < step / 8)[..., None], z, new)
                 tokens = tokens.counted().judged(z, new, policy)
-                found += [tokens.settled, tokens.status, tokens.hold, tokens.residual]
+                found += [tokens.settled, tokens.status, tokens.frozen, tokens.residual]
         return found
 
     for plain, fused in zip(judged("torch"), judged("triton"), strict=True):

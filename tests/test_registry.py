@@ -133,7 +133,7 @@ def test_a_solver_of_another_package(
         convergence=Residual(rtol=1e-4, max_iter=200),
         window=window,
     )
-    assert layer.solver.start == 0.9
+    assert layer.solve.solver.start == 0.9
     out = layer(torch.randn(2, 8, 16))
     assert (out.solution.residual <= 1e-4).all()
 

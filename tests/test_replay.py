@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,11 +23,12 @@ from deqseq import (
     Solver,
     State,
     graphs,
-    loop,
     replay,
+    trees,
 )
 from deqseq.convergence import Quantile
 from deqseq.layer import LayerOutput
+from deqseq.problem import Problem
 from deqseq.solvers import Anderson, Broyden, Picard, TorchDEQ
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
@@ -37,8 +39,8 @@ BODIES = ("mamba2", "llama")
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Recording works wherever it is, and is counted."""
 
-    def recordable(problem: loop.Problem) -> bool:
-        return problem.policy.tests_residual and not torch.is_grad_enabled()
+    def recordable(problem: Problem) -> bool:
+        return not problem.fixed and not torch.is_grad_enabled()
 
     made: list[Any] = []
 
@@ -47,16 +49,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(loop, "recordable", recordable)
-    monkeypatch.setattr(replay, "recordable", recordable)
+    monkeypatch.setattr(graphs, "recordable", recordable)
     monkeypatch.setattr(replay, "Recording", Counted)
     return made
 
 
 def plain(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch:
-        for module in (loop, replay):
-            patch.setattr(module, "recordable", lambda problem: False)
+        patch.setattr(graphs, "recordable", lambda problem: False)
         return function()
 
 
@@ -147,7 +147,7 @@ def test_weights_that_change_are_seen(
         layer.load_state_dict({k: 0.9 * v for k, v in layer.state_dict().items()}, assign=True)
 
     def tolerance(layer: nn.Module) -> None:
-        layer.set_convergence(tight(rtol=1e-3))
+        layer.train_solve = layer.eval_solve = replace(layer.solve, convergence=tight(rtol=1e-3))
 
     for change in (in_place, replaced, tolerance):
         changed(change)
@@ -214,27 +214,26 @@ def test_inference_mode_has_recordings_of_its_own(make_layer: MakeLayer, recorde
 def test_what_is_overwritten_is_read_first() -> None:
     """A history that shifts: every buffer's new value lies in another buffer."""
     buffers = [torch.full((3,), float(i)) for i in range(4)]
-    graphs.overwrite(buffers, [torch.full((3,), 9.0), *buffers[:-1]])
+    trees.overwrite(buffers, [torch.full((3,), 9.0), *buffers[:-1]])
     assert [t[0].item() for t in buffers] == [9, 0, 1, 2]
 
 
 def test_copies_are_contiguous_aligned_and_elsewhere() -> None:
     value = (torch.randn(3, 5).t(), [torch.tensor(2.0), torch.arange(7)], {"empty": torch.empty(2, 0)})
-    copier = graphs.Copier(value)
-    copy = copier.copied()
-    for new, old in zip(graphs.tensors(copy), graphs.tensors(value), strict=True):
+    copy = trees.copied(value)
+    for new, old in zip(trees.tensors(copy), trees.tensors(value), strict=True):
         assert torch.equal(new, old) and new.dtype == old.dtype
         assert new.is_contiguous() and new.storage_offset() % 64 == 0
-    copier.overwrite([t + 1 for t in copier.tensors])
+    trees.overwrite(value, trees.map_tensors(lambda t: t + 1, value))
     assert torch.equal(value[1][1], torch.arange(1, 8)) and torch.equal(copy[1][1], torch.arange(7))
 
 
 def test_few_shapes_are_kept(make_layer: MakeLayer, recorded: list[Any]) -> None:
     layer = make_layer("mamba2", convergence=tight()).eval()
     for _ in range(2):
-        for batch in range(1, 5 + replay.KEPT):
+        for batch in range(1, 5 + replay.MAX_RECORDINGS):
             tokens(layer, torch.randn(batch, 2, 16), layer.backbone.initial_state(batch))
-    assert len(layer._recordings.known) == replay.KEPT
+    assert len(layer._recordings.known) == replay.MAX_RECORDINGS
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -255,8 +254,8 @@ def test_windows(
         return [first, layer(x, state=first.state), layer(x)]
 
     captured: list[Any] = []
-    original = loop.capture
-    monkeypatch.setattr(loop, "capture", lambda *args: captured.append(args) or original(*args))
+    original = graphs.capture
+    monkeypatch.setattr(graphs, "capture", lambda *args: captured.append(args) or original(*args))
     expected = plain(monkeypatch, run)
     assert not captured
     for a, b in zip(run(), expected, strict=True):

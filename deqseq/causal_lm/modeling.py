@@ -23,6 +23,7 @@ from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.causal_lm.loss import next_token_loss
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.padding import packs_rows, real_tokens
+from deqseq.problem import SolveOptions
 from deqseq.solution import Solution
 
 
@@ -147,6 +148,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        solve: SolveOptions | None = None,
         window: int | Literal["layer"] | None = "layer",
         z0: Tensor | None = None,
     ) -> ImplicitModelOutput:
@@ -161,13 +163,14 @@ class ImplicitModel(ImplicitPreTrainedModel):
             use_cache: return a cache. By default the configuration's, in evaluation mode; never in training
                 or of packed rows, unless a cache was given.
             output_hidden_states: return the embeddings and the equilibrium as ``hidden_states``.
-            window: tokens solved at a time, instead of the configuration's.
+            solve: options of the solve, instead of the configuration's.
+            window: tokens solved at a time, instead of the options'.
             z0: (B, L, D) initial guess, instead of the configuration's.
 
         Raises:
             ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; a mask that fits neither
-                the tokens nor the tokens with those before; a cache of another model; ``window`` or ``z0``
-                for an explicit model; what the layer refuses.
+                the tokens nor the tokens with those before; a cache of another model; ``solve``,
+                ``window`` or ``z0`` for an explicit model; what the layer refuses.
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(
@@ -200,9 +203,9 @@ class ImplicitModel(ImplicitPreTrainedModel):
         if isinstance(self.layer, ImplicitSequenceLayer):
             if z0 is None and content is not None and self.config.initial_guess == "previous":
                 z0 = content.guess(inputs_embeds)
-            options = {"window": window, "z0": z0}
-        elif window != "layer" or z0 is not None:
-            raise ValueError("an explicit model is not solved: it takes neither window nor z0")
+            options = {"solve": solve, "window": window, "z0": z0}
+        elif window != "layer" or z0 is not None or solve is not None:
+            raise ValueError("an explicit model is not solved: it takes no solve, window or z0")
         out = self.layer(inputs_embeds, attention_mask, position_ids=position_ids, state=state, **options)
         if content is not None:
             content.commit(out.state, out.z, attention_mask)
@@ -353,6 +356,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        solve: SolveOptions | None = None,
         window: int | Literal["layer"] | None = "layer",
         z0: Tensor | None = None,
         skip_logits: bool = False,
@@ -388,6 +392,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            solve=solve,
             window=window,
             z0=z0,
         )

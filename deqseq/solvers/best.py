@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.convergence import Scope, check_scope, relative, residual_norms
+from deqseq.convergence import Scope, check_scope
+from deqseq.ops.residual import relative, residual_norms
 from deqseq.solver import Progress, Solver, SolverState, solvers
 
 

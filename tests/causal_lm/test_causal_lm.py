@@ -68,8 +68,8 @@ def test_configuration_round_trip(tmp_path: Path) -> None:
 def test_the_configuration_reaches_the_layer(make: Make) -> None:
     layer = make("llama", **OPTIONS).model.layer
     assert isinstance(layer, ImplicitSequenceLayer)
-    assert layer.solver.memory == 3 and layer.gradient.steps == 2 and layer.window == 4
-    assert layer.train_convergence.rtol == 0.1 and layer.eval_convergence.rtol == 0.01
+    assert layer.solve.solver.memory == 3 and layer.gradient.steps == 2 and layer.solve.window == 4
+    assert layer.train_solve.convergence.rtol == 0.1 and layer.eval_solve.convergence.rtol == 0.01
 
 
 @pytest.mark.parametrize(

@@ -138,10 +138,10 @@ def test_the_policy_of_evaluation_follows_that_of_training(tmp_path: Path) -> No
     explicit = ImplicitForCausalLM.from_explicit(llama())
     policy, other = ({"name": "residual", "rtol": r, "max_iter": 99} for r in (1e-4, 1e-2))
     implicit = explicit.to_implicit(convergence=policy)
-    assert implicit.model.layer.eval_convergence == implicit.model.layer.train_convergence
+    assert implicit.model.layer.eval_solve == implicit.model.layer.train_solve
     implicit.save_pretrained(tmp_path)
     loaded = ImplicitForCausalLM.from_pretrained(tmp_path, convergence=other)
-    assert loaded.model.layer.eval_convergence == loaded.model.layer.train_convergence
+    assert loaded.model.layer.eval_solve == loaded.model.layer.train_solve
     assert loaded.config.convergence == other
     both = explicit.to_implicit(convergence=policy, eval_convergence=other)
     assert both.config.convergence == policy and both.config.eval_convergence == other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_iterates_are_torchdeqs_own(make_layer: MakeLayer, method: str) -> None:
             return evaluate(z, *rest)
 
         f.evaluate = recorded  # type: ignore[method-assign]
-        layer.set_convergence(FixedIterations(6))
+        layer.train_solve = layer.eval_solve = replace(layer.solve, convergence=FixedIterations(6))
         layer(x)
     assert len(evaluated) == 6
     for ours, theirs in zip(evaluated, asked, strict=False):

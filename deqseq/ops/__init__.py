@@ -1,0 +1,1 @@
+"""Operations: one folder each, plain PyTorch (naive.py) beside the fast forms."""

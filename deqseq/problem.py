@@ -1,0 +1,132 @@
+"""A fixed-point problem: the map, its inputs, and the options of the solve.
+
+Shapes: B sequences, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deqseq.backbone import Context, State, Trace
+from deqseq.convergence import ConvergencePolicy, FixedIterations, Residual, check_count, policies
+from deqseq.solver import Solver, solvers
+
+PolicySpec = ConvergencePolicy | str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, init=False)
+class SolveOptions:
+    """How to solve: the solver, the convergence policy and the window.
+
+    ``dataclasses.replace(options, window=8)`` changes one of them.
+
+    Args:
+        solver: proposes iterates; an object, a registered name, or a mapping ``{"name": ..., **options}``.
+        convergence: decides when to stop; likewise. By default a relative residual of 5 % in at most 32
+            iterations, the paper's setting for training language models.
+        window: tokens solved at a time; ``None``: all of them together.
+
+    Raises:
+        ValueError: unknown names or options; a window below 1.
+    """
+
+    solver: Solver
+    convergence: ConvergencePolicy
+    window: int | None
+
+    def __init__(
+        self,
+        solver: Solver | str | Mapping[str, Any] = "picard",
+        convergence: PolicySpec | None = None,
+        window: int | None = None,
+    ) -> None:
+        if convergence is None:
+            convergence = Residual(rtol=0.05, max_iter=32)
+        if window is not None:
+            check_count("window", window)
+        object.__setattr__(self, "solver", solvers.create(solver))
+        object.__setattr__(self, "convergence", policies.create(convergence))
+        object.__setattr__(self, "window", window)
+
+
+class Map(Protocol):
+    """A fixed-point map; every :class:`~deqseq.Backbone` is one.
+
+    A solve in a window, or from a state, also calls the backbone's methods for states.
+    """
+
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
+        """f(z), and the trace that moves the state on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fixed-point problem. Gradient strategies pass it to :func:`~deqseq.search` and :func:`~deqseq.steps`.
+
+    Attributes:
+        map: the map f.
+        context: what ``map.evaluate`` needs besides z.
+        z0: (B, L, D) the initial guess.
+        options: solver, convergence policy and window.
+        lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
+        state: backbone state before the first token; ``None``: the sequences start here. The solve does not
+            change it.
+        state_has_capacity: the state already has capacity for all tokens; skip the check, which would read
+            from the GPU.
+        returns_state: return the state after the last token, if the solve starts from one.
+        compact: remove settled sequences from the batch, once they are half of it.
+        checkpoint: recompute evaluations that carry a graph in the backward pass instead of storing their
+            activations.
+        group: process group whose members stop together; ``None``: each stops on its own.
+    """
+
+    map: Map
+    context: Context
+    z0: Tensor
+    options: SolveOptions
+    lengths: Tensor | None = None
+    state: State | None = None
+    state_has_capacity: bool = False
+    returns_state: bool = False
+    compact: bool = False
+    checkpoint: bool = False
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def solver(self) -> Solver:
+        return self.options.solver
+
+    @property
+    def policy(self) -> ConvergencePolicy:
+        return self.options.convergence
+
+    @property
+    def window(self) -> int | None:
+        """Tokens in the window; ``None`` if all tokens fit in."""
+        window = self.options.window
+        return None if window is None or window >= self.z0.shape[1] else window
+
+    @property
+    def fixed(self) -> bool:
+        """Whether a fixed number of iterations is asked for; the result is then the last iterate."""
+        return isinstance(self.policy, FixedIterations)
+
+    @property
+    def ends(self) -> Tensor:
+        """(B,) int64, number of real tokens."""
+        if self.lengths is not None:
+            return self.lengths
+        batch, length, _ = self.z0.shape
+        return torch.full((batch,), length, device=self.z0.device)
+
+    @property
+    def valid(self) -> Tensor:
+        """(B, L) bool, tokens that are not padding."""
+        return torch.arange(self.z0.shape[1], device=self.z0.device) < self.ends[:, None]

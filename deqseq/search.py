@@ -1,0 +1,98 @@
+"""The two ways to run a solve: :func:`search` for the fixed point, or a number of :func:`steps`.
+
+Gradient strategies are written with these two.
+
+Shapes: B sequences, L tokens, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqseq import graphs
+from deqseq.compact import CompactingRunner, compactable
+from deqseq.convergence import FixedIterations
+from deqseq.loop import Runner, drive
+from deqseq.problem import Problem, SolveOptions
+from deqseq.solution import Solution, Status
+from deqseq.solver import Progress, Solver, SolverState, solvers
+
+
+def search(problem: Problem) -> Solution:
+    """Search for the fixed point without a graph, until the policy stops; returns f(z).
+
+    With :class:`~deqseq.FixedIterations` the search does that many iterations and returns the last iterate.
+    """
+    with torch.no_grad():
+        if problem.window is not None and graphs.recordable(problem):
+            return drive(graphs.WindowRunner(problem))
+        return drive((CompactingRunner if compactable(problem) else Runner)(problem))
+
+
+def steps(
+    problem: Problem,
+    count: int,
+    start: Solution | None = None,
+    solver: Solver | str | Mapping[str, Any] | None = None,
+    checkpoint: bool = False,
+) -> Solution:
+    """Do ``count`` iterations on all tokens at once; returns the last iterate.
+
+    Evaluations carry a graph if gradients are enabled.
+
+    Args:
+        problem: its policy and window play no part.
+        count: iterations, each an evaluation of f on all tokens.
+        start: the solution of a search: the steps start at its z, and the result keeps its residual,
+            iterations, status and state. Tokens from a sequence's first non-finite one on take no part and
+            keep its z: a NaN in a matrix product would reach the tokens before it (0 * NaN is NaN). By
+                default the steps start
+            at the problem's initial guess.
+        solver: proposes the iterates; the problem's by default.
+        checkpoint: recompute every step in the backward pass instead of storing its activations.
+    """
+    solver = problem.solver if solver is None else solvers.create(solver)
+    checkpoint = problem.checkpoint or checkpoint
+    if start is None:
+        options = SolveOptions(solver, FixedIterations(count))
+        return drive(Runner(replace(problem, options=options, checkpoint=checkpoint)))
+    z0, excluded = start.z, None if problem.fixed else _excluded(start)
+    if excluded is not None:
+        z0, solver = _zeroed(z0, excluded), _ZeroAt(solver, excluded)
+    options = SolveOptions(solver, FixedIterations(count))
+    found = drive(
+        Runner(replace(problem, z0=z0, options=options, checkpoint=checkpoint, returns_state=False))
+    )
+    z = found.z if excluded is None else torch.where(excluded[..., None], start.z, found.z)
+    return replace(start, z=z, nfe=start.nfe + found.nfe)
+
+
+def _excluded(found: Solution) -> Tensor | None:
+    """(B, L) bool, tokens from the first non-finite one on; ``None`` if there are none. Reads the host."""
+    excluded = (found.status == Status.NON_FINITE).cumsum(1) > 0
+    return excluded if bool(excluded.any()) else None
+
+
+def _zeroed(z: Tensor, tokens: Tensor) -> Tensor:
+    return z.where(~tokens[..., None], z.new_zeros(()))
+
+
+class _ZeroAt(Solver):
+    """Another solver's iterates, with zeros at some tokens."""
+
+    def __init__(self, inner: Solver, tokens: Tensor) -> None:
+        self._inner, self._tokens = inner, tokens
+
+    def init(self, z: Tensor) -> SolverState:
+        return self._inner.init(z)
+
+    def step(
+        self, z: Tensor, fz: Tensor, state: SolverState, progress: Progress
+    ) -> tuple[Tensor, SolverState]:
+        proposal, state = self._inner.step(z, fz, state, progress)
+        return _zeroed(proposal, self._tokens), state

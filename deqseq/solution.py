@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from deqseq.statistics import SolveStatistics
+from deqseq.status import Status
+
+__all__ = ["Solution", "Status"]
+
 if TYPE_CHECKING:
     from deqseq.backbone import State
-
-
-class Status(enum.IntEnum):
-    """Why the iteration of a token ended. ``Status(code).message`` says what to try."""
-
-    RUNNING = 0
-    CONVERGED = 1
-    BUDGET_EXHAUSTED = 2
-    NON_FINITE = 3
-    COMPLETED = 4
-
-    @property
-    def message(self) -> str:
-        """One sentence on what happened and what to try."""
-        return _MESSAGES[self]
-
-
-_MESSAGES = {
-    Status.RUNNING: "The token is still being iterated.",
-    Status.CONVERGED: "The residual of the token met the tolerance, when all tokens before it had settled.",
-    Status.BUDGET_EXHAUSTED: (
-        "The evaluation budget ended above the tolerance: raise max_iter, loosen the tolerance, use a "
-        "smaller window, damp the solver, or train with more iterations or Jacobian regularisation."
-    ),
-    Status.NON_FINITE: (
-        "The iterate became infinite or NaN: look for NaN in the inputs or weights, lower the learning "
-        "rate, normalise the weights, or damp the solver."
-    ),
-    Status.COMPLETED: "The requested number of iterations was done; no tolerance was asked for.",
-}
 
 
 @dataclass
@@ -78,16 +52,6 @@ class Solution:
         Args:
             valid: (B, L) bool, tokens to count; all but padding by default.
         """
-        keep = (self.iterations > 0) | (self.status == Status.NON_FINITE) if valid is None else valid.bool()
-        count = keep.sum().clamp_min(1)
-        residual = self.residual.where(keep, self.residual.new_zeros(()))
-        means = {
-            "nfe": float(self.nfe),
-            "iterations": float((self.iterations * keep).sum() / count),
-            "residual": float(residual.sum() / count),
-        }
-        for status in Status:
-            if status is not Status.RUNNING:
-                share = ((self.status == status) & keep).sum() / count
-                means[f"share_{status.name.lower()}"] = float(share)
-        return means
+        statistics = SolveStatistics()
+        statistics.add(self, valid)
+        return statistics.read()

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deqseq import Solution
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.corpus import TokenFolder
-from deqseq.tasks.common.trainer import SolveWatch
 from deqseq.tasks.pretrain import main
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import TrainingOrder, open_data
@@ -555,20 +553,6 @@ def test_card_of_an_explicit_model_has_no_search(tmp_path: Path, token_folder: P
     write_card(tmp_path / "run" / "model", settings, record)
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "Explicit language model" in card and "| 2 | 128 | 7.39 | - | - |" in card
-
-
-def test_the_log_counts_what_a_summary_counts() -> None:
-    """All tokens but padding, over two solves of as many."""
-    status = torch.tensor([[1, 2, 1], [1, 1, 1]])
-    iterations = torch.tensor([[3, 9, 5], [4, 0, 0]])  # two of the last three are padding
-    residual = torch.tensor([[0.1, 0.7, 0.2], [0.3, 0.0, 0.0]])
-    solution = Solution(torch.zeros(2, 3, 1), residual, iterations, status, nfe=9)
-    watch = SolveWatch()
-    watch.add(solution)
-    watch.add(solution)
-    found, expected = watch.read(), solution.summary()
-    del expected["share_completed"]
-    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_spectral_radius_is_of_documents_as_they_were_solved(

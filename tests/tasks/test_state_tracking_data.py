@@ -2,13 +2,11 @@
 
 import json
 import math
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch.utils.data import DataLoader
 
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra, prefix_products
 from deqseq.tasks.state_tracking.data import (
@@ -20,7 +18,6 @@ from deqseq.tasks.state_tracking.data import (
     sample,
     write_csv,
 )
-from deqseq.tasks.state_tracking.metrics import IGNORE_INDEX, Accuracies, accuracies
 
 # Files of the word-problem benchmark, compared with where a copy lies beside the repository.
 BENCHMARK = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "word_problem"
@@ -56,7 +53,11 @@ class TestAlgebra:
     @pytest.mark.parametrize("name", GROUPS + MONOIDS)
     def test_laws(self, name: str) -> None:
         chosen = algebra(name)
-        chosen.validate()
+        table, every = chosen.table, torch.arange(len(chosen))
+        assert table.dtype == torch.int64 and 0 <= int(table.min()) <= int(table.max()) < len(chosen)
+        assert torch.equal(table[chosen.identity], every) and torch.equal(table[:, chosen.identity], every)
+        for middle in every:  # (a·m)·b against a·(m·b) for all a and b
+            assert torch.equal(table[table[:, middle]], table[:, table[middle]])
         assert len(set(chosen.elements)) == len(chosen)
         assert chosen.is_group == (name in GROUPS)
 
@@ -128,20 +129,6 @@ class TestAlgebra:
         with pytest.raises(ValueError, match=f"{name}.* too large.*5040"):
             algebra(name)
 
-    @pytest.mark.parametrize(
-        ("table", "law"),
-        [
-            ([[0, 1], [1, 2]], "not closed"),
-            ([[1, 0], [0, 1]], "identity"),
-            ([[0, 1, 2], [1, 2, 1], [2, 0, 0]], "not associative"),
-            ([[0, 1]], "must be"),
-        ],
-    )
-    def test_validate_names_the_broken_law(self, table: list[list[int]], law: str) -> None:
-        broken = Algebra("broken", tuple(range(len(table[0]))), torch.tensor(table), identity=0)
-        with pytest.raises(ValueError, match=law):
-            broken.validate()
-
 
 class TestPrefixProducts:
     def test_poster_example(self) -> None:
@@ -173,7 +160,7 @@ class TestPrefixProducts:
     def test_empty(self, shape: tuple[int, int]) -> None:
         assert prefix_products(algebra("A5"), torch.zeros(shape, dtype=torch.int64)).shape == shape
 
-    @pytest.mark.parametrize("bad", [-1, 60, IGNORE_INDEX])
+    @pytest.mark.parametrize("bad", [-1, 60, -100])
     def test_rejects_foreign_tokens(self, bad: int) -> None:
         with pytest.raises(ValueError, match=rf"{bad}.*must lie in \[0, 60\)"):
             prefix_products(algebra("A5"), torch.tensor([[0, bad]]))
@@ -236,10 +223,8 @@ class TestSample:
             sample(algebra("A5"), batch, length, identity_probability=0.5)
 
 
-def make_stream(length: int | tuple[int, int] = (3, 9), seed: int = 5, start: int = 0) -> WordProblemStream:
-    return WordProblemStream(
-        algebra("A5xM"), length, identity_probability=0.5, seed=seed, batch_size=4, start=start
-    )
+def make_stream(length: int | tuple[int, int] = (3, 9), seed: int = 5) -> WordProblemStream:
+    return WordProblemStream(algebra("A5xM"), length, identity_probability=0.5, seed=seed, batch_size=4)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -248,37 +233,18 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 class TestStream:
     def test_batches_are_aligned_problems(self) -> None:
-        for batch in islice(make_stream(), 5):
+        for batch in map(make_stream().batch, range(5)):
             assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
             expected = prefix_products(algebra("A5xM"), batch["input_ids"])
             assert torch.equal(batch["labels"], expected)
 
     def test_depends_on_seed_and_index_alone(self) -> None:
-        batches = list(islice(make_stream(), 8))
+        batches = [make_stream().batch(index) for index in range(8)]
         torch.manual_seed(99)
         stream = make_stream()
         for index in (7, 0, 3):
             assert same(stream.batch(index), batches[index])
         assert not same(make_stream(seed=6).batch(3), batches[3])
-
-    def test_resumes(self) -> None:
-        whole = list(islice(make_stream(), 8))
-        stream = make_stream()
-        for batch in islice(stream, 5):
-            assert "labels" in batch
-        assert stream.state_dict() == {"seed": 5, "start": 5}
-        resumed = make_stream()
-        resumed.load_state_dict(stream.state_dict())
-        for rest in (resumed, make_stream(start=5), stream):
-            for batch, expected in zip(islice(rest, 3), whole[5:], strict=True):
-                assert same(batch, expected)
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_data_loader_keeps_the_order(self, workers: int) -> None:
-        loader = DataLoader(make_stream(start=3), batch_size=None, num_workers=workers)
-        expected = make_stream()
-        for index, batch in enumerate(islice(loader, 5), start=3):
-            assert same(batch, expected.batch(index))
 
     def test_lengths_are_uniform(self) -> None:
         stream = make_stream((3, 6))
@@ -301,10 +267,6 @@ class TestStream:
             make_stream((0, 4))
         with pytest.raises(ValueError, match="seed is -1"):
             make_stream(seed=-1)
-        with pytest.raises(ValueError, match="start is -2"):
-            make_stream(start=-2)
-        with pytest.raises(ValueError, match="seed 6"):
-            make_stream().load_state_dict({"seed": 6, "start": 0})
 
 
 class TestDataset:
@@ -314,49 +276,12 @@ class TestDataset:
             algebra("A5xM"), sequences=6, length=9, identity_probability=0.9, seed=seed
         )
 
-    def test_items(self) -> None:
+    def test_determined_by_the_arguments(self) -> None:
         dataset = self.make()
-        assert len(dataset) == 6
-        assert dataset[2]["input_ids"].shape == (9,)
-        assert dataset[2:5]["labels"].shape == (3, 9)
-        assert torch.equal(dataset.targets, prefix_products(dataset.algebra, dataset.tokens))
-        assert same(self.make()[:], dataset[:]) and not same(self.make(seed=2)[:], dataset[:])
-        loaded = next(iter(DataLoader(dataset, batch_size=6)))
-        assert same(loaded, dataset[:])
-
-    def test_saves_and_loads(self, tmp_path: Path) -> None:
-        dataset, path = self.make(), tmp_path / "set.safetensors"
-        dataset.save(path)
-        loaded = WordProblemDataset.load(path)
-        assert same(loaded[:], dataset[:])
-        assert (loaded.algebra, loaded.seed) == (dataset.algebra, dataset.seed)
-        assert loaded.identity_probability == dataset.identity_probability
-
-    def test_does_not_overwrite(self, tmp_path: Path) -> None:
-        path = tmp_path / "set.safetensors"
-        path.write_text("precious")
-        with pytest.raises(FileExistsError):
-            self.make().save(path)
-        assert path.read_text() == "precious"
-
-    def test_rejects_damaged_and_foreign_files(self, tmp_path: Path) -> None:
-        path = tmp_path / "set.safetensors"
-        self.make().save(path)
-        whole = path.read_bytes()
-        flipped = whole[:-1] + bytes([whole[-1] ^ 1])
-        renamed = whole.replace(b"A5xM", b"A5xQ")
-        newer = whole.replace(rb"\"version\": 1", rb"\"version\": 2")
-        assert len({whole, flipped, renamed, newer}) == 4
-        for content in (b"", b"text", whole[:-5], whole[:40], flipped, renamed, newer):
-            path.write_bytes(content)
-            with pytest.raises(ValueError, match="not an intact word-problem set"):
-                WordProblemDataset.load(path)
-        for metadata in (None, {"deqseq.word_problem": "{}"}, {"deqseq.word_problem": "[]"}):
-            save_file({"tokens": torch.zeros(2, 2)}, path, metadata=metadata)
-            with pytest.raises(ValueError, match="not an intact word-problem set"):
-                WordProblemDataset.load(path)
-        with pytest.raises(FileNotFoundError):
-            WordProblemDataset.load(tmp_path / "none")
+        assert len(dataset) == 6 and dataset.tokens.shape == (6, 9)
+        assert torch.equal(dataset.targets, prefix_products(algebra("A5xM"), dataset.tokens))
+        assert torch.equal(self.make().tokens, dataset.tokens)
+        assert not torch.equal(self.make(seed=2).tokens, dataset.tokens)
 
 
 class TestCsv:
@@ -421,54 +346,3 @@ class TestCsv:
     def test_write_rejects_shapes(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="must both be"):
             write_csv(tmp_path / "x.csv", torch.zeros(2, 3).long(), torch.zeros(2, 4).long(), 0)
-
-
-class TestAccuracies:
-    def test_by_hand(self) -> None:
-        labels = torch.zeros(4, 12, dtype=torch.int64)
-        predictions = labels.clone()
-        predictions[0, 0] = 1  # before the last ten
-        predictions[1, 11] = 1
-        labels[2, :11] = IGNORE_INDEX  # a sequence with a single label, right
-        predictions[2, :11] = 5
-        labels[3] = IGNORE_INDEX
-        report = accuracies(predictions, labels)
-        assert report["accuracy"] == pytest.approx(23 / 25)
-        assert report["accuracy_last10"] == pytest.approx(20 / 21)
-        assert report["accuracy_sequence"] == pytest.approx(1 / 3)
-        by_position = report["accuracy_by_position"]
-        assert by_position.tolist() == pytest.approx([1 / 2, *[1.0] * 10, 2 / 3])
-
-    def test_logits_are_maximised(self) -> None:
-        labels = random_tokens("A5", 3, 5)
-        logits = torch.nn.functional.one_hot(labels, 60).to(torch.bfloat16)
-        assert accuracies(logits, labels)["accuracy_sequence"] == 1.0
-
-    def test_accumulates_batches_of_different_lengths(self) -> None:
-        counter, generator = Accuracies(), torch.Generator().manual_seed(0)
-        pieces = []
-        for length in (5, 14, 11):
-            labels = torch.randint(2, (6, length), generator=generator)
-            predictions = torch.randint(2, (6, length), generator=generator)
-            predictions[:2] = labels[:2]
-            counter.update(predictions, labels)
-            padding = torch.full((6, 14 - length), IGNORE_INDEX)
-            pieces.append([torch.cat((x, padding), dim=1) for x in (predictions, labels)])
-        together = accuracies(*(torch.cat(column) for column in zip(*pieces, strict=True)))
-        report = counter.compute()
-        for key in ("accuracy", "accuracy_last10", "accuracy_sequence"):
-            assert report[key] == together[key]
-        by_position = report["accuracy_by_position"]
-        assert torch.equal(by_position, together["accuracy_by_position"])
-
-    def test_nothing_counted_is_nan(self) -> None:
-        labels = torch.full((2, 3), IGNORE_INDEX)
-        report = accuracies(labels, labels)
-        assert math.isnan(report["accuracy"]) and math.isnan(report["accuracy_sequence"])
-        assert bool(report["accuracy_by_position"].isnan().all())
-        assert math.isnan(Accuracies().compute()["accuracy"])
-
-    @pytest.mark.parametrize("shape", [(2, 4), (2,), (2, 4, 7), (2, 3, 7, 1)])
-    def test_rejects_shapes(self, shape: tuple[int, ...]) -> None:
-        with pytest.raises(ValueError, match="must be"):
-            accuracies(torch.zeros(shape), torch.zeros(2, 3, dtype=torch.int64))

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.common.trainer import AlignedTrainer, last_whole_checkpoint
+from deqseq.tasks.common.trainer import AlignedTrainer
 from deqseq.tasks.state_tracking import __main__ as command_line
 from deqseq.tasks.state_tracking import study as study_module
 from deqseq.tasks.state_tracking.__main__ import main
@@ -76,7 +76,9 @@ def test_torn_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
     torn = tmp_path / "cut" / "checkpoint-6"
     (torn / "trainer_state.json").unlink()
     (torn / "model.safetensors").write_bytes(b"half")
-    assert last_whole_checkpoint(tmp_path / "cut") == str(tmp_path / "cut" / "checkpoint-4")
+    assert RunFolder(tmp_path / "cut", asdict(small())).last_checkpoint() == str(
+        tmp_path / "cut" / "checkpoint-4"
+    )
     resumed = weights(train(small(), tmp_path / "cut", save_steps=2, progress=False))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 

@@ -1,28 +1,27 @@
-"""Evaluations of runs side by side: overall, by task, and drawn."""
+"""Compares evaluations of several runs: overall, by task, and in a figure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from deqseq.tasks.catbabi.evaluate import Evaluation
-from deqseq.tasks.common.figures import pyplot
-from deqseq.tasks.common.results import column, table
+from deqseq.tasks.common.figures import save_figure
+from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.results import Column, column, table
 
 Named = tuple[str, Evaluation]
 
-_SUMMARY = (
-    ("run", lambda row: row[0]),
-    *(
-        (title, lambda row, write=write: write(row[1]))
-        for title, write in (
-            column("accuracy", ".4f"), column("perplexity", ".3f"), column("questions", ","),
-            column("iterations", ".1f"), column("converged", ".3f"), column("seconds", ".1f"),
-        )
-    ),
+_measure = partial(column, of=itemgetter(1))
+_SUMMARY: tuple[Column, ...] = (
+    ("run", itemgetter(0)), _measure("accuracy", ".4f"), _measure("perplexity", ".3f"),
+    _measure("questions", ","), _measure("iterations", ".1f"), _measure("converged", ".3f"),
+    _measure("seconds", ".1f"),
 )  # fmt: skip
 
 
@@ -34,14 +33,14 @@ def file_of(run: str | Path, split: str) -> Path:
 def save(found: Evaluation, file: Path, **more: Any) -> None:
     """Write an evaluation as JSON, with ``more`` about how it was made."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**asdict(found), **more}, indent=2) + "\n")
+    write_json(file, {**asdict(found), **more})
 
 
 def read(run: str | Path, split: str) -> Named:
-    """The name of a run's folder, and what :func:`save` wrote about it.
+    """The name of a run's folder, and its evaluation as :func:`save` wrote it.
 
     Raises:
-        ValueError: nothing there, or something else.
+        ValueError: no evaluation there, or one that cannot be read.
     """
     file = file_of(run, split)
     try:
@@ -57,7 +56,7 @@ def read(run: str | Path, split: str) -> Named:
 
 
 def check_comparable(rows: Sequence[Named]) -> None:
-    """Raise ``ValueError`` unless all evaluations read the same data and tasks; says which did not."""
+    """Raise ``ValueError`` unless all evaluations read the same data and tasks."""
     (first, expected), *others = rows
     for name, found in others:
         for what, one, other in (
@@ -71,14 +70,15 @@ def check_comparable(rows: Sequence[Named]) -> None:
 
 
 def summary(rows: Sequence[Named]) -> str:
-    """A line for every evaluation."""
+    """A table with a line for every evaluation."""
     return table(_SUMMARY, rows)
 
 
 def by_task(rows: Sequence[Named]) -> str:
-    """A line for every task, a column for every evaluation."""
+    """A table with a line for every task and a column for every evaluation."""
     tasks = sorted({task for _, e in rows for task in e.accuracy_by_task})
-    columns = [("task", str)] + [
+    columns: list[Column] = [("task", str)]
+    columns += [
         (name, lambda task, e=e: f"{e.accuracy_by_task[task]:.4f}" if task in e.accuracy_by_task else "-")
         for name, e in rows
     ]
@@ -86,7 +86,7 @@ def by_task(rows: Sequence[Named]) -> str:
 
 
 def better(rows: Sequence[Named]) -> dict[str, dict[str, list[int]]]:
-    """By names of an implicit and an explicit run: the tasks on which the first one is above the second."""
+    """For every implicit run, by name, and every explicit run: the tasks on which the implicit is better."""
     explicit = [row for row in rows if row[1].iterations is None]
     return {
         name: {
@@ -103,22 +103,18 @@ def better(rows: Sequence[Named]) -> dict[str, dict[str, list[int]]]:
 
 
 def plot(rows: Sequence[Named], path: Path) -> bool:
-    """Draw a group of bars for every task and write a PNG; whether it could."""
-    plt = pyplot()
-    if plt is None:
-        return False
+    """Write a PNG with a group of bars for every task; returns whether matplotlib is installed."""
     tasks = sorted({task for _, e in rows for task in e.accuracy_by_task})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axis = plt.subplots(figsize=(max(5, 0.55 * len(tasks) + 2), 4), layout="constrained")
     width = 0.8 / len(rows)
-    for i, (name, e) in enumerate(rows):
-        place = [at + (i - (len(rows) - 1) / 2) * width for at in range(len(tasks))]
-        heights = [e.accuracy_by_task.get(task, 0) for task in tasks]
-        axis.bar(place, heights, width, label=f"{name}: {e.accuracy:.3f}")
-    axis.set_xticks(range(len(tasks)), [str(task) for task in tasks])
-    axis.set(xlabel="task", ylabel="accuracy of answers", ylim=(0, 1))
-    axis.grid(axis="y", alpha=0.3)
-    figure.legend(fontsize="small", loc="outside upper center", ncols=min(len(rows), 3))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return True
+
+    def draw(axes: list[Any]) -> None:
+        (axis,) = axes
+        for i, (name, e) in enumerate(rows):
+            place = [at + (i - (len(rows) - 1) / 2) * width for at in range(len(tasks))]
+            heights = [e.accuracy_by_task.get(task, 0) for task in tasks]
+            axis.bar(place, heights, width, label=f"{name}: {e.accuracy:.3f}")
+        axis.set_xticks(range(len(tasks)), [str(task) for task in tasks])
+        axis.set(xlabel="task", ylabel="accuracy of answers", ylim=(0, 1))
+        axis.figure.legend(loc="outside upper center", ncols=min(len(rows), 3))
+
+    return save_figure(path, draw, size=(max(5, 0.55 * len(tasks) + 2), 4))

@@ -1,4 +1,4 @@
-"""Evaluation on CatbAbI: a whole split once, in streams whose state is carried.
+"""Evaluation on CatbAbI: reads a whole split once, in streams, and carries the state from cut to cut.
 
 Shapes: B streams, L tokens of a cut, V vocabulary.
 """
@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.convergence import check_count
-from deqseq.solution import Solution, Status
-from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, Stories, counted, once
+from deqseq.statistics import SolveStatistics
+from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, counted, once
 from deqseq.tasks.catbabi.settings import TrainedOn, TrainSettings, load_settings
 from deqseq.tasks.catbabi.stories import TASKS
 from deqseq.tasks.common.models import load_model
@@ -35,9 +34,9 @@ class Evaluation:
         data: fingerprint of the data.
         tokens, questions: how many were read and asked.
         accuracy: share of the questions that were answered right.
-        accuracy_by_task: the same by number of the task, of those that were asked.
+        accuracy_by_task: the same by task number, for tasks with questions.
         perplexity: of all tokens; ``None`` for a model that was trained on answers only.
-        iterations, residual, converged: of the search, means over tokens; ``None`` for an explicit model.
+        iterations, residual, converged: means over tokens of the search; ``None`` for an explicit model.
         seconds: of the whole evaluation.
     """
 
@@ -55,7 +54,7 @@ class Evaluation:
 
 
 class Run(NamedTuple):
-    """A trained model, how it was trained, and on what."""
+    """A trained model, its settings and its data."""
 
     model: ImplicitForCausalLM
     settings: TrainSettings
@@ -86,7 +85,7 @@ def evaluate(
     """Read the split's stories of the run's tasks once, and compare answers.
 
     Args:
-        run: its model, which is solved by its evaluation policy; its mode, tasks, cut and type.
+        run: the model, which is solved with its evaluation policy, and its mode, tasks, cut and type.
         data: with the vocabulary that the model was trained on.
         batch_size: streams.
 
@@ -110,69 +109,43 @@ def evaluate(
         raise ValueError(f"split {split} must have questions of the run's tasks: {settings.tasks or 'all'}")
     model.eval()
     backbone = model.model.layer.backbone
-    score = _Score(data.question, model.device)
+    solves = SolveStatistics()
+    answers = torch.zeros(2, len(TASKS) + 1, dtype=torch.int64, device=model.device)  # right, asked
+    sums = torch.zeros(2, dtype=torch.float64, device=model.device)  # tokens, loss
     cuts = once(stories, batch_size, settings.cut)
-    number = _cuts(stories, batch_size, settings.cut)
+    about = math.ceil(len(stories.tokens) / (min(batch_size, len(stories)) * settings.cut))
     start = time.perf_counter()
     state = None
-    for inputs, targets, tasks in tqdm(cuts, split, number, leave=False, disable=not progress):
-        inputs, targets, tasks = (values.to(model.device) for values in (inputs, targets, tasks))
+    for cut in tqdm(cuts, split, about, leave=False, disable=not progress):
+        inputs, targets, tasks = (values.to(model.device) for values in cut)
         cache = EquilibriumCache(backbone.rewinds, state)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
             out = model(inputs, past_key_values=cache)
         assert cache.state is not None
         state = backbone.keep_last(cache.state, settings.cut)
-        score.add(out.logits, inputs, targets, tasks, out.solution)
-    return score.read(split, data.fingerprint, settings.mode == "lm", time.perf_counter() - start)
-
-
-def _cuts(stories: Stories, batch_size: int, cut: int) -> int:
-    """About as many as there will be."""
-    return math.ceil(len(stories.tokens) / (min(batch_size, len(stories)) * cut))
-
-
-class _Score:
-    """Counts of answers and sums over tokens; on the device until they are read."""
-
-    def __init__(self, question: int, device: torch.device) -> None:
-        self.question = question
-        self.answers = torch.zeros(2, len(TASKS) + 1, dtype=torch.int64, device=device)  # right, asked
-        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self.solved = False
-
-    def add(
-        self, logits: Tensor, inputs: Tensor, targets: Tensor, tasks: Tensor, solution: Solution | None
-    ) -> None:
-        """Count one cut; logits (B, L, V), the others (B, L)."""
-        answers = counted(inputs, targets, self.question)
-        asked = answers != IGNORE_INDEX
-        right = asked & (logits.argmax(-1) == answers)
-        for row, of in enumerate((right, asked)):
-            self.answers[row] += torch.bincount((tasks * of).flatten(), minlength=len(TASKS) + 1)
+        expected = counted(inputs, targets, data.question)
+        asked = expected != IGNORE_INDEX
+        right = asked & (out.logits.argmax(-1) == expected)
+        for row, chosen in zip(answers, (right, asked), strict=True):
+            row += torch.bincount((tasks * chosen).flatten(), minlength=len(TASKS) + 1)
         real = targets != IGNORE_INDEX
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        of_tokens = [real.sum(), loss]
-        if solution is not None:
-            self.solved = True
-            found = (solution.iterations, solution.residual, solution.status == Status.CONVERGED)
-            of_tokens += [(values * real).sum() for values in found]
-        self.sums[: len(of_tokens)] += torch.stack([total.double() for total in of_tokens])
-
-    def read(self, split: str, data: str, every_token: bool, seconds: float) -> Evaluation:
-        """The shares of what was counted."""
-        tokens, loss, *search = self.sums.tolist()
-        right, asked = self.answers[:, 1:].tolist()
-        iterations, residual, converged = [s / tokens for s in search] if self.solved else [None] * 3
-        return Evaluation(
-            split=split,
-            data=data,
-            tokens=int(tokens),
-            questions=sum(asked),
-            accuracy=sum(right) / sum(asked),
-            accuracy_by_task={t: r / n for t, r, n in zip(TASKS, right, asked, strict=True) if n},
-            perplexity=math.exp(loss / tokens) if every_token else None,
-            iterations=iterations,
-            residual=residual,
-            converged=converged,
-            seconds=seconds,
-        )
+        loss = F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        sums += torch.stack([real.sum(), loss])
+        if out.solution is not None:
+            solves.add(out.solution, real)
+    tokens, loss_sum = sums.tolist()
+    rights, questions = answers[:, 1:].tolist()
+    search = solves.read()
+    return Evaluation(
+        split=split,
+        data=data.fingerprint,
+        tokens=int(tokens),
+        questions=sum(questions),
+        accuracy=sum(rights) / sum(questions),
+        accuracy_by_task={t: r / n for t, r, n in zip(TASKS, rights, questions, strict=True) if n},
+        perplexity=math.exp(loss_sum / tokens) if settings.mode == "lm" else None,
+        iterations=search.get("iterations"),
+        residual=search.get("residual"),
+        converged=search.get("share_converged"),
+        seconds=time.perf_counter() - start,
+    )

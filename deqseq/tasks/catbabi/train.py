@@ -32,13 +32,12 @@ _STATE = "streams.pt"
 def train(
     settings: TrainSettings, output: str | Path, save_steps: int = 500, progress: bool = True
 ) -> ImplicitForCausalLM:
-    """Train in folder ``output``; an interrupted run goes on from its last checkpoint.
+    """Train in folder ``output``; an interrupted run is resumed from its last checkpoint.
 
     Writes the model (``config.json``, ``model.safetensors``), ``settings.json`` and ``training.json``
     (seconds, and the log). A finished run is loaded, not repeated.
 
     Args:
-        settings: what to train.
         output: folder of the run.
         save_steps: steps between checkpoints.
         progress: show a progress bar.
@@ -48,77 +47,52 @@ def train(
     """
     data = load(settings.data)
     identity = {**asdict(settings), "fingerprint": data.fingerprint, "vocabulary": data.vocabulary_sum}
-    # The data may have moved; older runs did not record the vocabulary, which the fingerprint covers.
+    # The data may have moved. Older runs did not record the vocabulary, which the fingerprint covers.
     folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
     if folder.finished:
         logger.info("%s is trained already", folder.path)
-        return _trained(folder)
-    stories = data.splits["train"]
-    if settings.tasks is not None:
-        stories = stories.of_tasks(settings.tasks)
-    question = data.question if settings.mode == "qa" else None
-    stream = StoryStreams(stories, question, settings.batch_size, settings.cut, settings.seed)
-    folder.start()
-    set_seed(settings.seed)
-    arguments = short_run_arguments(
-        folder.path,
-        settings.steps,
-        save_steps,
-        progress,
-        per_device_train_batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        seed=settings.seed,
-        bf16=settings.bf16,
-        use_cpu=not torch.cuda.is_available(),  # or bf16 is refused there
-    )
-    trainer = StreamTrainer(
-        model=ImplicitForCausalLM(settings.config(len(data.vocabulary))),
-        args=arguments,
-        stream=stream,
-        curriculum=settings.curriculum(),
-        label_smoothing=settings.label_smoothing,
-    )
-    trainer.train_in(folder)
-    return _trained(folder)  # not the trainer's, whose forward stays under its autocast
-
-
-def _trained(folder: RunFolder) -> ImplicitForCausalLM:
-    found: Any = load_model(str(folder.path))
+    else:
+        stories = data.splits["train"]
+        if settings.tasks is not None:
+            stories = stories.of_tasks(settings.tasks)
+        question = data.question if settings.mode == "qa" else None
+        stream = StoryStreams(stories, question, settings.batch_size, settings.cut, settings.seed)
+        folder.start()
+        set_seed(settings.seed)
+        trainer = StreamTrainer(
+            short_run_arguments(settings, folder.path, save_steps, progress),
+            stream,
+            settings.label_smoothing,
+            model=ImplicitForCausalLM(settings.config(len(data.vocabulary))),
+            curriculum=settings.curriculum(),
+        )
+        trainer.train_in(folder)
+    found: Any = load_model(str(folder.path))  # not the trainer's, whose forward stays under its autocast
     return found
 
 
 class StreamTrainer(AlignedTrainer):
-    """Trainer whose batches go on where those before ended: the state is carried, without its gradient.
+    """Trainer that carries the state from batch to batch, without its gradient.
 
-    Backbones that keep a slot for every token (attention) carry the cut before only, as in Transformer-XL.
-    Checkpoints hold the state, so that a resumed run is the uninterrupted one.
+    Backbones that keep a slot for every token (attention) carry only the cut before, as Transformer-XL does.
+    Checkpoints contain the state, so a resumed run equals an uninterrupted one.
     """
 
     model: Any
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.carried: State | None = None
+    carried: State | None = None
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *rest: Any, **options: Any) -> Any:
         backbone = self.model.model.layer.backbone
         cache = EquilibriumCache(backbone.rewinds, self.carried)
         given: Any = {**inputs, "past_key_values": cache}
-        result = super().compute_loss(model, given, return_outputs, num_items_in_batch)
+        result = super().compute_loss(model, given, *rest, **options)
         assert cache.state is not None
         self.carried = backbone.keep_last(cache.state, inputs["input_ids"].shape[1])
         return result
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """As everywhere; zero where a small batch asks nothing."""
+        """The mean over labels that count; zero if a batch has none."""
         total = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="sum")
         return total / (labels != IGNORE_INDEX).sum().clamp_min(1)
 

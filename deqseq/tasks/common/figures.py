@@ -1,15 +1,27 @@
-"""What the tasks' figures share."""
+"""Figures of the tasks: one style, written as PNG."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from deqseq.tasks.common.files import PART
 
 logger = logging.getLogger(__name__)
 
+_STYLE = {
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.3,
+    "legend.fontsize": "small",
+    "figure.constrained_layout.use": True,
+}
+
 
 def pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files; ``None``, and a word about it, where it is not installed."""
+    """matplotlib's pyplot, drawing to files. ``None``, with a logged warning, if it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -21,12 +33,43 @@ def pyplot() -> Any:
     return pyplot
 
 
+def save_figure(
+    path: Path,
+    draw: Callable[[list[Any]], object],
+    rows: int = 1,
+    columns: int = 1,
+    size: tuple[float, float] = (8, 4),
+    **options: Any,
+) -> bool:
+    """Draw a figure and write it as a PNG, in one step; returns whether matplotlib is installed.
+
+    Args:
+        draw: receives the axes, row by row.
+        size: inches.
+        options: of ``pyplot.subplots``.
+    """
+    plt = pyplot()
+    if plt is None:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **options)
+        try:
+            draw(list(axes.flat))
+            part = path.with_name(path.name + PART)
+            figure.savefig(part, dpi=120, format="png")
+            part.replace(path)
+        finally:
+            plt.close(figure)
+    return True
+
+
 def log_scale(axis: Any, base: float = 10) -> None:
     """Make an axis (``axes.xaxis``, ``axes.yaxis``) logarithmic, with plain numbers at its ticks."""
     from matplotlib import ticker
 
     class Plain(ticker.LogFormatter):
-        """Labels the ticks that matplotlib would, but 620 rather than 6.2×10²."""
+        """Labels the ticks that matplotlib would label, but with 620 instead of 6.2×10²."""
 
         def __call__(self, x: float, pos: int | None = None) -> str:
             return f"{x:g}" if super().__call__(x, pos) else ""

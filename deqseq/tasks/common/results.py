@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from tabulate import tabulate
 
 import deqseq
+from deqseq.tasks.common.files import write_json
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+Column = tuple[str, Callable[[Any], str]]
+"""A title, and how to write the cell of a row."""
+
+
+def table(columns: Sequence[Column], rows: Sequence[Any], form: str = "plain") -> str:
+    """The rows as text, a line each. ``form``: one of tabulate's formats."""
+    cells = [[write(row) for _, write in columns] for row in rows]
+    titles = [title for title, _ in columns]
+    return tabulate(cells, titles, tablefmt=form, stralign="right", disable_numparse=True)
+
+
+def column(
+    name: str, form: str = "", title: str | None = None, of: Callable[[Any], Any] = lambda row: row
+) -> Column:
+    """A column with an attribute of every row, formatted; ``-`` where the attribute is ``None``.
+
+    Args:
+        name: of the attribute; also the title unless ``title`` is given.
+        of: what to take the attribute from, given the row.
+    """
+
+    def write(row: Any) -> str:
+        value = getattr(of(row), name)
+        return "-" if value is None else format(value, form)
+
+    return title or name.replace("_", " "), write
 
 
 class ResultFolder:
     """The folder of one report: REPORT.json and REPORT.png.
 
-    Made when the results are written. A former result with the same settings is overwritten.
+    The folder is made when the results are written. A former result with the same settings is overwritten.
 
     Args:
-        settings: what the results depend on, as JSON knows it.
+        settings: everything that the results depend on, as JSON has it.
         force: write beside other files, and over a result with other settings.
 
     Raises:
-        ValueError: the folder holds other files or a result with other settings, without ``force``.
+        ValueError: without ``force``, the folder holds other files or a result with other settings.
     """
 
     def __init__(
@@ -43,21 +68,12 @@ class ResultFolder:
         if not force:
             self._check()
 
-    def write(self, rows: Sequence[Any], model: PreTrainedModel, **more: Any) -> None:
-        """Write the rows, a dataclass each, and what they were made with and on."""
+    def write(self, rows: Sequence[Any], model: Any, **more: Any) -> None:
+        """Write the rows, a dataclass each, with the model's configuration and :func:`provenance`."""
         self.path.mkdir(parents=True, exist_ok=True)
-        libraries = {name: sys.modules.get(name) for name in ("torch", "transformers", "lm_eval")}
-        versions = {name: found.__version__ for name, found in libraries.items() if found}
-        result = {
-            **self._head,
-            "config": json.loads(model.config.to_json_string()),
-            "versions": {"deqseq": deqseq.__version__, **versions},
-            "machine": describe_machine(model.device),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "rows": [asdict(row) for row in rows],
-            **more,
-        }
-        self.json.write_text(json.dumps(_finite(result), indent=2, allow_nan=False) + "\n")
+        config = json.loads(model.config.to_json_string())
+        made = {**self._head, "config": config, **provenance(model.device)}
+        write_json(self.json, {**made, "rows": [asdict(row) for row in rows], **more})
 
     def _check(self) -> None:
         names = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
@@ -87,13 +103,24 @@ class ResultFolder:
         return found if ours else None
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What two settings differ in, in words."""
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The differences of two mappings, in words."""
     return [
         f"{name} {before.get(name)}, now {now.get(name)}"
         for name in {**before, **now}
         if before.get(name) != now.get(name)
     ]
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Versions of the libraries in use, the machine and the date: recorded with every result."""
+    libraries = {name: sys.modules.get(name) for name in ("torch", "transformers", "lm_eval")}
+    versions = {name: found.__version__ for name, found in libraries.items() if found}
+    return {
+        "versions": {"deqseq": deqseq.__version__, **versions},
+        "machine": describe_machine(device),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def describe_machine(device: torch.device) -> str:
@@ -104,34 +131,3 @@ def describe_machine(device: torch.device) -> str:
     names = [line.partition(":")[2].strip() for line in known.splitlines() if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
     return f"{name}, threads: {torch.get_num_threads()}"
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no infinity and no NaN; they become null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Column = tuple[str, Callable[[Any], str]]
-
-
-def table(columns: Sequence[Column], rows: Sequence[Any]) -> str:
-    """The rows as text, one line each; a column is its title and what to write for a row."""
-    lines = [[title for title, _ in columns], *([write(row) for _, write in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
-
-
-def column(name: str, form: str = "", title: str | None = None) -> Column:
-    """An attribute of the rows in a format, under its own name; ``-`` where it is ``None``."""
-
-    def write(row: Any) -> str:
-        value = getattr(row, name)
-        return "-" if value is None else format(value, form)
-
-    return title or name.replace("_", " "), write

@@ -1,8 +1,10 @@
-"""The folder of one training run, with its settings, checkpoints, and in the end the model; run files."""
+"""The folder of one training run: settings, checkpoints, and in the end the model. Run files."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from inspect import get_annotations
@@ -11,15 +13,23 @@ from typing import Any
 
 import yaml
 
+from deqseq.tasks.common.files import PART, write_json
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = "settings.json"
+_RECORD = "training.json"
+_SEAL = "complete.json"
+
 
 class RunFolder:
-    """The folder of one run; the settings are in ``settings.json``. Nothing is written before :meth:`start`.
+    """The folder of one run, with its settings in ``settings.json``. Nothing is written before :meth:`start`.
 
     Args:
         path: the folder.
-        settings: plain data, nested as it likes.
-        may_change: names of settings that a run may go on with when they differ; the folder keeps the new
-            ones.
+        settings: plain data, nested as needed.
+        may_change: names of settings that may differ when a run is resumed; the folder then keeps the new
+            values.
 
     Raises:
         ValueError: the folder holds something else, or a run with other settings.
@@ -32,39 +42,43 @@ class RunFolder:
         self._settings = json.loads(json.dumps(settings))
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file, not a folder")
-        if self.file.exists():
-            self._check_same(self._settings, may_change)
-        elif self.path.exists() and any(self.path.iterdir()):
+        if (self.path / _SETTINGS).exists():
+            self._check_same(may_change)
+        elif self.path.exists() and any(not file.name.endswith(PART) for file in self.path.iterdir()):
             raise ValueError(
-                f"{self.path} is not empty and holds no run (no settings.json): choose another folder"
+                f"{self.path} is not empty and holds no run (no {_SETTINGS}): choose another folder"
             )
 
     def start(self) -> None:
-        """Make the folder and write the settings down."""
+        """Make the folder and write the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self._settings, indent=2) + "\n"
-        if not self.file.exists() or self.file.read_text() != text:
-            part = self.file.with_suffix(".part")
-            part.write_text(text)
-            part.replace(self.file)
-
-    @property
-    def file(self) -> Path:
-        return self.path / "settings.json"
+        file = self.path / _SETTINGS
+        if not file.exists() or _read_json(file) != self._settings:
+            write_json(file, self._settings)
 
     @property
     def finished(self) -> bool:
         """Whether the trained model has been saved."""
-        return (self.path / "training.json").exists()
+        return (self.path / _RECORD).exists()
 
     def finish(self, record: Mapping[str, Any]) -> None:
-        """Write down how training went; says that the run is finished, so it comes last."""
-        part = self.path / "training.part"
-        part.write_text(json.dumps(record, indent=2) + "\n")
-        part.replace(self.path / "training.json")
+        """Write how training went. This file says that the run is finished, so it must be written last."""
+        write_json(self.path / _RECORD, record)
 
-    def _check_same(self, wanted: Mapping[str, Any], may_change: Collection[str]) -> None:
-        there, here = dict(flat(read_settings(self.path))), dict(flat(wanted))
+    def last_checkpoint(self) -> str | None:
+        """The newest checkpoint that was written to its end; ``None`` if there is none.
+
+        A run that is killed while it writes a checkpoint leaves a folder without a seal.
+        """
+        found = [path for path in self.path.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+        for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
+            if is_whole(path):
+                return str(path)
+            logger.warning("%s was not written to its end: going back to the checkpoint before it", path)
+        return None
+
+    def _check_same(self, may_change: Collection[str]) -> None:
+        there, here = dict(flat(read_settings(self.path))), dict(flat(self._settings))
         different = [
             f"{name}: {there.get(name)} there, {here.get(name)} asked for"
             for name in {**there, **here}
@@ -77,25 +91,48 @@ class RunFolder:
             )
 
 
+def seal(checkpoint: Path) -> None:
+    """Mark a checkpoint as whole: sync all its files, then list them with their sizes."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != _SEAL)
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    write_json(checkpoint / _SEAL, {str(path.relative_to(checkpoint)): path.stat().st_size for path in files})
+
+
+def unseal(checkpoint: Path) -> None:
+    """Mark a checkpoint as not whole, before it is written again."""
+    (checkpoint / _SEAL).unlink(missing_ok=True)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint was sealed, and all its files still have the sizes that they had then."""
+    try:
+        sizes = json.loads((checkpoint / _SEAL).read_text())
+        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def read_settings(path: str | Path) -> dict[str, Any]:
     """The settings of the run in folder ``path``.
 
     Raises:
         ValueError: no run there, or a settings file that cannot be read.
     """
-    file = Path(path) / "settings.json"
+    file = Path(path) / _SETTINGS
     if not file.exists():
         raise ValueError(f"{path} holds no run: {file} does not exist")
     return _read_json(file)
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """How training went: what the run in folder ``path`` wrote down when it was finished, with its ``log``.
+    """The record of the finished run in folder ``path``: seconds, parameters, the ``log`` and so on.
 
     Raises:
         ValueError: no finished run there, or a record that cannot be read.
     """
-    file = Path(path) / "training.json"
+    file = Path(path) / _RECORD
     if not file.is_file():
         raise ValueError(f"{path} holds no finished run: repeat its command to finish it")
     found = _read_json(file)

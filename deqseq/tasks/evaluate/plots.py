@@ -1,4 +1,4 @@
-"""Figures of the reports. Each returns whether it was drawn: without matplotlib there is none."""
+"""Figures of the reports. Each function returns whether matplotlib is installed, so that it could draw."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deqseq.tasks.common.figures import log_scale, pyplot
+from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.evaluate.downstream import TaskScore
 from deqseq.tasks.evaluate.duality import Agreement
 from deqseq.tasks.evaluate.perplexity import Score, exponential
 
-# Tokens that a mean over positions needs to be drawn.
+# Fewest tokens in a mean over positions that is drawn.
 _ENOUGH = 30
 
 
@@ -20,14 +20,14 @@ def plot_positions(scores: Sequence[Score], path: Path, name: str) -> bool:
     (found,) = scores
     searched = found.policy is not None
 
-    def draw(axes: Any) -> None:
+    def draw(axes: list[Any]) -> None:
         shown = [p for p in found.by_position if p.tokens >= _ENOUGH]
         last = [p.last for p in shown]
         low, high = ([exponential(p.nll + s * (p.nll_stderr or 0)) for p in shown] for s in (-1, 1))
         axes[0].plot(last, [p.perplexity for p in shown], "o-")
         axes[0].fill_between(last, low, high, alpha=0.2, label="± standard error")
         axes[0].set_ylabel("perplexity")
-        axes[0].legend(fontsize="small")
+        axes[0].legend()
         if searched:
             axes[1].plot(last, [p.iterations for p in shown], "o-")
             axes[1].set_ylabel("iterations of a token")
@@ -40,7 +40,7 @@ def plot_positions(scores: Sequence[Score], path: Path, name: str) -> bool:
 def plot_lengths(scores: Sequence[Score], path: Path, name: str) -> bool:
     """Perplexity against the length; by position, the change of the same tokens against the first length."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: list[Any]) -> None:
         axes[0].plot([s.length for s in scores], [s.perplexity for s in scores], "o-")
         axes[0].set(xlabel="length of the sequences", ylabel="perplexity")
         log_scale(axes[0].xaxis, 2)
@@ -54,7 +54,7 @@ def plot_lengths(scores: Sequence[Score], path: Path, name: str) -> bool:
         same = f"the same tokens at length {scores[0].length}"
         axes[1].axhline(0, color="grey", linestyle="--", label=same)
         axes[1].set_ylabel("change of the loss, nats")
-        axes[1].legend(fontsize="small")
+        axes[1].legend()
         _position_axis(axes[1])
 
     return _figure(path, f"{name}: the same text in sequences of several lengths", 2, draw)
@@ -63,7 +63,7 @@ def plot_lengths(scores: Sequence[Score], path: Path, name: str) -> bool:
 def plot_budgets(scores: Sequence[Score], path: Path, name: str) -> bool:
     """Perplexity and residual against the iterations done; the last score is the model's own."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: list[Any]) -> None:
         *limited, own = scores
         for axis, measure in zip(axes, ("perplexity", "residual"), strict=True):
             axis.plot([s.iterations for s in limited], [getattr(s, measure) for s in limited], "o-")
@@ -71,7 +71,7 @@ def plot_budgets(scores: Sequence[Score], path: Path, name: str) -> bool:
             log_scale(axis.xaxis, 2)
             log_scale(axis.yaxis)
         axes[0].set_ylabel("perplexity")
-        axes[0].legend(fontsize="small")
+        axes[0].legend()
         axes[1].set(ylabel="relative residual, mean", xlabel="iterations of a token, mean")
 
     return _figure(path, f"{name}: more or fewer iterations", 2, draw)
@@ -80,16 +80,16 @@ def plot_budgets(scores: Sequence[Score], path: Path, name: str) -> bool:
 def plot_duality(found: Sequence[Agreement], path: Path, name: str) -> bool:
     """Divergence from the first window, and iterations of a token, by window."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: list[Any]) -> None:
         names = [str(a.window) for a in found]
         place = range(len(found))
-        # Where there is nothing to see on a logarithmic axis, the first window among them, is no point.
+        # A logarithmic axis has no zero, so windows without a difference, such as the first, get no point.
         axes[0].plot(place, [a.kl or None for a in found], "o-", label="KL divergence, mean, nats")
         different = [1 - a.agreement or None for a in found]
         axes[0].plot(place, different, "s--", label="share of other most likely tokens")
         log_scale(axes[0].yaxis)
         axes[0].set_ylabel(f"difference from window {names[0]}")
-        axes[0].legend(fontsize="small")
+        axes[0].legend()
         axes[1].plot(place, [a.iterations for a in found], "o-")
         axes[1].set(ylabel="iterations of a token, mean", xlabel="window")
         axes[1].set_ylim(bottom=0)
@@ -103,7 +103,7 @@ def plot_duality(found: Sequence[Agreement], path: Path, name: str) -> bool:
 def plot_tasks(scores: Sequence[TaskScore], path: Path, name: str) -> bool:
     """The metric of every task that enters the average, with its standard error, and chance."""
 
-    def draw(axes: Any) -> None:
+    def draw(axes: list[Any]) -> None:
         place = range(len(scores))
         error = [s.main_stderr or 0.0 for s in scores]
         axes[0].bar(place, [s.main for s in scores], yerr=error, capsize=3)
@@ -111,7 +111,7 @@ def plot_tasks(scores: Sequence[TaskScore], path: Path, name: str) -> bool:
         axes[0].hlines([s.chance for s in scores], left, right, "black", "--", label="chance")
         axes[0].set_xticks(place, [f"{s.task}\n{s.metric}" for s in scores], fontsize="x-small")
         axes[0].set(ylabel="accuracy, ± standard error", ylim=(0, 1))
-        axes[0].legend(fontsize="small")
+        axes[0].legend()
 
     return _figure(path, f"{name}: zero-shot tasks", 1, draw)
 
@@ -121,16 +121,9 @@ def _position_axis(axis: Any) -> None:
     log_scale(axis.xaxis, 2)
 
 
-def _figure(path: Path, title: str, panels: int, draw: Callable[[Any], None]) -> bool:
-    plt = pyplot()
-    if plt is None:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = plt.subplots(panels, 1, figsize=(8, 3.5 * panels), layout="constrained", squeeze=False)
-    figure.suptitle(title)
-    for axis in axes[:, 0]:
-        axis.grid(alpha=0.3)
-    draw(axes[:, 0])
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return True
+def _figure(path: Path, title: str, panels: int, draw: Callable[[list[Any]], None]) -> bool:
+    def titled(axes: list[Any]) -> None:
+        axes[0].figure.suptitle(title)
+        draw(axes)
+
+    return save_figure(path, titled, panels, size=(8, 3.5 * panels))

@@ -1,4 +1,4 @@
-"""The model card of a finished run: what it is, scores, curves, settings."""
+"""The model card of a finished run: the model, its scores, curves and settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 import deqseq
-from deqseq.tasks.common.figures import pyplot
+from deqseq.tasks.common.figures import save_figure
+from deqseq.tasks.common.results import Column, table
 from deqseq.tasks.pretraining.settings import RunSettings
 
 _CARD = """\
@@ -36,7 +37,7 @@ tokenizer = AutoTokenizer.from_pretrained("{place}")
 
 Held-out perplexity of a token, in rows of {length} tokens: **{perplexity:.2f}** at the end.
 
-{table}
+{scores}
 
 ![Loss and iterations against tokens](curves.png)
 
@@ -71,26 +72,29 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
         data_name=f" of `{settings.data}`" if isinstance(settings.data, str) else "",
         length=settings.length,
         perplexity=math.exp(record["validation"]["eval_loss"]),
-        table=_table(record["log"], settings),
+        scores=_table(record["log"], settings),
         settings=yaml.safe_dump(settings.to_dict(), sort_keys=False).strip(),
     )
     ModelCard(card).save(folder / "README.md")
 
 
 def _table(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> str:
-    """Evaluations during training, as Markdown: the last twenty."""
-    lines = ["| step | tokens | perplexity | iterations | residual |", "|---|---|---|---|---|"]
+    """The last twenty evaluations during training, as Markdown."""
     scores: dict[float, Mapping[str, Any]] = {}
     for entry in log:
-        if "eval_loss" in entry:
-            scores.setdefault(entry["step"], entry)  # the last step's second one is of all that is held out
-    for entry in list(scores.values())[-20:]:
-        tokens = entry["step"] * settings.batch_tokens
-        solved = [f"{entry[k]:.3g}" if k in entry else "-" for k in ("eval_iterations", "eval_residual")]
-        lines.append(
-            f"| {entry['step']:,} | {tokens:,} | {entry['eval_perplexity']:.2f} | {' | '.join(solved)} |"
-        )
-    return "\n".join(lines)
+        if "eval_loss" in entry:  # the last step also has an evaluation on all held-out rows; keep the first
+            scores.setdefault(entry["step"], entry)
+
+    def solved(name: str) -> Column:
+        return name, lambda entry: f"{entry[f'eval_{name}']:.3g}" if f"eval_{name}" in entry else "-"
+
+    columns: list[Column] = [
+        ("step", lambda entry: f"{entry['step']:,}"),
+        ("tokens", lambda entry: f"{entry['step'] * settings.batch_tokens:,}"),
+        ("perplexity", lambda entry: f"{entry['eval_perplexity']:.2f}"),
+        *map(solved, ("iterations", "residual")),
+    ]
+    return table(columns, list(scores.values())[-20:], "github")
 
 
 def plot_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], RunSettings]], path: Path) -> bool:
@@ -101,31 +105,26 @@ def plot_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], RunSettin
         path: the PNG to write.
 
     Returns:
-        Whether it was drawn.
+        Whether matplotlib is installed.
     """
-    plt = pyplot()
-    if plt is None:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = plt.subplots(2, 2, figsize=(11, 6), sharex="col", sharey="row", layout="constrained")
-    for color, (name, log, settings) in enumerate(runs):
-        places = (
-            lambda entry: entry["step"] * settings.batch_tokens,  # noqa: B023
-            lambda entry: entry["train_seconds"] / 60,
-        )
-        for column, place in enumerate(places):
-            for row, key, style in ((0, "loss", "-"), (0, "eval_loss", "o"), (1, "iterations", "-")):
-                found = [(place(entry), entry[key]) for entry in log if key in entry]
-                if found:
-                    label = None if key == "eval_loss" else name
-                    options = {"color": f"C{color}", "label": label, "alpha": 0.8, "markersize": 4}
-                    axes[row, column].plot(*zip(*found, strict=True), style, **options)
-    axes[0, 0].set(ylabel="loss, nats (points: held out)")
-    axes[1, 0].set(ylabel="iterations of a token", xlabel="tokens", ylim=(0, None))
-    axes[1, 1].set(xlabel="minutes of training")
-    axes[0, 0].legend(fontsize="small")
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return True
+
+    def draw(axes: list[Any]) -> None:
+        by_row = axes[:2], axes[2:]
+        for color, (name, log, settings) in enumerate(runs):
+            places = (
+                lambda entry: entry["step"] * settings.batch_tokens,  # noqa: B023
+                lambda entry: entry["train_seconds"] / 60,
+            )
+            for column, place in enumerate(places):
+                for row, key, style in ((0, "loss", "-"), (0, "eval_loss", "o"), (1, "iterations", "-")):
+                    found = [(place(entry), entry[key]) for entry in log if key in entry]
+                    if found:
+                        label = None if key == "eval_loss" else name
+                        options = {"color": f"C{color}", "label": label, "alpha": 0.8, "markersize": 4}
+                        by_row[row][column].plot(*zip(*found, strict=True), style, **options)
+        axes[0].set(ylabel="loss, nats (points: held out)")
+        axes[2].set(ylabel="iterations of a token", xlabel="tokens", ylim=(0, None))
+        axes[3].set(xlabel="minutes of training")
+        axes[0].legend()
+
+    return save_figure(path, draw, 2, 2, size=(11, 6), sharex="col", sharey="row")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.optimization import get_wsd_schedule
@@ -18,7 +19,7 @@ from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.convergence import check_count, policies
 from deqseq.curriculum import Stage
 from deqseq.gradients import gradients
-from deqseq.tasks.common.figures import pyplot
+from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.watch import PEAK, Flops, graph_evaluations
@@ -170,12 +171,11 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
         peak = weights + held + max(stage.activations for stage in stages)
         lines.append((f"memory, {name}", f"about {peak / _GIB:.1f} GiB: weights {weights / _GIB:.1f}, "
                       f"gradients and AdamW {held / _GIB:.1f}, the rest activations"))  # fmt: skip
-    width = max(len(name) for name, _ in lines)
     note = (
         "Activations: what is kept of one evaluation, counted in plain PyTorch (of Mamba2 our kernels keep "
         "15 %), times evaluations with a graph and rows at a time; and the logits twice."
     )
-    return "\n".join([*(f"{name:>{width}}  {text}" for name, text in lines), note])
+    return f"{tabulate(lines, tablefmt='plain', colalign=('right', 'left'))}\n{note}"
 
 
 def _data(settings: RunSettings) -> str:
@@ -207,20 +207,17 @@ def learning_rates(settings: RunSettings, points: int = 1000) -> tuple[list[int]
 
 
 def plot_schedule(settings: RunSettings, path: Path) -> bool:
-    """Draw learning rate and stages against tokens; whether it was drawn."""
-    plt = pyplot()
-    if plt is None:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Draw learning rate and stages against tokens; returns whether matplotlib is installed."""
     steps, rates = learning_rates(settings)
-    figure, axis = plt.subplots(figsize=(8, 3.5), layout="constrained")
-    axis.plot([step * settings.batch_tokens for step in steps], rates, label="learning rate")
-    axis.set(xlabel="tokens", ylabel="learning rate", ylim=(0, 1.15 * settings.learning_rate))
-    for number, stage in enumerate(plan_stages(settings)):
-        span = ((stage.first - 1) * settings.batch_tokens, stage.last * settings.batch_tokens)
-        text = f"{stage.evaluations - stage.with_graph} + {stage.with_graph} evaluations"
-        axis.axvspan(*span, color=f"C{number + 1}", alpha=0.15, label=text)
-    axis.legend(fontsize="small", loc="lower left")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return True
+
+    def draw(axes: list[Any]) -> None:
+        (axis,) = axes
+        axis.plot([step * settings.batch_tokens for step in steps], rates, label="learning rate")
+        axis.set(xlabel="tokens", ylabel="learning rate", ylim=(0, 1.15 * settings.learning_rate))
+        for number, stage in enumerate(plan_stages(settings)):
+            span = ((stage.first - 1) * settings.batch_tokens, stage.last * settings.batch_tokens)
+            text = f"{stage.evaluations - stage.with_graph} + {stage.with_graph} evaluations"
+            axis.axvspan(*span, color=f"C{number + 1}", alpha=0.15, label=text)
+        axis.legend(loc="lower left")
+
+    return save_figure(path, draw, size=(8, 3.5))

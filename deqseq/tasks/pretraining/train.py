@@ -16,7 +16,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.common.trainer import last_whole_checkpoint
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
@@ -61,7 +60,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
         if state.is_main_process:
             logger.info("%s is trained already", folder.path)
         return final
-    checkpoint = last_whole_checkpoint(folder.path)
+    checkpoint = folder.last_checkpoint()
     trainer = make_trainer(settings, data, args, checkpoint)
     if state.is_main_process:
         data.verify()

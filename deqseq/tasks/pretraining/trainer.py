@@ -16,14 +16,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
 from deqseq.convergence import Residual
 from deqseq.curriculum import Curriculum
-from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Status
+from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.corpus.rows import Row
-from deqseq.tasks.common.trainer import CurriculumTrainer, SolveWatch
+from deqseq.tasks.common.models import implicit_layer
+from deqseq.tasks.common.trainer import CurriculumTrainer
 from deqseq.tasks.pretraining.watch import Advice, Speed, graph_evaluations, model_radius
 
 logger = logging.getLogger(__name__)
@@ -36,27 +37,27 @@ def batch_of(rows: list[Row]) -> Row:
 
 
 class Diverged(FloatingPointError):
-    """Training has come to numbers that are not finite."""
+    """A loss, gradient or equilibrium is not finite."""
 
 
 class PretrainTrainer(CurriculumTrainer):
     """Next-token training of implicit and explicit models.
 
-    - The loss comes from the model without its logits, which nothing then copies to float32.
-    - A checkpoint has the weights (``model.safetensors``) and the optimiser's state by the parameters' names
-      (``optimizer.pt``), whatever trained: one process, DDP or FSDP. Whoever makes the model loads weights.
-    - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights move.
+    - The model computes the loss without returning logits, so none are copied to float32.
+    - A checkpoint has the weights (``model.safetensors``) and the optimiser's state by parameter name
+      (``optimizer.pt``), the same for one process, DDP and FSDP. The caller loads the weights.
+    - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights change.
 
     Args:
-        model: on the weights to go on from.
-        args: its arguments; the whole training is one epoch of ``train_dataset``.
+        model: with the weights to start from.
+        args: the whole training is one epoch of ``train_dataset``.
         curriculum: ``None`` for explicit models.
-        speed: where speed is measured.
+        speed: measures tokens a second.
         spectral_every: lines of the log between estimates of the spectral radius; 0: none.
-        options: as transformers' ``Trainer`` takes them.
+        options: of transformers' ``Trainer``.
     """
 
-    model: Any  # once it trains there is one, and an optimiser and a schedule
+    model: Any  # these three are not None in training
     optimizer: Any
     lr_scheduler: Any
 
@@ -70,11 +71,11 @@ class PretrainTrainer(CurriculumTrainer):
         **options: Any,
     ) -> None:
         super().__init__(curriculum, model=model, args=args, data_collator=batch_of, **options)
-        self.layer = next((m for m in model.modules() if isinstance(m, ImplicitSequenceLayer)), None)
+        self.layer = implicit_layer(model)
         self.speed = speed
         self.advice = Advice()
         self.spectral_every = spectral_every
-        self.eval_watch = SolveWatch()
+        self.eval_solves = SolveStatistics(tail=True)
         self.add_callback(_Clock(speed))
         self.add_callback(_Steps())
         if curriculum is not None:
@@ -90,26 +91,23 @@ class PretrainTrainer(CurriculumTrainer):
             raise ValueError("FSDP needs version 2: set fsdp_version: 2 in accelerate's configuration")
         if plugin.auto_wrap_policy is not None:
             raise ValueError(
-                "FSDP must wrap the model as one (fsdp_auto_wrap_policy: NO_WRAP): a forward pass reads all "
-                "weights once, and iterates with what it made of them"
+                "FSDP must wrap the whole model as one (fsdp_auto_wrap_policy: NO_WRAP): a forward pass "
+                "reads all weights once, before it iterates"
             )
-        # Gathered in float32, once a forward pass; autocast does the rest as without FSDP.
+        # Weights are gathered in float32, once a forward pass; autocast applies as without FSDP.
         plugin.mixed_precision_policy = None
         if self.layer is not None:
             self.layer.group = dist.group.WORLD
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        with self.accelerator.autocast():  # which a model that accelerate shards does not bring along
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:  # fmt: skip
+        with self.accelerator.autocast():  # models that accelerate shards have none of their own
             outputs = model(**inputs, skip_logits=True, use_cache=False)
         solution, loss = outputs.solution, outputs.loss
         if solution is not None:
-            (self.watch if model.training else self.eval_watch).add(solution)
+            (self.solves if model.training else self.eval_solves).add(solution)
         if model.training:
             broken = loss.new_zeros(()) if solution is None else (solution.status == Status.NON_FINITE).sum()
             self._faults += torch.stack([loss.detach().float(), broken.float()])
@@ -138,16 +136,19 @@ class PretrainTrainer(CurriculumTrainer):
                 faults.append(f"the gradient's norm is {norm}")
         if faults:
             raise Diverged(
-                f"step {self.state.global_step + 1}: {'; '.join(faults)}. The weights have not moved, and "
-                "nothing of this step was saved: start again from the last checkpoint with a lower learning "
-                "rate, a smaller max_grad_norm or a damped solver, in a new folder (--start_from CHECKPOINT)"
+                f"step {self.state.global_step + 1}: {'; '.join(faults)}. The weights are those of the step "
+                "before. Start again from the last checkpoint with a lower learning rate, a smaller "
+                "max_grad_norm or a damped solver, in a new folder (--start_from CHECKPOINT)"
             )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """As the Trainer's, exact for any number of rows: processes whose last batches are filled up would
-        count rows twice, unless a batch is a row."""
+        """The Trainer's evaluation, exact for any number of rows.
+
+        Several processes fill up their last batches with rows that would count twice, so the batch size is
+        reduced to one that divides the rows.
+        """
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = len(data)
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
@@ -160,12 +161,12 @@ class PretrainTrainer(CurriculumTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs = {**logs, **self.watch.read(self._mean_of_processes)}
+            logs = {**logs, **self.read(self.solves)}
             gradient = None if self.layer is None else self.layer.gradient
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
             if self.args.device.type == "cuda":
                 logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            line = self.state.global_step // self.args.logging_steps  # of the log, also after resuming
+            line = self.state.global_step // self.args.logging_steps  # the same after resuming
             if line and self.spectral_every and line % self.spectral_every == 0:
                 logs |= self._radius()
             if self.layer is not None:
@@ -175,17 +176,16 @@ class PretrainTrainer(CurriculumTrainer):
                     if self.is_world_process_zero():
                         logger.warning("step %d: %s", self.state.global_step, text)
         if "eval_loss" in logs:
-            found = self.eval_watch.read(self._mean_of_processes)
             logs = {**logs, "eval_perplexity": round(math.exp(min(logs["eval_loss"], 700)), 4)}
-            logs |= {f"eval_{name}": value for name, value in found.items()}
+            logs |= {f"eval_{name}": value for name, value in self.read(self.eval_solves).items()}
         super().log({**logs, "train_seconds": round(self.speed.elapsed, 2)}, start_time)
 
     def _radius(self) -> dict[str, float]:
-        if self._last is None or self.is_fsdp_enabled:  # whose weights are together in a forward pass only
+        if self._last is None or self.is_fsdp_enabled:  # FSDP gathers the weights in a forward pass only
             return {}
         self.speed.pause()
         ids, z, positions = self._last
-        if positions is not None:  # documents were solved apart: the first one
+        if positions is not None:  # documents were solved separately: take the first one
             end = int((positions == 0).cumsum(0).eq(1).sum())
             ids, z = ids[:, :end], z[:, :end]
         with self.accelerator.autocast():
@@ -194,7 +194,7 @@ class PretrainTrainer(CurriculumTrainer):
         return {} if radius is None else {"spectral_radius": round(radius, 4)}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        pass  # the model was made from it
+        pass  # the caller has loaded the weights
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -220,9 +220,7 @@ class _Clock(TrainerCallback):
     def __init__(self, speed: Speed) -> None:
         self.speed = speed
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.speed.elapsed = max(
             (entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0
         )
@@ -236,29 +234,22 @@ class _Clock(TrainerCallback):
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.speed.start()
 
-    def on_save(self, *args: Any, **kwargs: Any) -> None:
-        self.speed.start()
+    on_save = on_evaluate
 
 
 class _Steps(TrainerCallback):
-    """Keeps a run to its own steps: not to those of the settings that left a checkpoint, nor to fewer. The
-    last one ends with an evaluation like those before, to be compared with them."""
+    """Trains for exactly the run's own steps, whatever a checkpoint's settings say, and evaluates after the
+    last one."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.compute_steps(args, state.max_steps)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == state.max_steps:
             control.should_log = control.should_evaluate = True
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        # The data is one epoch; of a stream nobody knew how long it is.
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The data is one epoch. The length of a stream is not known before its end.
         if state.global_step < state.max_steps and not control.should_training_stop:
             raise ValueError(
                 f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
@@ -267,47 +258,40 @@ class _Steps(TrainerCallback):
 
 
 class _Stages(TrainerCallback):
-    """Evaluates and saves at the end of every stage; the model too, in ``stage-N``, if it is not the last."""
+    """Evaluates and saves a checkpoint at the end of every stage, and saves the model in ``stage-N`` at the
+    end of every stage but the last."""
 
     def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum) -> None:
         self.trainer, self.curriculum = trainer, curriculum
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        starts = [0, *(self.curriculum.end(stage, state.max_steps) for stage in self.curriculum.stages[:-1])]
+    def _ends(self, state: Any) -> list[int]:
+        """The last step of every stage."""
+        return [self.curriculum.end(stage, state.max_steps) for stage in self.curriculum.stages]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        starts = [0, *self._ends(state)[:-1]]
         if state.global_step in starts and state.is_world_process_zero:
             number = starts.index(state.global_step)
             logger.info("stage %d: %s", number + 1, self.curriculum.stages[number])
 
-    def _ended(self, state: TrainerState) -> int | None:
-        """The number of the stage, from 1, that ends with this step."""
-        ends = [self.curriculum.end(stage, state.max_steps) for stage in self.curriculum.stages]
-        return ends.index(state.global_step) + 1 if state.global_step in ends else None
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._ended(state) is not None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in self._ends(state):
             control.should_log = control.should_evaluate = control.should_save = True
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        number = self._ended(state)
-        if number is not None and number < len(self.curriculum.stages):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        *ends, _ = self._ends(state)
+        if state.global_step in ends:
+            number = ends.index(state.global_step) + 1
             self.trainer.save_model(str(Path(str(args.output_dir)) / f"stage-{number}"))
             self.trainer.advice.new_stage()
 
 
 class Progress(ProgressCallback):
-    """A progress bar with the last line of the log beside it, in a few numbers."""
+    """A progress bar with some numbers from the last line of the log."""
 
     _SHOWN = ("loss", "eval_perplexity", "iterations", "residual", "tokens_per_second", "mfu")
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         self.current_step = state.global_step
         self.shown: dict[str, str] = {}
@@ -315,10 +299,7 @@ class Progress(ProgressCallback):
         if bar is not None:
             bar.n = state.global_step
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
-        logs: dict[str, float] | None = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         bar = cast(Any, self.training_bar)
         if bar is not None:
             self.shown |= {name: f"{logs[name]:.4g}" for name in self._SHOWN if logs and name in logs}

@@ -3,22 +3,20 @@
 Targets are aligned with their inputs: ``target[t] = input[0] · … · input[t]``, so training uses
 plain cross-entropy and shifts nothing.
 
-Shapes: B batch, L tokens, N elements.
+Shapes: B batch, L tokens, S sequences, N elements.
 """
 
+from __future__ import annotations
+
 import csv
-import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from deqseq.tasks.state_tracking.algebra import (
     Algebra,
@@ -41,7 +39,7 @@ def _check_sampling(identity_probability: float, *sizes: int) -> None:
 
 @cache
 def _parts(algebra: Algebra, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Group part, its identity moved to the front, and monoid part."""
+    """The group part with its identity moved to the front, and the monoid part."""
     group, monoid = algebra.parts
     is_identity = group == algebra.identity
     group = torch.cat((group[is_identity], group[~is_identity]))
@@ -60,31 +58,28 @@ def sample(
     """Random tokens and their running products.
 
     The group part of a token (all factors that are groups, taken together) is the identity with
-    probability ``identity_probability`` and otherwise uniform over the elements that are *not*
-    the identity. The share of hard tokens, those that move the group's state, is therefore
-    exactly ``1 - identity_probability``. Factors that are not groups are uniform; for an algebra
-    without any group the probability has no effect.
+    probability ``identity_probability`` and otherwise uniform over the other elements. So the share of hard
+    tokens, which move the group's state, is ``1 - identity_probability``. Factors that are not groups are
+    uniform; without any group the probability has no effect.
 
     Args:
-        algebra: where to multiply.
-        batch_size: B, at least 1.
-        length: L, at least 1.
+        batch_size, length: B and L, at least 1.
         identity_probability: in [0, 1].
-        generator: source of randomness; the device's global one by default.
+        generator: source of randomness; by default the device's global one.
         device: of the result; by default the generator's, or else the CPU.
 
     Returns:
         Tokens and targets, both (B, L) int64.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: a number out of range.
     """
     _check_sampling(identity_probability, batch_size, length)
     if device is None:
         device = "cpu" if generator is None else generator.device
     group, monoid = _parts(algebra, torch.device(device))
 
-    # Everything comes from one uniform number a token; 53 bits are plenty for both parts.
+    # Both parts of a token come from one uniform number, whose 53 bits suffice.
     uniform = torch.rand(batch_size, length, dtype=torch.float64, generator=generator, device=device)
     token: Tensor | None = None
     if len(monoid) > 1:
@@ -93,8 +88,8 @@ def sample(
         uniform -= choice
         token = monoid.index_select(0, choice.flatten())
     if len(group) > 1:
-        # Stretch [p, 1) over [1, n): 1 … n-1 are the others, and all below p falls to 0, the
-        # identity. For p = 1 no number reaches p, and any positive stretch does.
+        # Map [p, 1) to [1, n), the other elements; all below p becomes 0, the identity. For p = 1 there is
+        # no number above p, so the scale does not matter.
         others = len(group) - 1
         uniform -= identity_probability
         uniform *= others / max(1.0 - identity_probability, 1e-300)
@@ -119,25 +114,15 @@ def _scramble(x: int) -> int:
 def batch_seed(seed: int, index: int) -> int:
     """The seed of batch ``index`` in the stream ``seed``, the same on every machine.
 
-    PyTorch's CPU generator uses only the low 32 bits of a seed, and among so few a plain hash
-    would soon repeat itself. This mix is a bijection in ``index``: the first 2³² batches of a
-    stream all have different seeds.
+    PyTorch's CPU generator uses only the low 32 bits of a seed. This is a bijection in ``index``, so the
+    first 2³² batches of a stream have different seeds, which hashes such as numpy's do not guarantee.
     """
     low, high = seed & _MASK, (seed >> 32) & _MASK
     return _scramble(_scramble(_scramble(high) ^ low) ^ (index & _MASK))
 
 
-class WordProblemStream(IterableDataset[Batch]):
-    """Endless batches of fresh word problems, for training.
-
-    Batch ``i`` depends on the arguments and ``i`` alone, so a resumed run skips to it at no cost.
-    Iterating goes on from :attr:`start`, the index of the next batch, which moves along with
-    every batch handed out.
-
-    With a DataLoader pass ``batch_size=None``, as batches are made here. Worker w of n makes the
-    batches ``start + w``, ``start + w + n``, …, which the loader returns in order. The workers
-    have copies of the stream and read ahead, so the original's ``start`` stays; resume by setting
-    it to the number of batches consumed.
+class WordProblemStream:
+    """Batches of fresh word problems. Batch ``i`` depends on the arguments and ``i`` alone.
 
     Args:
         algebra: where to multiply.
@@ -146,11 +131,10 @@ class WordProblemStream(IterableDataset[Batch]):
         identity_probability: in [0, 1]; see :func:`sample`.
         seed: in [0, 2⁶³); different seeds give different streams.
         batch_size: B.
-        start: index of the first batch.
-        device: where batches are made; what they are differs between kinds of devices.
+        device: where batches are made. Different kinds of devices make different batches.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: a number out of range.
     """
 
     def __init__(
@@ -161,10 +145,8 @@ class WordProblemStream(IterableDataset[Batch]):
         identity_probability: float,
         seed: int,
         batch_size: int,
-        start: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__()
         shortest, longest = (length, length) if isinstance(length, int) else length
         _check_sampling(identity_probability, batch_size, shortest)
         if longest < shortest:
@@ -177,174 +159,48 @@ class WordProblemStream(IterableDataset[Batch]):
         self.seed = seed
         self.batch_size = batch_size
         self.device = torch.device(device)
-        self.load_state_dict({"seed": seed, "start": start})
 
     def batch(self, index: int) -> Batch:
         """Batch number ``index``: ``input_ids`` and ``labels``, both (B, L) int64."""
-        generator = torch.Generator().manual_seed(batch_seed(self.seed, index))
+        seed = batch_seed(self.seed, index)
+        generator = torch.Generator().manual_seed(seed)
         shortest, longest = self.lengths
         length = shortest
         if longest > shortest:
             length = int(torch.randint(shortest, longest + 1, (), generator=generator))
         if self.device.type != "cpu":
-            generator = torch.Generator(self.device).manual_seed(batch_seed(self.seed, index))
+            generator = torch.Generator(self.device).manual_seed(seed)
+        p = self.identity_probability
         tokens, targets = sample(
-            self.algebra,
-            self.batch_size,
-            length,
-            identity_probability=self.identity_probability,
-            generator=generator,
+            self.algebra, self.batch_size, length, identity_probability=p, generator=generator
         )
         return {"input_ids": tokens, "labels": targets}
 
-    def __iter__(self) -> Iterator[Batch]:
-        worker = get_worker_info()
-        if worker is not None:
-            index = self.start + worker.id
-            while True:
-                yield self.batch(index)
-                index += worker.num_workers
-        while True:
-            # Moved before the batch goes out: a state saved while it is in use counts it as done.
-            self.start += 1
-            yield self.batch(self.start - 1)
 
-    def state_dict(self) -> dict[str, int]:
-        """``{"seed": …, "start": index of the next batch}``."""
-        return {"seed": self.seed, "start": self.start}
+@dataclass(frozen=True, eq=False)
+class WordProblemDataset:
+    """A fixed set of word problems, for evaluation: tokens (S, L) int64 and their targets (S, L) int64."""
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from ``state``.
-
-        Raises:
-            ValueError: if the state is of a stream with another seed, or ``start`` is negative.
-        """
-        if state["seed"] != self.seed:
-            raise ValueError(f"state has seed {state['seed']}, must be this stream's, {self.seed}")
-        if state["start"] < 0:
-            raise ValueError(f"start is {state['start']}, must not be negative")
-        self.start = state["start"]
-
-
-_FORMAT = "deqseq.word_problem"
-_VERSION = 1
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class WordProblemDataset(Dataset[Batch]):
-    """A fixed set of word problems, for evaluation; item ``i`` is one, a slice a batch.
-
-    Attributes:
-        algebra: where the targets were multiplied.
-        identity_probability: see :func:`sample`.
-        seed: that it was generated from.
-        tokens: (S, L) int64 inputs of S sequences.
-        targets: (S, L) int64, aligned with the inputs.
-    """
-
-    algebra: Algebra
-    identity_probability: float
-    seed: int
     tokens: Tensor
     targets: Tensor
-
-    @classmethod
-    def generate(
-        cls,
-        algebra: Algebra,
-        *,
-        sequences: int,
-        length: int,
-        identity_probability: float,
-        seed: int,
-    ) -> "WordProblemDataset":
-        """Sample a set of ``sequences`` × ``length`` tokens, determined by the arguments.
-
-        Raises:
-            ValueError: if a number is out of range.
-        """
-        stream = WordProblemStream(
-            algebra,
-            length,
-            identity_probability=identity_probability,
-            seed=seed,
-            batch_size=sequences,
-        )
-        # The last index there is, where no training stream of the same seed will ever come.
-        batch = stream.batch(_MASK)
-        return cls(
-            algebra=algebra,
-            identity_probability=identity_probability,
-            seed=seed,
-            tokens=batch["input_ids"],
-            targets=batch["labels"],
-        )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: int | slice) -> Batch:
-        """``input_ids`` and ``labels``: (L,) for an integer, (B, L) for a slice."""
-        return {"input_ids": self.tokens[index], "labels": self.targets[index]}
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write a safetensors file: both tensors as int16, and the rest as JSON in its header.
-
-        Raises:
-            FileExistsError: if there is such a file already; it is left as it is.
-        """
-        import safetensors.torch  # not everyone who trains saves sets, so it stays optional
-
-        header = {
-            "version": _VERSION,
-            "algebra": self.algebra.name,
-            "identity_probability": self.identity_probability,
-            "length": self.tokens.shape[1],
-            "seed": self.seed,
-        }
-        tensors = {
-            "tokens": self.tokens.to(torch.int16),  # holds every index below MAX_ELEMENTS
-            "targets": self.targets.to(torch.int16),
-        }
-        content = safetensors.torch.save(tensors, metadata={_FORMAT: json.dumps(header)})
-        with open(path, "xb") as file:
-            file.write(content)
-
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> "WordProblemDataset":
-        """Read what :meth:`save` wrote, and check that the targets are right.
+    def generate(
+        cls, algebra: Algebra, *, sequences: int, length: int, identity_probability: float, seed: int
+    ) -> WordProblemDataset:
+        """Sample a set of ``sequences`` × ``length`` tokens, determined by the arguments.
 
         Raises:
-            ValueError: if the file is damaged, of another format or version, or inconsistent.
-            FileNotFoundError: if there is none.
+            ValueError: a number out of range.
         """
-        import safetensors
-
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no such file: {fspath(path)}")
-        try:
-            with safetensors.safe_open(fspath(path), framework="pt") as file:
-                metadata: dict[str, str] = file.metadata() or {}
-                if _FORMAT not in metadata:
-                    raise ValueError(f"header has no {_FORMAT!r}")
-                header: dict[str, Any] = json.loads(metadata[_FORMAT])
-                if header["version"] != _VERSION:
-                    raise ValueError(f"version is {header['version']}, must be {_VERSION}")
-                dataset = cls(
-                    algebra=algebra(header["algebra"]),
-                    identity_probability=float(header["identity_probability"]),
-                    seed=int(header["seed"]),
-                    tokens=file.get_tensor("tokens").to(torch.int64),
-                    targets=file.get_tensor("targets").to(torch.int64),
-                )
-            products = prefix_products(dataset.algebra, dataset.tokens)
-            if not torch.equal(products, dataset.targets):
-                raise ValueError("targets are not the running products of the tokens")
-            if header["length"] != products.shape[1]:
-                raise ValueError(f"length is {products.shape[1]}, must be {header['length']}")
-        except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{fspath(path)} is not an intact word-problem set: {error}") from error
-        return dataset
+        stream = WordProblemStream(
+            algebra, length, identity_probability=identity_probability, seed=seed, batch_size=sequences
+        )
+        batch = stream.batch(_MASK)  # the last index, which no training run of the same seed reaches
+        return cls(batch["input_ids"], batch["labels"])
 
 
 _CSV_HEADER = ["seed", "input", "target"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, save, table
@@ -13,36 +14,41 @@ from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
 WINDOW = 8
+THREADS: int | None = None
+"""Threads of PyTorch in the demo; ``None``: PyTorch's default, one a core.
+
+OpenMP's threads spin while they wait for each other, which is slow where another process uses a core. The
+runtime reads OMP_WAIT_POLICY when PyTorch is imported, so that variable belongs to the caller's environment.
+"""
 
 
 def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
     """Train both models for every seed in ``output``, test at 1x and 4x the length, print one table.
 
-    Writes ``demo.json`` and ``demo.png``. What is trained already is not trained again.
+    Writes ``demo.json`` and ``demo.png``. Finished runs are not trained again.
     """
+    if THREADS is not None:
+        torch.set_num_threads(THREADS)
     rows: list[tuple[str, Evaluation]] = []
     seconds = []
     for seed in seeds:
         for name in ("implicit", "explicit"):
-            settings = TrainSettings(seed=seed)
-            settings = replace(settings, explicit=name == "explicit")
+            settings = TrainSettings(seed=seed, explicit=name == "explicit")
             folder = output / f"{name}-seed{seed}"
             print(f"{name} Mamba2, {settings.group}, length {settings.length}, seed {seed}: {folder}")
             model = train(settings, folder)
             trained = read_record(folder)["seconds"]
-            found = []
-            for factor in (1, 4):
-                length = factor * settings.length
-                found.append(evaluate_fresh(model, settings, length, 512, window=WINDOW, progress=True))
-            evaluated = sum(e.seconds for e in found)
-            seconds.append(f"{name} seed {seed}: {trained:.0f} s training, {evaluated:.0f} s tests")
+            found = [
+                evaluate_fresh(model, settings, factor * settings.length, 512, window=WINDOW, progress=True)
+                for factor in (1, 4)
+            ]
+            tested = sum(e.seconds for e in found)
+            seconds.append(f"{name} seed {seed}: {trained:.0f} s training, {tested:.0f} s tests")
             rows += [(f"{name} {seed}" if len(seeds) > 1 else name, e) for e in found]
     save(rows, output / "demo.json")
-    settings = TrainSettings()
     longest = [(name, e) for name, e in rows if e.length > settings.length]
     chance = settings.algebra.chance
-    print()
-    print(table(rows))
+    print(f"\n{table(rows)}")
     plot_by_position(longest, output / "demo.png", chance, settings.length)
     print(f"chance is {chance:.4f}; {'; '.join(seconds)}")
     print(f"wrote {output / 'demo.json'} and {output / 'demo.png'}")

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,14 @@ from tqdm.auto import tqdm
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.convergence import Residual, check_count
 from deqseq.layer import ImplicitSequenceLayer
-from deqseq.solution import Status
 from deqseq.solvers import Picard
+from deqseq.statistics import SolveStatistics
+from deqseq.tasks.common import results
+from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.models import implicit_layer
+from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.state_tracking.data import WordProblemDataset
 from deqseq.tasks.state_tracking.lstm import LSTM
-from deqseq.tasks.state_tracking.metrics import Accuracies
 from deqseq.tasks.state_tracking.settings import TrainSettings, load_settings
 
 logger = logging.getLogger(__name__)
@@ -124,40 +129,35 @@ def evaluate(
                 f"token {extreme} is outside the model's vocabulary of {model.config.vocab_size}"
             )
     model.eval()
-    layer = next((m for m in model.modules() if isinstance(m, ImplicitSequenceLayer)), None)
+    layer = implicit_layer(model)
     options: dict[str, Any] = {} if layer is None else {"window": window}
-    accuracies = Accuracies()
-    solved: dict[str, list[Tensor]] = {"iterations": [], "residual": [], "status": []}
-    passes = []
+    solves = SolveStatistics()
+    parts = []
     start = time.perf_counter()
     batches = range(0, len(tokens), batch_size)
     description = f"length {tokens.shape[1]}, window {window or 'all'}"
     with _search(layer, tolerance, max_iter, damping):
         for i in tqdm(batches, desc=description, leave=False, disable=not progress):
             out = model(tokens[i : i + batch_size].to(model.device), **options)
-            accuracies.update(out.logits, targets[i : i + batch_size].to(model.device))
+            parts.append(out.logits.argmax(-1) == targets[i : i + batch_size].to(model.device))
             if out.solution is not None:
-                passes.append(out.solution.nfe)
-                for name, values in solved.items():
-                    values.append(getattr(out.solution, name).cpu())
-    report = accuracies.compute()
-    implicit = bool(passes)
-    every = {name: torch.cat(values).double() for name, values in solved.items()} if implicit else {}
-    converged = (every["status"] == Status.CONVERGED).double() if implicit else torch.empty(0)
+                solves.add(out.solution)
+    right = torch.cat(parts).cpu().double()
+    search = solves.read()
     return Evaluation(
         length=tokens.shape[1],
-        window=window if implicit else None,
-        accuracy=report["accuracy"],
-        accuracy_last10=report["accuracy_last10"],
-        accuracy_sequence=report["accuracy_sequence"],
-        iterations=every["iterations"].mean().item() if implicit else None,
-        passes=sum(passes) / len(passes) if implicit else None,
-        residual=every["residual"].mean().item() if implicit else None,
-        converged=converged.mean().item() if implicit else None,
+        window=window if search else None,
+        accuracy=right.mean().item(),
+        accuracy_last10=right[:, -10:].mean().item(),
+        accuracy_sequence=right.amin(1).mean().item(),
+        iterations=search.get("iterations"),
+        passes=search.get("nfe"),
+        residual=search.get("residual"),
+        converged=search.get("share_converged"),
         seconds=time.perf_counter() - start,
-        accuracy_by_position=report["accuracy_by_position"].tolist(),
-        iterations_by_position=every["iterations"].mean(0).tolist() if implicit else None,
-        converged_by_position=converged.mean(0).tolist() if implicit else None,
+        accuracy_by_position=right.mean(0).tolist(),
+        iterations_by_position=solves.by_position("iterations").tolist() if search else None,
+        converged_by_position=solves.by_position("share_converged").tolist() if search else None,
     )
 
 
@@ -220,28 +220,27 @@ def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) ->
     )
 
 
+_measure = partial(column, of=itemgetter(1))
+_COLUMNS: tuple[Column, ...] = (
+    ("model", itemgetter(0)), _measure("identity_probability", "g", "p"), _measure("length"),
+    ("window", lambda row: window_name(row[1])), _measure("accuracy", ".4f", "all"),
+    _measure("accuracy_last10", ".4f", "last 10"), _measure("accuracy_sequence", ".4f", "sequence"),
+    _measure("iterations", ".1f"), _measure("passes", ".0f"), _measure("converged", ".4f"),
+    _measure("seconds", ".1f"),
+)  # fmt: skip
+
+
+def window_name(found: Evaluation) -> str:
+    """How tables and figures write the window; ``-`` for explicit models."""
+    return "-" if found.iterations is None else str(found.window or "all")
+
+
 def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
-    """The evaluations as text, one row each."""
-    head = ("model", "p", "length", "window", "all", "last 10", "sequence", "iterations", "passes",
-            "converged", "seconds")  # fmt: skip
-    lines: list[tuple[str, ...]] = [head]
-    for name, e in rows:
-        window = "-" if e.iterations is None else "all" if e.window is None else str(e.window)
-        accuracy = (f"{x:.4f}" for x in (e.accuracy, e.accuracy_last10, e.accuracy_sequence))
-        solved = (
-            "-" if x is None else f"{x:.{digits}f}"
-            for x, digits in ((e.iterations, 1), (e.passes, 0), (e.converged, 4))
-        )
-        p = "-" if e.identity_probability is None else f"{e.identity_probability:g}"
-        lines.append((name, p, str(e.length), window, *accuracy, *solved, f"{e.seconds:.1f}"))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
+    """The evaluations as text, a line each."""
+    return results.table(_COLUMNS, rows)
 
 
 def save(rows: Sequence[tuple[str, Evaluation]], path: Path, asked: Mapping[str, Any] | None = None) -> None:
-    """Write the evaluations as JSON, each with how it was ``asked`` for."""
+    """Write the evaluations as JSON, each with the options ``asked`` for."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = [{"model": name, **(asked or {}), **asdict(found)} for name, found in rows]
-    path.write_text(json.dumps(told, indent=2) + "\n")
+    write_json(path, [{"model": name, **(asked or {}), **asdict(found)} for name, found in rows])

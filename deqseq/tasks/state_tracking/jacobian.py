@@ -13,7 +13,6 @@ Shapes: L tokens, D width, S = H P N entries of the state, flattened.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,8 +26,9 @@ from deqseq.backbone import State
 from deqseq.backbones import Mamba2Backbone
 from deqseq.solution import Status
 from deqseq.solvers import Broyden
-from deqseq.tasks.common.figures import pyplot
-from deqseq.tasks.common.results import Column, column, describe_machine, table
+from deqseq.tasks.common.figures import save_figure
+from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.results import Column, column, provenance, table
 from deqseq.tasks.state_tracking.evaluate import held_out, load
 from deqseq.tasks.state_tracking.lstm import LSTM
 
@@ -225,40 +225,30 @@ def report(runs: Sequence[str | Path], length: int, seed: int, output: Path) -> 
             last[case.name] = found
     print(table(COLUMNS, rows))
     output.mkdir(parents=True, exist_ok=True)
-    result = {
-        "settings": {
-            "runs": [str(run) for run in runs],
-            "length": length,
-            "seed": seed,
-            "tolerance": TOLERANCE,
-        },
-        "machine": describe_machine(torch.device("cpu")),
-        "rows": [asdict(row) for row in rows],
-    }
-    (output / "jacobian.json").write_text(json.dumps(result, indent=2) + "\n")
+    settings = {"runs": list(map(str, runs)), "length": length, "seed": seed, "tolerance": TOLERANCE}
+    made = {"settings": settings, **provenance(torch.device("cpu"))}
+    write_json(output / "jacobian.json", {**made, "rows": [asdict(row) for row in rows]})
     plot(rows, last, output / "jacobian.png")
     return rows
 
 
 def plot(rows: Sequence[Jacobian], last: Mapping[str, Tensor], path: Path) -> None:
-    """Draw the Jacobians at the last token, and the mass beside the diagonal of all; write a PNG."""
-    plt = pyplot()
-    if plt is None:
-        return
-    from matplotlib.colors import BoundaryNorm
+    """Write a PNG of the Jacobians at the last token, and of the off-diagonal mass at all tokens."""
 
-    decades = BoundaryNorm([0, *(10.0**k for k in range(-6, 1))], 256)
-    panels = len(last) + 1
-    figure, axes = plt.subplots(1, panels, figsize=(3 * panels, 3.1), layout="constrained")
-    for axis, (name, jacobian) in zip(axes, last.items(), strict=False):
-        image = axis.imshow(jacobian.abs().numpy(), norm=decades, cmap="viridis", interpolation="nearest")
-        axis.set(title=name, xlabel="entry of h before the token", xticks=[], yticks=[])
-    axes[0].set_ylabel("entry after it")
-    figure.colorbar(image, ax=axes[-2], label="|J|", format="%.0e")
-    for name in last:
-        mine = [row for row in rows if row.model == name]
-        axes[-1].plot([row.token for row in mine], [row.off_diagonal_mass for row in mine], "o-", label=name)
-    axes[-1].set(title="mass beside the diagonal", xlabel="token", ylim=(-0.002, None))
-    axes[-1].legend(fontsize="small")
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
+    def draw(axes: list[Any]) -> None:
+        from matplotlib.colors import BoundaryNorm
+
+        decades = BoundaryNorm([0, *(10.0**k for k in range(-6, 1))], 256)
+        *images, mass = axes
+        for axis, (name, jacobian) in zip(images, last.items(), strict=True):
+            image = axis.imshow(jacobian.abs().numpy(), norm=decades, cmap="viridis", interpolation="nearest")
+            axis.set(title=name, xlabel="entry of h before the token", xticks=[], yticks=[])
+        images[0].set_ylabel("entry after it")
+        mass.figure.colorbar(image, ax=images[-1], label="|J|", format="%.0e")
+        for name in last:
+            mine = [row for row in rows if row.model == name]
+            mass.plot([row.token for row in mine], [row.off_diagonal_mass for row in mine], "o-", label=name)
+        mass.set(title="mass beside the diagonal", xlabel="token", ylim=(-0.002, None))
+        mass.legend()
+
+    save_figure(path, draw, columns=len(last) + 1, size=(3 * (len(last) + 1), 3.1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,9 +14,10 @@ from tqdm.auto import tqdm
 
 from deqseq.convergence import check_count
 from deqseq.solvers.picard import check_damping
+from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, table
 from deqseq.tasks.common.runs import RunFolder, read_yaml
-from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh
+from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, window_name
 from deqseq.tasks.state_tracking.plots import plot_by_length, plot_by_position
 from deqseq.tasks.state_tracking.settings import TrainSettings, check_fields, run_fields
 from deqseq.tasks.state_tracking.train import train
@@ -158,7 +158,7 @@ class Result:
 
     @property
     def window(self) -> str:
-        return "-" if self.evaluation.iterations is None else str(self.case["window"] or "all")
+        return window_name(self.evaluation)
 
 
 def conduct(
@@ -198,7 +198,7 @@ def conduct(
                 _test(settings, folder, cases)
             found = _read(folder / _RESULTS)
             results += [Result(name, seed, case, found[key]) for key, case in cases.items() if key in found]
-    _write(output / _RESULTS, [asdict(result) for result in results])
+    write_json(output / _RESULTS, [asdict(result) for result in results])
     _draw(study, results, output)
     return results
 
@@ -210,13 +210,7 @@ def _test(settings: TrainSettings, folder: Path, cases: Mapping[str, Mapping[str
         found = _read(folder / _RESULTS)
         if key not in found:
             found[key] = evaluate_fresh(model, settings, **case, progress=True)
-            _write(folder / _RESULTS, {key: asdict(e) for key, e in found.items()})
-
-
-def _write(file: Path, content: Any) -> None:
-    part = file.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(content) + "\n")
-    part.replace(file)
+            write_json(folder / _RESULTS, {key: asdict(e) for key, e in found.items()})
 
 
 def _read(file: Path) -> dict[str, Evaluation]:

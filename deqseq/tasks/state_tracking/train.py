@@ -24,20 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 def train(
-    settings: TrainSettings,
-    output: str | Path,
-    save_steps: int = 500,
-    progress: bool = True,
+    settings: TrainSettings, output: str | Path, save_steps: int = 500, progress: bool = True
 ) -> ImplicitForCausalLM | LSTM:
-    """Train in folder ``output``; an interrupted run goes on from its last checkpoint.
+    """Train in folder ``output``; an interrupted run is resumed from its last checkpoint.
 
     Writes the model (``config.json``, ``model.safetensors``), ``settings.json`` and ``training.json``
-    (seconds, and the log: loss, iterations and residual of the search against the step). A finished run
-    is not repeated. What is returned is what was saved, in float32: the trainer leaves its autocast on the
-    model that it trained.
+    (seconds, and the log: loss, iterations and residual of the search at every 50th step). A finished run is
+    not repeated. Returns the saved model, in float32: the trainer leaves its autocast on its own.
 
     Args:
-        settings: what to train.
         output: folder of the run.
         save_steps: steps between checkpoints.
         progress: show a progress bar.
@@ -48,42 +43,26 @@ def train(
     folder = RunFolder(output, asdict(settings))
     if folder.finished:
         logger.info("%s is trained already", folder.path)
-    else:
-        _train(settings, folder, save_steps, progress)
-    return load(folder.path)[0]
-
-
-def _train(settings: TrainSettings, folder: RunFolder, save_steps: int, progress: bool) -> None:
+        return load(folder.path)[0]
     folder.start()
     set_seed(settings.seed)
     model = settings.model()
-    arguments = short_run_arguments(
-        folder.path,
-        settings.steps,
-        save_steps,
-        progress,
-        per_device_train_batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        bf16=settings.bf16,
-        use_cpu=not torch.cuda.is_available(),
-        seed=settings.seed,
-    )
+    arguments = short_run_arguments(settings, folder.path, save_steps, progress)
     trainer = AlignedTrainer(
+        arguments,
+        _Batches(settings, arguments.device),
+        settings.label_smoothing,
         model=model,
-        args=arguments,
-        stream=_Batches(settings, arguments.device),
         curriculum=settings.curriculum(),
-        label_smoothing=settings.label_smoothing,
     )
     trainer.train_in(folder)
+    return load(folder.path)[0]
 
 
 class _Batches(IterableDataset[Batch]):
-    """The batches of all stages, the shortest sequences first; made on the device that trains on them.
+    """The batches of all stages, the shortest sequences first, made on the training device.
 
-    Of the last stage's a share is like those before it, rehearsal.
+    In the last stage, the share ``rehearsal`` of the batches comes from the stage before it.
     """
 
     def __init__(self, settings: TrainSettings, device: torch.device) -> None:

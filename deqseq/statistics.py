@@ -1,0 +1,104 @@
+"""Statistics of solves: sums over tokens stay on the device and are read once.
+
+Shapes: B sequences, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from deqseq.status import Status
+
+_SHARES = tuple(status for status in Status if status is not Status.RUNNING)
+_MEANS = ("iterations", "residual", *(f"share_{status.name.lower()}" for status in _SHARES))
+_SAMPLE = 4096
+
+
+class Solved(Protocol):
+    """The fields of :class:`~deqseq.solution.Solution` that are counted: (B, L) or (L,) tensors, and NFE."""
+
+    residual: Tensor
+    iterations: Tensor
+    status: Tensor
+    nfe: int
+
+
+class SolveStatistics:
+    """Means over the tokens of one or more solves. Padding does not count.
+
+    :meth:`add` never waits for the device; reading does. Every token has the same weight, whichever solve
+    it belongs to. Sums are float64 (float32 on devices without it).
+
+    Args:
+        tail: also report ``residual_p99``, the residual that 99 % of the last solve's tokens are below
+            (estimated from at most 4,096 of them).
+
+    Attributes:
+        solves: how many were added.
+    """
+
+    def __init__(self, tail: bool = False) -> None:
+        self.tail = tail
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all solves."""
+        self.solves = 0
+        self._nfe = 0
+        self._sums = torch.zeros(1 + len(_MEANS), 0)  # tokens, then the sum of each mean; by position
+        self._residuals = torch.empty(0)
+
+    def add(self, solution: Solved, valid: Tensor | None = None) -> None:
+        """Add a solve.
+
+        Args:
+            valid: (B, L) bool, the tokens to count; all but padding by default.
+        """
+        iterations, status, residual = solution.iterations, solution.status, solution.residual.detach()
+        if valid is None:
+            valid = (iterations > 0) | (status == Status.NON_FINITE)
+        precise = torch.float32 if residual.device.type == "mps" else torch.float64
+        values = [torch.ones_like(residual), iterations, residual, *(status == share for share in _SHARES)]
+        stacked = torch.stack([torch.atleast_2d(value).to(precise) for value in values])
+        sums = stacked.where(torch.atleast_2d(valid).bool(), 0).sum(1)
+        before, self._sums = self._sums.to(sums), sums
+        if before.shape[1] > sums.shape[1]:
+            before, self._sums = sums, before
+        self._sums[:, : before.shape[1]] += before
+        self._nfe += solution.nfe
+        self.solves += 1
+        if self.tail:
+            every = -(-residual.numel() // _SAMPLE)
+            self._residuals = residual.flatten()[::every].clone()
+
+    def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
+        """The means by name: ``nfe`` per solve; ``iterations``, ``residual`` and ``share_...`` of every final
+        status per token. Empty if there was no solve.
+
+        Args:
+            reduce: sum of a tensor over processes; all of them must call this method.
+        """
+        if not self.solves:
+            return {}
+        tail = [torch.quantile(self._residuals.float(), 0.99) * self.solves] if self.tail else []
+        counts = self._sums.new_tensor([self.solves, self._nfe])
+        values = torch.cat([self._sums.sum(1), counts, *(value.view(1).to(counts) for value in tail)])
+        if reduce is not None:
+            values = reduce(values)
+        tokens, *sums = values.tolist()
+        solves, nfe, *tails = sums[len(_MEANS) :]
+        found = {"nfe": nfe / solves}
+        found |= {name: total / max(tokens, 1) for name, total in zip(_MEANS, sums, strict=False)}
+        return found | ({"residual_p99": tails[0] / solves} if tails else {})
+
+    def by_position(self, name: str) -> Tensor:
+        """One of the means at every position: (L,) on the CPU; NaN where no token was counted.
+
+        L is that of the longest solve.
+        """
+        sums = self._sums.cpu()
+        return sums[1 + _MEANS.index(name)] / sums[0]

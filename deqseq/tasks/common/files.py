@@ -1,0 +1,42 @@
+"""Files that are whole at every moment: written under another name, synced, then renamed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+PART = ".part"
+"""How names of files end that are still being written."""
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` as JSON in one step. NaN and infinity, which JSON does not have, become null."""
+    part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    with part.open("w") as file:
+        file.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    rename(part, path)
+
+
+def rename(part: Path, path: Path) -> None:
+    """Give a synced file its final name, and sync its folder."""
+    part.replace(path)
+    if os.name == "nt":  # folders cannot be synced there
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,77 @@
+"""Statistics of solves: means over tokens that are no padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deqseq.solution import Solution
+from deqseq.statistics import SolveStatistics
+
+
+def solution(nfe: int = 9) -> Solution:
+    """Two sequences of three tokens; the last two of the second are padding, with a residual of NaN."""
+    status = torch.tensor([[1, 2, 1], [1, 1, 1]])
+    iterations = torch.tensor([[3, 9, 5], [4, 0, 0]])
+    residual = torch.tensor([[0.1, 0.7, 0.2], [0.3, torch.nan, torch.nan]])
+    return Solution(torch.zeros(2, 3, 1), residual, iterations, status, nfe)
+
+
+def test_padding_does_not_count() -> None:
+    statistics = SolveStatistics()
+    assert statistics.read() == {}
+    statistics.add(solution())
+    found = statistics.read()
+    assert found == pytest.approx(solution().summary())
+    assert found["nfe"] == 9 and found["iterations"] == 21 / 4
+    assert found["residual"] == pytest.approx(1.3 / 4)
+    assert found["share_converged"] == 3 / 4 and found["share_budget_exhausted"] == 1 / 4
+
+
+def test_the_caller_may_say_which_tokens_count() -> None:
+    valid = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    assert solution().summary(valid)["iterations"] == 4
+
+
+def test_tokens_weigh_the_same_and_solves_weigh_the_same_for_nfe() -> None:
+    statistics = SolveStatistics()
+    statistics.add(solution(nfe=9))
+    short = solution(nfe=1)[:1]  # three tokens of iterations 3, 9, 5
+    statistics.add(short)
+    found = statistics.read()
+    assert found["iterations"] == (21 + 17) / 7 and found["nfe"] == 5
+    statistics.reset()
+    assert statistics.read() == {} and statistics.solves == 0
+
+
+@pytest.mark.parametrize("longer_first", [True, False])
+def test_positions(longer_first: bool) -> None:
+    longer, shorter = solution(), solution()
+    for name in ("z", "residual", "iterations", "status"):
+        setattr(shorter, name, getattr(shorter, name)[:1, :2])
+    statistics = SolveStatistics()
+    for one in (longer, shorter) if longer_first else (shorter, longer):
+        statistics.add(one)
+    assert statistics.by_position("iterations").tolist() == [10 / 3, 9, 5]
+    assert statistics.by_position("share_converged").tolist() == [1, 0, 1]
+
+
+def test_processes_are_added_up() -> None:
+    """Two processes, one of which solved twice as many tokens."""
+    mine, other = SolveStatistics(tail=True), SolveStatistics(tail=True)
+    mine.add(solution(nfe=4))
+    other.add(solution(nfe=8)[:1])
+    sent: list[Tensor] = []
+    other.read(lambda values: (sent.append(values), values)[1])
+    found = mine.read(lambda values: values + sent[0])
+    assert found["iterations"] == (21 + 17) / 7 and found["nfe"] == 6
+
+
+def test_the_tail_is_that_of_the_last_solve() -> None:
+    statistics = SolveStatistics(tail=True)
+    one = solution()
+    for scale in (100.0, 1.0):
+        one.residual = scale * torch.linspace(0, 1, 6).view(2, 3)
+        statistics.add(one)
+    assert statistics.read()["residual_p99"] == pytest.approx(0.99)

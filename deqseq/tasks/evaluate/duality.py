@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from deqseq.convergence import ConvergencePolicy
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Solution, Status
+from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer, solving
-from deqseq.tasks.evaluate.perplexity import SolveTally, batches, exponential, losses, run
+from deqseq.tasks.evaluate.perplexity import batches, exponential, losses, run, search_means
 
 # Rows of logits compared at once, in float32.
 _ROWS = 1024
@@ -89,7 +90,7 @@ class _Comparison:
     """Differences from the first window, added up over batches."""
 
     def __init__(self) -> None:
-        self.solves = SolveTally()
+        self.solves = SolveStatistics()
         self.seconds = 0.0
         self.nll = 0.0
         self.worst: list[Difference] = []
@@ -145,7 +146,7 @@ class _Comparison:
             mean_logit_diff=mean,
             kl=max(0.0, divergence),  # where predictions are the same, rounding may say less
             perplexity=exponential(self.nll / tokens),
-            **self.solves.read(),
+            **search_means(self.solves),
             seconds=self.seconds,
             worst=[found for found in self.worst if found.max_logit_diff > 0],
         )

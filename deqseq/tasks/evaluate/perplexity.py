@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from deqseq.convergence import FixedIterations, Residual, check_count
-from deqseq.solution import Solution, Status
+from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import (
     Window,
     check_tokens,
@@ -152,35 +152,16 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(parts).view(targets.shape).cpu().double()
 
 
-class SolveTally:
-    """How solves went: iterations, residual and statuses over tokens, passes over solves."""
-
-    def __init__(self) -> None:
-        self._solves = 0
-        self._passes = 0
-        self._tokens = 0
-        self._sums = torch.zeros(4, dtype=torch.float64)
-
-    def add(self, solution: Solution) -> None:
-        """Take in one solve, which is one batch."""
-        self._solves += 1
-        self._passes += solution.nfe
-        self._tokens += solution.status.numel()
-        met, unjudged = (solution.status == s for s in (Status.CONVERGED, Status.COMPLETED))
-        parts = (solution.iterations, solution.residual, met, unjudged)
-        self._sums += torch.stack([part.cpu().double().sum() for part in parts])
-
-    def read(self) -> dict[str, Any]:
-        """The means, as in :class:`Score`; all ``None`` if nothing was solved."""
-        if not self._solves:
-            return dict.fromkeys(("iterations", "residual", "converged", "passes_per_batch"))
-        iterations, residual, met, unjudged = (self._sums / self._tokens).tolist()
-        return {
-            "iterations": iterations,
-            "residual": residual,
-            "converged": met if unjudged < 1 else None,
-            "passes_per_batch": self._passes / self._solves,
-        }
+def search_means(solves: SolveStatistics) -> dict[str, Any]:
+    """The fields of :class:`Score` that describe the search; all ``None`` if nothing was solved."""
+    found = solves.read()
+    judged = found.get("share_completed", 1) < 1
+    return {
+        "iterations": found.get("iterations"),
+        "residual": found.get("residual"),
+        "converged": found["share_converged"] if judged else None,
+        "passes_per_batch": found.get("nfe"),
+    }
 
 
 def score(
@@ -206,7 +187,7 @@ def _score(
     model.eval()
     cut = batches(tokens, length, batch_size)
     check_tokens(model, tokens)
-    tally = SolveTally()
+    solves = SolveStatistics()
     nll_parts, iterations_parts = [], []  # in the order of the text
     start = time.perf_counter()
     bar = tqdm(total=len(tokens) - 1, desc=f"length {length}", unit="tok", leave=False, disable=not progress)
@@ -215,7 +196,7 @@ def _score(
         nll_parts.append(losses(out.logits, targets).flatten())
         solution = getattr(out, "solution", None)
         if solution is not None:
-            tally.add(solution)
+            solves.add(solution)
             iterations_parts.append(solution.iterations.cpu().double().flatten())
         bar.update(targets.numel())
     bar.close()
@@ -232,7 +213,7 @@ def _score(
         window=window_name(layer),
         policy=None if layer is None else repr(layer.eval_convergence),
         budget=None if layer is None else layer.eval_convergence.max_iter,
-        **tally.read(),
+        **search_means(solves),
         seconds=seconds,
         tokens_per_second=len(nll) / seconds,
         by_position=_by_position(length, nll, iterations, None if first is None else nll - first),

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,6 @@ from typing import Any
 from deqseq.tasks.common.results import Column, column, table
 from deqseq.tasks.common.runs import read_record
 
-logger = logging.getLogger(__name__)
-
 MODELS = ("llama", "mamba2")
 _VOCABULARY = 1024
 _PROMPT_TOKENS = 8
@@ -26,15 +25,15 @@ _PROMPT_TOKENS = 8
 
 @dataclass
 class Line:
-    """Held-out perplexity of a model after some tokens of training.
+    """Held-out perplexity of a model at the end of a stage.
 
     Attributes:
         model: its name.
-        stage: what has ended.
-        tokens: trained on.
+        stage: its name.
+        tokens: trained on so far.
         perplexity: of the held-out text.
-        explicit: of the explicit twin after as many tokens.
-        iterations: of a token.
+        explicit: perplexity of the explicit twin after as many tokens.
+        iterations: per token, mean.
     """
 
     model: str
@@ -78,10 +77,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
         ValueError: a text that cannot be read; steps that are no multiple of 5; other runs in ``output``.
         Diverged: numbers that are not finite.
     """
-    from deqseq.tasks import generate, prepare
     from deqseq.tasks.common.corpus import TokenFolder
-    from deqseq.tasks.evaluate import __main__ as evaluate
-    from deqseq.tasks.evaluate import arguments as evaluation
     from deqseq.tasks.pretraining.card import plot_curves
     from deqseq.tasks.pretraining.run_files import load_run
     from deqseq.tasks.pretraining.train import pretrain
@@ -94,8 +90,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
     texts = list(texts or [str(help_pages(output / "help.txt"))])
     tokenizer = train_tokenizer(texts, output / "tokenizer.json")
     data = output / "data"
-    made = ["--output", str(data), "--tokenizer", str(tokenizer), "--validation-share", "0.05"]
-    prepare.prepare(prepare.parser().parse_args([*texts, *made]))
+    _run("prepare", *texts, "--output", data, "--tokenizer", tokenizer, "--validation-share", "0.05")
     runs, lines = [], []
     for name in MODELS:
         logs = []
@@ -112,32 +107,40 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
         for stage, title in zip(curriculum.stages, ("bounded", "free"), strict=True):
             step = curriculum.end(stage, settings.total_steps)
             mine, twin = (scores[step] for scores in logs)
-            lines.append(
-                Line(
-                    name, title, step * settings.batch_tokens, mine["eval_perplexity"],
-                    twin["eval_perplexity"], mine["eval_iterations"],
-                )
-            )  # fmt: skip
+            perplexities = mine["eval_perplexity"], twin["eval_perplexity"]
+            tokens = step * settings.batch_tokens
+            lines.append(Line(name, title, tokens, *perplexities, mine["eval_iterations"]))
     print(f"\nheld-out perplexity in rows of {settings.length} tokens\n{table(_COLUMNS, lines)}\n")
     plot_curves(runs, output / "curves.png")
     folder = TokenFolder(data)
-    held_out = folder.rows("validation", settings.length)
-    text = folder.tokenizer().decode([int(t) for i in range(len(held_out)) for t in held_out[i]["input_ids"]])
-    (output / "held-out.txt").write_text(text)
-    prompt = folder.tokenizer().decode(held_out[0]["input_ids"][:_PROMPT_TOKENS])
+    rows = folder.rows("validation", settings.length)
+    decode = folder.tokenizer().decode
+    held_out = output / "held-out.txt"
+    held_out.write_text(decode([int(t) for i in range(len(rows)) for t in rows[i]["input_ids"]]))
+    prompt = decode(rows[0]["input_ids"][:_PROMPT_TOKENS])
     for name in MODELS:
-        model = str(output / f"{name}-tiny" / "model")
+        model = output / f"{name}-tiny" / "model"
         print(f"\n{name}, a sample:")
-        sampling = ["--temperature", "0.8", "--max-new-tokens", "100"]
-        generate.generate(generate.parser().parse_args([model, prompt, *sampling]))
+        _run("generate", model, prompt, "--temperature", "0.8", "--max-new-tokens", "100")
         print(f"\n{name}, deqseq.tasks.evaluate perplexity:")
-        report = ["--text", str(output / "held-out.txt"), "--length", str(settings.length)]
-        kept = ["--output", str(output / f"{name}-tiny" / "report"), "--force"]
-        evaluate.report(evaluation.parser().parse_args(["perplexity", model, *report, *kept]))
+        report = ["--text", held_out, "--length", settings.length, "--output", model.parent / "report"]
+        _run("evaluate", "perplexity", model, *report, "--force")
     print(
         f"\nwrote {output / 'curves.png'} and the models' folders; {time.perf_counter() - start:.0f} s in all"
     )
     return lines
+
+
+def _run(task: str, *arguments: Any) -> None:
+    """Run ``python -m deqseq.tasks.TASK`` with these arguments.
+
+    Raises:
+        ValueError: the command fails; it has printed why.
+    """
+    sys.stdout.flush()
+    command = [sys.executable, "-m", f"deqseq.tasks.{task}", *map(str, arguments)]
+    if subprocess.run(command).returncode:
+        raise ValueError(f"the command deqseq.tasks.{task} failed, see above")
 
 
 def help_pages(path: Path) -> Path:
@@ -149,7 +152,7 @@ def help_pages(path: Path) -> Path:
 
 
 def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
-    """Train a byte-level tokenizer of 1024 tokens on the texts and save it, unless that has been done.
+    """Train a byte-level tokenizer of 1024 tokens on the texts and save it, unless ``path`` exists.
 
     Raises:
         ValueError: a text that is not there or not UTF-8.
@@ -169,7 +172,7 @@ def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
     )
     try:
         made.train([str(text) for text in texts], trainer)
-    except Exception as error:  # the library has no classes of its own for these
+    except Exception as error:  # the library raises bare exceptions
         raise ValueError(f"no tokenizer can be trained on {', '.join(map(str, texts))}: {error}") from error
     made.save(str(path))
     return path

@@ -11,19 +11,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 from tqdm.auto import tqdm
 
-import deqseq
-from deqseq.registry import Registry
-from deqseq.tasks.common.figures import pyplot
-from deqseq.tasks.common.results import describe_machine
+from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.results import Column, describe_machine, provenance, table
 
 Row = dict[str, Any]
 
@@ -64,19 +60,6 @@ def parse(made: argparse.ArgumentParser, **defaults: tuple[Any, Any]) -> argpars
     return options
 
 
-def part_name(registry: Registry[Any], presets: Mapping[str, Any]) -> Callable[[str], str]:
-    """An argument that names a part: a key of ``presets``, or a name that ``registry`` can build."""
-
-    def check(name: str) -> str:
-        try:
-            registry.check(presets.get(name, name))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{error}; presets: {', '.join(presets)}") from error
-        return name
-
-    return check
-
-
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a script and exit. ``ValueError`` becomes one line and status 2."""
     try:
@@ -107,6 +90,12 @@ def time_over(
     return statistics.median(seconds for _, seconds in pairs), statistics.median(ratios)
 
 
+def relative_distance(z: Tensor, reference: Tensor) -> Tensor:
+    """||z - reference|| / ||reference|| of every token, (B, L) float64."""
+    z, reference = z.double(), reference.double()
+    return torch.linalg.vector_norm(z - reference, dim=-1) / torch.linalg.vector_norm(reference, dim=-1)
+
+
 def peak_mib(function: Callable[[], Any], device: str) -> float | None:
     """Call ``function``; its peak of allocated memory in MiB, above the memory before. CUDA only."""
     if device == "cpu":
@@ -127,9 +116,12 @@ def machine_name(device: str) -> str:
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows with a column for every key of any row."""
-    cells = [{name: _cell(value) for name, value in row.items()} for row in rows]
-    print(title)
-    print(tabulate(cells, "keys", "plain", missingval="-", stralign="right", disable_numparse=True))
+
+    def column(name: str) -> Column:
+        return name, lambda row: _cell(row.get(name))
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    print(title, table([column(name) for name in names], rows), sep="\n")
 
 
 def _cell(value: Any) -> str:
@@ -138,36 +130,16 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def save_figure(
-    path: Path, draw: Callable[[list[Any]], object], rows: int = 1, columns: int = 1,
-    size: tuple[float, float] = (8, 4), **options: Any,
-) -> None:  # fmt: skip
-    """PLACEHOLDER."""
-    plt = pyplot()
-    if plt is None:
-        return
-    style = {"axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True}
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **options)
-        draw(list(axes.flat))
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
-    print(f"wrote {path}")
-
-
 def write_results(
     file: Path, options: argparse.Namespace, machine: Mapping[str, Any] | None = None, **results: Any
 ) -> None:
     """Write settings, machine, versions, date and ``results`` as JSON; ``machine``: more about it."""
-    versions = {"deqseq": deqseq.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
     described = {"device": machine_name(options.device), "threads": torch.get_num_threads(), **versions}
-    head = {
-        "settings": vars(options),
-        "machine": described | dict(machine or {}),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    head = {"settings": settings, **provenance(torch.device(options.device))}
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({**head, **results}, indent=2, default=str) + "\n")
+    write_json(file, {**head, "machine": described | dict(machine or {}), **results})
     print(f"wrote {file}")
 
 

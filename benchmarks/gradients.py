@@ -40,11 +40,11 @@ import trained
 from learning import descend, stream
 from torch import Tensor
 
-from deqseq import ImplicitDifferentiation, Residual, Status, Unrolled, kernels
+from deqseq import ImplicitDifferentiation, Residual, SolveOptions, Status, Unrolled, kernels
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.gradients import gradients
 from deqseq.solvers import Anderson
-from deqseq.tasks.common.figures import log_scale
+from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.state_tracking.evaluate import evaluate, held_out
 from deqseq.tasks.state_tracking.settings import TrainSettings
@@ -121,8 +121,8 @@ def exact_gradient(
     """
     exact = copy.deepcopy(model).double().train()
     layer = exact.model.layer
-    layer.solver, layer.window = Anderson(5, damping=0.7), min(8, ids.shape[1])
-    layer.set_convergence(Residual(rtol=1e-10, max_iter=512))
+    convergence = Residual(rtol=1e-10, max_iter=512)
+    layer.train_solve = SolveOptions(Anderson(5, damping=0.7), convergence, min(8, ids.shape[1]))
     layer.gradient = ImplicitDifferentiation(convergence=Residual(rtol=1e-9, max_iter=2048))
     with kernels.use("torch"):
         with torch.no_grad():
@@ -237,17 +237,17 @@ def family(row: Mapping[str, Any]) -> str:
 def main() -> int:
     made = common.comparison_parser(__doc__, "gradients")
     add = made.add_argument
-    name = common.part_name(gradients, GRADIENTS)
     add("--model", metavar="FOLDER", help="a state-tracking run to take gradients of, instead")
-    add("--gradients", nargs="+", type=name, default=list(GRADIENTS), metavar="NAME",
-        help=f"of {', '.join(GRADIENTS)} (default: all of these), or any strategy by name, such as "
-        "unrolled:6 or another package's")  # fmt: skip
+    add("--gradients", nargs="+", default=list(GRADIENTS), metavar="NAME",
+        help=f"{', '.join(GRADIENTS)} (default: all), or any other by its registered name")  # fmt: skip
     add("--train-steps", type=int, help="by every strategy; 0: none (default: 300; quick: 100)")
-    add("--trained", nargs="+", type=name, metavar="NAME",
+    add("--trained", nargs="+", metavar="NAME",
         help=f"strategies to train with (default: all; quick: {', '.join(TRAINED_QUICKLY)})")  # fmt: skip
     add("--group", default="S3", help="the word problem that they train on (default: S3)")
     options = common.parse(made, batch=(64, 16), train_steps=(300, 100))
     options.trained = options.trained or (TRAINED_QUICKLY if options.quick else options.gradients)
+    for name in [*options.gradients, *options.trained]:  # unknown names raise before anything is trained
+        gradients.check(GRADIENTS.get(name, name))
     output, machine = options.output, common.machine_name(options.device)
     same = {name: getattr(options, name) for name in ("quick", "batch", "length", "group", "train_steps")}
     subject = trained.find(options.model or "A5", options)
@@ -268,7 +268,7 @@ def main() -> int:
         f"\n{subject.name}, {len(problem.ids)} x {subject.ids.shape[1]} tokens, {machine}", rows
     )
     if done := [row for row in rows if "seconds" in row]:
-        common.save_figure(output / "gradients.png", partial(draw, done), 1, 2, (9, 5.5), sharey=True)
+        save_figure(output / "gradients.png", partial(draw, done), 1, 2, (9, 5.5), sharey=True)
     if further:
         common.print_table(
             f"\n{options.group}, {options.train_steps} steps after as many unrolled ones", further

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from deqseq import GradientStrategy, Unrolled, kernels
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.state_tracking.data import WordProblemStream
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
@@ -113,7 +114,7 @@ def main() -> None:
     common.print_table(f"loss, {common.machine_name(options.device)}", rows)
     common.print_table(f"distance from {plain}", [{"curve": n, "mean": d} for n, d in distances.items()])
     common.write_results(options.output, options, curves=curves, distances=distances)
-    common.save_figure(options.output.with_suffix(".png"), partial(draw, curves), size=(7, 4))
+    save_figure(options.output.with_suffix(".png"), partial(draw, curves), size=(7, 4))
 
 
 if __name__ == "__main__":

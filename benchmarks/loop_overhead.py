@@ -17,9 +17,8 @@ from functools import partial
 import common
 import torch
 
-from deqseq import FixedIterations, Problem, Solver, iterate
+from deqseq import FixedIterations, Problem, SolveOptions, Solver, search
 from deqseq.backbones import Mamba2Backbone
-from deqseq.convergence import relative, residual_norms
 from deqseq.solvers import Anderson, Broyden, Picard
 
 Solve = Callable[[], torch.Tensor]
@@ -54,8 +53,8 @@ def main() -> None:
         return z
 
     def ours(solver: Solver) -> torch.Tensor:
-        z0 = torch.zeros_like(x)
-        return iterate(Problem(backbone, context, z0, solver, FixedIterations(n))).z
+        options = SolveOptions(solver, FixedIterations(n))
+        return search(Problem(backbone, context, torch.zeros_like(x), options)).z
 
     solves: dict[str, Solve] = {
         "picard": partial(ours, Picard()),
@@ -69,7 +68,7 @@ def main() -> None:
     rows = []
     for name, solve in solves.items():
         z = solve()
-        residual = relative(*residual_norms(z, f(z))).mean().item()
+        residual = common.relative_distance(z, f(z)).mean().item()
         seconds, ratio = common.time_over(bare, solve, options.device, options.rounds)
         times = {"evaluations": n, "seconds": seconds, "over bare evaluations": ratio}
         rows.append({"solver": name, **times, "residual after": residual})

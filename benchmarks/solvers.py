@@ -36,12 +36,20 @@ import torch
 import trained
 from torch import Tensor
 
-from deqseq import ConvergencePolicy, ImplicitSequenceLayer, LayerOutput, Residual, Solver, Status, kernels
+from deqseq import (
+    ConvergencePolicy,
+    ImplicitSequenceLayer,
+    LayerOutput,
+    Residual,
+    SolveOptions,
+    Status,
+    kernels,
+)
 from deqseq.backbones import Mamba2Backbone
-from deqseq.convergence import policies, relative, residual_norms
+from deqseq.convergence import policies
 from deqseq.solver import solvers
 from deqseq.solvers import Anderson, Picard
-from deqseq.tasks.common.figures import log_scale
+from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.runs import RunFolder
 
 SOLVERS: dict[str, str | dict[str, Any]] = {
@@ -81,26 +89,16 @@ class Case:
     gain: float
 
 
-def make_solver(name: str) -> Solver:
-    return solvers.create(SOLVERS.get(name, name))
+def windowed(name: str) -> bool:
+    """Whether the solver of this name works in windows."""
+    spec = SOLVERS.get(name, name)
+    return solvers.lookup(spec["name"] if isinstance(spec, dict) else spec.partition(":")[0]).windowed
 
 
 def make_policy(name: str, tolerance: float, max_iter: int) -> ConvergencePolicy:
-    """The policy ``name`` with this tolerance and budget, if it has such options."""
-    options = {"rtol": tolerance, "max_iter": max_iter}
-    return policies.create({"name": name, **{k: v for k, v in options.items() if policies.takes(name, k)}})
-
-
-def solve(
-    layer: ImplicitSequenceLayer, x: Tensor, solver: Solver, policy: ConvergencePolicy, window: int | None
-) -> LayerOutput:
-    """The output of ``layer`` with another solver, policy and window."""
-    before = layer.solver, layer.eval_convergence
-    layer.solver, layer.eval_convergence = solver, policy
-    try:
-        return layer(x, window=window)
-    finally:
-        layer.solver, layer.eval_convergence = before
+    """The policy of this name, with the tolerance and the budget if it has such options."""
+    settings = {"rtol": tolerance, "max_iter": max_iter}
+    return policies.create({"name": name, **{k: v for k, v in settings.items() if policies.takes(name, k)}})
 
 
 @torch.no_grad()
@@ -122,17 +120,12 @@ def solve_exactly(layer: ImplicitSequenceLayer, x: Tensor) -> tuple[Tensor, Tens
     exact = copy.deepcopy(layer).double()
     x, window = x.double(), min(8, x.shape[1])
     with kernels.use("torch"):
-        out = solve(exact, x, Anderson(5, damping=0.7), Residual(rtol=1e-8, max_iter=512), window)
-        rough = solve(exact, x, Picard(0.5), Residual(rtol=1e-3, max_iter=512), window)
+        fine, coarse = Residual(rtol=1e-8, max_iter=512), Residual(rtol=1e-3, max_iter=512)
+        out = exact(x, solve=SolveOptions(Anderson(5, damping=0.7), fine, window))
+        rough = exact(x, solve=SolveOptions(Picard(0.5), coarse, window))
     known = converged_so_far(out)
-    far = relative_distance(rough.z, out.z)[known & converged_so_far(rough)]
+    far = common.relative_distance(rough.z, out.z)[known & converged_so_far(rough)]
     return out.z, known, far.max().item() / 1e-3 if len(far) else float("nan")
-
-
-def relative_distance(z: Tensor, reference: Tensor) -> Tensor:
-    """||z - reference|| / ||reference|| of every token, (B, L) float64."""
-    reference = reference.double()
-    return torch.linalg.vector_norm(z - reference, dim=-1) / torch.linalg.vector_norm(reference, dim=-1)
 
 
 def converged_so_far(out: LayerOutput) -> Tensor:
@@ -142,9 +135,16 @@ def converged_so_far(out: LayerOutput) -> Tensor:
 
 
 def change_token(x: Tensor, t: int) -> Tensor:
-    """x (B, L, D) with noise added to token t."""
+    """x (B, L, D) with noise as large as x at token t.
+
+    Raises:
+        ValueError: x is zero, so nothing changed and no leak would show.
+    """
+    noise = torch.randn(x[:, t].shape, generator=torch.Generator().manual_seed(0))
     changed = x.clone()
-    changed[:, t] += torch.randn(x[:, t].shape, generator=torch.Generator().manual_seed(0)).to(x)
+    changed[:, t] = noise.to(x) * x.square().mean().sqrt()
+    if torch.equal(changed, x):
+        raise ValueError(f"token {t} must change for a leak to show")
     return changed
 
 
@@ -153,25 +153,25 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
     """Solve twice, the second time timed and with a token changed."""
     case, tolerance, device = cases[key["case"]], key["tolerance"], options.device
     dtype = getattr(torch, key["dtype"])
-    solver = make_solver(key["solver"])
     policy = make_policy(options.policy, tolerance, options.max_iter)
     window = None if key["window"] == "all" else int(key["window"])
+    how = SolveOptions(SOLVERS.get(key["solver"], key["solver"]), policy, window)
     t = case.x.shape[1] * 3 // 4
     changed = change_token(case.x, t)
     outs: list[LayerOutput] = []
 
-    def solve_for(x: Tensor) -> None:
-        outs.append(solve(case.layer, x, solver, policy, window))
+    def solve(x: Tensor) -> None:
+        outs.append(case.layer(x, solve=how))
 
     with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
-        memory = common.peak_mib(partial(solve_for, case.x), device)
-        seconds = common.stopwatch(partial(solve_for, changed), device)
+        memory = common.peak_mib(partial(solve, case.x), device)
+        seconds = common.stopwatch(partial(solve, changed), device)
         z = outs[0].z
         fz = case.layer.backbone(z, case.layer.backbone.prepare(case.x))
     solution = outs[0].solution
     assert solution is not None
-    residual = relative(*residual_norms(z, fz))
-    distance = relative_distance(z, case.reference)
+    residual = common.relative_distance(z, fz)
+    distance = common.relative_distance(z, case.reference)
     leak = (outs[1].z - z)[:, :t].abs().max().item()
     sure = converged_so_far(outs[0]) & case.known
     slack = tolerance + 4 * torch.finfo(dtype).eps
@@ -179,7 +179,7 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
         "not finite": not bool(torch.isfinite(z).all()),
         "residual": bool((residual > 3 * slack)[sure].any()),
         "far": bool((distance > 3 * max(1.0, case.gain) * slack)[sure].any()),
-        "leak": solver.causal and leak != 0,
+        "leak": how.solver.causal and leak != 0,
     }
     score = {"score": None} if case.subject is None else case.subject.score(z)
     return {
@@ -199,14 +199,13 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
 def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[common.Row]:
     """The rows to measure. bfloat16 has the loosest tolerance only: its rounding exceeds the others."""
     loosest = max(options.tolerances)
-    windowed = {name: make_solver(name).windowed for name in options.solvers}
     axes = (cases, options.dtypes, options.solvers, options.windows, options.tolerances)
     names = ("case", "dtype", "solver", "window", "tolerance")
     rows = [dict(zip(names, values, strict=True)) for values in product(*axes)]
     return [
         {"case": row["case"], "checksum": cases[row["case"]].checksum, **row}
         for row in rows
-        if (row["window"] == "all" or windowed[row["solver"]])
+        if (row["window"] == "all" or windowed(row["solver"]))
         and (row["dtype"] == "float32" or row["tolerance"] == loosest)
     ]
 
@@ -283,11 +282,9 @@ def main() -> int:
     add("--cases", nargs="+", choices=CASES, help="default: all; with --quick all but llama")
     add("--model", nargs="+", metavar="FOLDER", help="state-tracking runs or language models, instead")
     add("--text", nargs="+", metavar="FILE", help="for language models (default: Python's help pages)")
-    add("--solvers", nargs="+", type=common.part_name(solvers, SOLVERS), default=list(SOLVERS), metavar="NAME",
-        help=f"of {', '.join(SOLVERS)} (default: all of these), or any solver by name, such as anderson:3 or "
-        "another package's")  # fmt: skip
-    add("--policy", type=common.part_name(policies, {}), default="residual", metavar="NAME",
-        help="convergence policy, by name (default: residual)")  # fmt: skip
+    add("--solvers", nargs="+", default=list(SOLVERS), metavar="NAME",
+        help=f"{', '.join(SOLVERS)} (default: all), or any other by its registered name")  # fmt: skip
+    add("--policy", default="residual", metavar="NAME", help="convergence policy (default: residual)")
     add("--tolerances", nargs="+", type=float, default=[0.05, 1e-3], help="default: 0.05 1e-3")
     add("--windows", nargs="+", type=window_size, metavar="N",
         help="tokens solved at a time, or all (default: all 16 4; quick: all 8)")  # fmt: skip
@@ -298,6 +295,9 @@ def main() -> int:
         cases=(list(CASES), [name for name in CASES if name != "llama"]),
     )  # fmt: skip
     names = options.model or options.cases
+    for name in options.solvers:  # unknown names raise before anything is trained
+        windowed(name)
+    make_policy(options.policy, max(options.tolerances), options.max_iter)
     labels = {name: Path(name).resolve().name for name in names}
     if len(set(labels.values())) < len(names):
         raise ValueError(f"models must be in folders of different names, got {', '.join(names)}")
@@ -313,11 +313,11 @@ def main() -> int:
         shown = [{k: v for k, v in row.items() if k not in ("case", "checksum", "dtype")} for row in mine]
         common.print_table(f"\n{name}, {dtype}, {options.batch} x {options.length} tokens, {machine}", shown)
         draw = partial(draw_heat, mine, f"{labels[name]}, {dtype}: evaluations a token")
-        common.save_figure(output / f"heat-{labels[name]}-{dtype}.png", draw)
+        save_figure(output / f"heat-{labels[name]}-{dtype}.png", draw)
     done = [row for row in rows if "evaluations" in row and row["dtype"] == "float32"]
     if done:
         count = len(unique(row["case"] for row in done))
-        common.save_figure(
+        save_figure(
             output / "pareto.png", partial(draw_pareto, done), 2, count, (3.2 * count, 5), sharey="col"
         )
     references = {

@@ -34,7 +34,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 
-from deqseq import Backbone, Context, FixedIterations, Problem, Residual, iterate, kernels
+from deqseq import Backbone, Context, FixedIterations, Problem, Residual, SolveOptions, kernels, search
 from deqseq.backbone import backbones
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.solvers import Picard
@@ -365,7 +365,7 @@ def solve_over_bare(bench: Bench, name: str, how: str, n: int = 16) -> Row:
 
     def solve() -> int:
         if how != "torchdeq":
-            return iterate(Problem(backbone, context, z0, Picard(), policy)).nfe
+            return search(Problem(backbone, context, z0, SolveOptions(Picard(), policy))).nfe
         from torchdeq.solver import get_solver
 
         before = calls

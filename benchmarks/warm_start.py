@@ -9,23 +9,22 @@ same equilibrium: the script checks that the accuracies are equal. Run `make dem
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import common
 import torch
 import trained
-from torch import Tensor
 
-from deqseq import Residual
-from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq import Residual, SolveOptions
 
 
 @torch.no_grad()
-def decode(model: ImplicitForCausalLM, ids: Tensor, targets: Tensor) -> dict[str, Any]:
-    """Feed ``ids`` (B, L) one by one: accuracy, cost and residual of the solves."""
+def decode(subject: trained.Subject, solve: SolveOptions) -> dict[str, Any]:
+    """Feed the tokens one by one: accuracy, cost and residual of the solves."""
     cache, right, iterations, residual = None, [], [], []
-    for token, target in zip(ids.split(1, dim=1), targets.unbind(1), strict=True):
-        out = model(token, past_key_values=cache, use_cache=True)
+    for token, target in zip(subject.ids.split(1, dim=1), subject.targets.unbind(1), strict=True):
+        out = subject.model(token, past_key_values=cache, use_cache=True, solve=solve)
         cache = out.past_key_values
         right.append(out.logits[:, 0].argmax(-1) == target)
         iterations.append(out.solution.iterations)
@@ -51,14 +50,11 @@ def main() -> int:
     equal = True
     for rtol in options.tolerances:
         policy = Residual(rtol=rtol, max_iter=options.max_iter)
-        subject.model.model.layer.set_convergence((policy, policy))
+        solve = replace(subject.model.model.layer.eval_solve, convergence=policy)
         for guess in ("zero", "previous"):
             subject.model.config.initial_guess = guess
-            row = {"tolerance": rtol, "initial guess": guess}
-            seconds = common.stopwatch(
-                lambda row=row: row.update(decode(subject.model, subject.ids, subject.targets)),
-                options.device,
-            )
+            row: dict[str, Any] = {"tolerance": rtol, "initial guess": guess}
+            seconds = common.stopwatch(lambda: row.update(decode(subject, solve)), options.device)  # noqa: B023
             rows.append({**row, "seconds": seconds})
         equal &= abs(rows[-1]["accuracy"] - rows[-2]["accuracy"]) <= 2e-3
     machine = common.machine_name(options.device)

@@ -1,22 +1,76 @@
-"""What the benchmark scripts share: timing, tables, JSON, grids that go on where they stopped."""
+"""What the benchmark scripts share: arguments, timing, tables, results, and grids that can be resumed."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import os
 import platform
+import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.results import Column, describe_machine, provenance, table
+
+Row = dict[str, Any]
+
+
+def parser(text: str | None, output: str, device: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the options of every script, ``--device`` and ``--output``.
+
+    Args:
+        text: the docstring of the script.
+        output: file or folder in ``runs/benchmarks`` to write by default.
+        device: the default device; ``None``: a GPU if there is one.
+    """
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--device", choices=("cpu", "cuda"), default=device, help=f"default: {device}")
+    path = Path("runs/benchmarks", output)
+    made.add_argument("--output", type=Path, default=path, help=f"where to write results (default: {path})")
+    return made
+
+
+def comparison_parser(text: str | None, output: str) -> argparse.ArgumentParser:
+    """:func:`parser`, with the options of scripts that compare parts on trained models."""
+    made = parser(text, output)
+    made.add_argument("--quick", action="store_true", help="smaller models, fewer rows")
+    made.add_argument("--batch", type=int, help="sequences")
+    made.add_argument("--length", type=int, help="tokens of a sequence")
+    made.add_argument("--models", type=Path, default=Path("runs/benchmarks/models"),
+                      help="folder of the models that this script trains")  # fmt: skip
+    return made
+
+
+def parse(made: argparse.ArgumentParser, **defaults: tuple[Any, Any]) -> argparse.Namespace:
+    """Parse the command line. ``defaults``: values of options without and with ``--quick``."""
+    options = made.parse_args()
+    for name, (full, quick) in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else full)
+    return options
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script and exit. ``ValueError`` becomes one line and status 2."""
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
 
 def stopwatch(function: Callable[[], Any], device: str = "cpu") -> float:
-    """Seconds that ``function`` takes, the device's queue included."""
+    """Seconds that ``function`` takes, with the work that it queues on the device."""
     if device != "cpu":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -26,37 +80,48 @@ def stopwatch(function: Callable[[], Any], device: str = "cpu") -> float:
     return time.perf_counter() - start
 
 
-def describe_machine(device: str) -> dict[str, Any]:
-    """What a number depends on: device, threads, versions."""
-    name = torch.cuda.get_device_name(device) if device != "cpu" else _processor()
-    return {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+def time_over(
+    bare: Callable[[], Any], function: Callable[[], Any], device: str, rounds: int
+) -> tuple[float, float]:
+    """Median seconds of ``function``, and the median of its time over that of ``bare``, timed in turn."""
+    bare(), function()
+    pairs = [(stopwatch(bare, device), stopwatch(function, device)) for _ in range(rounds)]
+    ratios = [seconds / alone for alone, seconds in pairs]
+    return statistics.median(seconds for _, seconds in pairs), statistics.median(ratios)
 
 
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if _has_cpuinfo() else ():
-        if line.startswith("model name"):
-            return f"{line.partition(':')[2].strip()}, {torch.get_num_threads()} threads"
-    return platform.processor() or platform.machine()
+def relative_distance(z: Tensor, reference: Tensor) -> Tensor:
+    """||z - reference|| / ||reference|| of every token, (B, L) float64."""
+    z, reference = z.double(), reference.double()
+    return torch.linalg.vector_norm(z - reference, dim=-1) / torch.linalg.vector_norm(reference, dim=-1)
 
 
-def _has_cpuinfo() -> bool:
-    return Path("/proc/cpuinfo").exists()
+def peak_mib(function: Callable[[], Any], device: str) -> float | None:
+    """Call ``function``; its peak of allocated memory in MiB, above the memory before. CUDA only."""
+    if device == "cpu":
+        function()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def machine_name(device: str) -> str:
+    """The name of the GPU or the processor."""
+    return describe_machine(torch.device(device))
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows in aligned columns, which are those of all rows."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    print(title)
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        print("  ".join([line[0].ljust(widths[0]), *cells[1:]]))
+    """Print the rows with a column for every key of any row."""
+
+    def column(name: str) -> Column:
+        return name, lambda row: _cell(row.get(name))
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    print(title, table([column(name) for name in names], rows), sep="\n")
 
 
 def _cell(value: Any) -> str:
@@ -65,16 +130,38 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+def write_results(
+    file: Path, options: argparse.Namespace, machine: Mapping[str, Any] | None = None, **results: Any
+) -> None:
+    """Write settings, machine, versions, date and ``results`` as JSON; ``machine``: more about it."""
+    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    described = {"device": machine_name(options.device), "threads": torch.get_num_threads(), **versions}
+    head = {"settings": settings, **provenance(torch.device(options.device))}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {**head, "machine": described | dict(machine or {}), **results})
+    print(f"wrote {file}")
+
+
+def checksum(model: torch.nn.Module, *inputs: Tensor) -> str:
+    """Twelve hexadecimal digits that identify the weights of a model and its inputs."""
+    digest = hashlib.sha256()
+    for values in (*model.state_dict().values(), *inputs):
+        digest.update(str((values.dtype, tuple(values.shape))).encode())
+        digest.update(values.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
 def measure_grid(
     file: Path, keys: Sequence[Mapping[str, Any]], measure: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """The rows ``{**key, **measure(key)}``, written to ``file`` (JSON lines) as they come.
+) -> list[Row]:
+    """The rows ``{**key, **measure(key)}``, each appended to ``file`` (JSON lines) when it is measured.
 
-    Rows that the file holds already are not measured again. A measurement that raises leaves its error as
-    the row's ``problem``; it is not written, so that it is tried again the next time.
+    Rows that are in the file are not measured again. Where a measurement raises, the error becomes the
+    ``problem`` of the row. Such a row is not written, so the next run measures it again.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file has lines that are not rows.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     known = _read_rows(file)
@@ -94,50 +181,17 @@ def measure_grid(
     return rows
 
 
-def _read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of ``file``; a last line that was cut off while it was written is dropped from it."""
+def _read_rows(file: Path) -> list[Row]:
+    """The rows of ``file``. A last line that was only partly written is removed from the file."""
     if not file.exists():
         return []
-    text = file.read_text()
-    whole = text[: text.rfind("\n") + 1]
+    text = file.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
     rows = []
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             rows.append(dict(json.loads(line)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{file} cannot be read, line {number} is no row: {error}") from error
-    if whole != text:
-        part = file.with_suffix(".part")
-        part.write_text(whole)
-        part.replace(file)
+    os.truncate(file, len(whole))
     return rows
-
-
-def checksum(model: torch.nn.Module, *inputs: Tensor) -> str:
-    """Twelve hexadecimal digits that tell a model's weights, and its inputs, from others."""
-    digest = hashlib.sha256()
-    for values in (*model.state_dict().values(), *inputs):
-        digest.update(str((values.dtype, tuple(values.shape))).encode())
-        digest.update(values.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:12]
-
-
-def peak_mib(function: Callable[[], Any], device: str) -> float | None:
-    """MiB that ``function`` allocates at its peak, beyond what was allocated before; CUDA only."""
-    if device == "cpu":
-        function()
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    function()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def finish(path: str, result: Mapping[str, Any]) -> None:
-    """Write ``result`` as JSON and say where."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {file}")

@@ -1,25 +1,24 @@
-"""Tokens a second of the state-tracking data, made on the fly: sampling and running products together.
+"""How many tokens of state-tracking data are made per second: sampling and running products together.
 
-The products are checked first. Each row is the median over repeated timings; 'best' is the fastest, which
-other work on the machine disturbs least.
+The products are checked first. Each row is the median over repeated timings; 'best' is the fastest, on
+which other work on the machine has the least influence.
 
     python benchmarks/data_speed.py
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from time import perf_counter
 from typing import Any
 
+import common
 import torch
-from common import describe_machine, finish, print_table, stopwatch
 
 from deqseq.tasks.state_tracking.algebra import algebra, prefix_products
 from deqseq.tasks.state_tracking.data import sample
 
-CASES = [
+CASES = [  # algebra, batch, length
     ("A5", 64, 16),
     ("A5", 64, 64),
     ("A5", 4096, 64),
@@ -31,7 +30,7 @@ CASES = [
 
 
 def measure(name: str, batch: int, length: int, device: str, seconds: float) -> dict[str, Any]:
-    """Speed of one case, after checking that the targets are right."""
+    """Check the targets of one case, then time it for ``seconds``."""
     generator = torch.Generator(device=device).manual_seed(0)
     chosen = algebra(name)
 
@@ -46,31 +45,21 @@ def measure(name: str, batch: int, length: int, device: str, seconds: float) -> 
     timings: list[float] = []
     end = perf_counter() + seconds
     while len(timings) < 3 or perf_counter() < end:
-        timings.append(stopwatch(lambda: [draw() for _ in range(calls)], device) / calls)
+        timings.append(common.stopwatch(lambda: [draw() for _ in range(calls)], device) / calls)
     median = statistics.median(timings)
-    return {
-        "algebra": name,
-        "batch": batch,
-        "length": length,
-        "ms a batch": 1e3 * median,
-        "Mtokens/s": batch * length / median / 1e6,
-        "best": batch * length / min(timings) / 1e6,
-    }
+    speed = {"ms a batch": 1e3 * median, "Mtokens/s": batch * length / median / 1e6}
+    case = {"algebra": name, "batch": batch, "length": length}
+    return {**case, **speed, "best": batch * length / min(timings) / 1e6}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu", help="where to make them (default: cpu)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time for each row (default: 2)")
-    parser.add_argument("--output", default="runs/benchmarks/data_speed.json", help="JSON file to write")
-    options = parser.parse_args()
+    made = common.parser(__doc__, "data_speed.json", device="cpu")
+    made.add_argument("--seconds", type=float, default=2.0, help="time for each row (default: 2)")
+    options = made.parse_args()
     rows = [measure(*case, device=options.device, seconds=options.seconds) for case in CASES]
-    machine = describe_machine(options.device)
-    print_table(f"word problems on {machine['device']}", rows)
-    finish(options.output, {"settings": vars(options), "machine": machine, "rows": rows})
+    common.print_table(f"word problems on {common.machine_name(options.device)}", rows)
+    common.write_results(options.output, options, rows=rows)
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -1,22 +1,21 @@
-"""What a gradient strategy costs, how near it comes to the exact gradient, and what training makes of it.
+"""What a gradient strategy costs, how close it is to the exact gradient, and how training goes with it.
 
-The exact gradient of the loss of a trained A5 model is found in float64 by implicit differentiation at a
-tolerance of 1e-9, and checked by finite differences along a random direction. Every strategy then takes
-the gradient of the same loss in float32:
+Implicit differentiation in float64 at a tolerance of 1e-9 gives the exact gradient of the loss of a trained
+A5 model; finite differences along a random direction check it. Every strategy then takes the gradient of
+the same loss in float32:
 
-    cosine, norm    at the exact fixed point (its own error alone; unrolling knows no fixed point)
-    median          cosine of the gradient at the embeddings, median over sequences: in that of all
+    cosine, norm    at the exact fixed point: the strategy's own error (unrolling uses no fixed point)
+    median          cosine of the gradient at the embeddings, median over sequences: in the gradient of all
                     parameters the few sequences with huge gradients decide
-    in use          as training takes it: the search starts at zero and stops at the training tolerance
+    in use          as in training: the search starts at zero and stops at the training tolerance
     seconds         of that: search, gradient steps, backward pass
     graph MiB       what autograd keeps for the backward pass; peak MiB: of memory allocated (CUDA)
 
-With --train-steps, a model on S3 goes on from the same half-trained weights, with the same batches, by
-every strategy; accuracies are at the training length, and of the last ten tokens at twice that.
+With --train-steps, every strategy trains a half-trained model on S3 further, from the same weights and with
+the same batches; accuracies are at the training length, and of the last ten tokens at twice that length.
 
-A strategy whose gradient is not finite, or an implicit differentiation that is not exact as far as its
-tolerance says, is named in "problem". Rows are written as they come: the same command goes on where it was
-interrupted.
+"problem" names a gradient that is not finite, or an implicit differentiation that is less exact than its
+tolerance. Rows are written when they are measured: the same command resumes an interrupted run.
 
     python benchmarks/gradients.py --quick                     # minutes on two cores
     python benchmarks/gradients.py --device cuda --output runs/benchmarks/gradients-h100
@@ -25,74 +24,69 @@ interrupted.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import cycle
 from typing import Any, NamedTuple
 
+import common
 import torch
 import torch.nn.functional as F
-from common import checksum, describe_machine, finish, measure_grid, peak_mib, print_table, stopwatch
-from learning import descend
+import trained
+from learning import descend, stream
 from torch import Tensor
-from trained import load_word_problem, word_problem
 
-from deqseq import GradientStrategy, ImplicitDifferentiation, Phantom, Residual, Status, Unrolled, kernels
+from deqseq import ImplicitDifferentiation, Residual, SolveOptions, Status, Unrolled, kernels
 from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.gradient import gradients
 from deqseq.solvers import Anderson
-from deqseq.tasks.common.figures import log_scale, pyplot
+from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.state_tracking.data import WordProblemStream
 from deqseq.tasks.state_tracking.evaluate import evaluate, held_out
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
 
-def implicit(tolerance: float, solver: str | None = None) -> ImplicitDifferentiation:
-    return ImplicitDifferentiation(solver, Residual(rtol=tolerance, max_iter=256))
+def implicit(rtol: float, solver: str | None = None) -> dict[str, Any]:
+    policy = {"name": "residual", "rtol": rtol, "max_iter": 256}
+    return {"name": "implicit", "solver": solver, "convergence": policy}
 
 
-GRADIENTS: dict[str, Callable[[], GradientStrategy]] = {
-    **{f"phantom-{k}-{d}": partial(Phantom, k, d) for k in (1, 2, 4, 8) for d in (0.5, 0.8, 1.0)},
-    **{f"unrolled-{n}": partial(Unrolled, n) for n in (4, 8, 16, 32)},
-    **{f"implicit-{tolerance}": partial(implicit, tolerance) for tolerance in (0.1, 0.01, 0.0001)},
-    **{f"implicit-{t}-anderson": partial(implicit, t, "anderson") for t in (0.1, 0.01, 0.0001)},
-    "implicit-0.01-broyden": partial(implicit, 0.01, "broyden"),
+GRADIENTS: dict[str, str | dict[str, Any]] = {
+    **{
+        f"phantom-{steps}-{damping}": {"name": "phantom", "steps": steps, "damping": damping}
+        for steps in (1, 2, 4, 8)
+        for damping in (0.5, 0.8, 1.0)
+    },
+    **{f"unrolled-{n}": f"unrolled:{n}" for n in (4, 8, 16, 32)},
+    **{f"implicit-{rtol}": implicit(rtol) for rtol in (0.1, 0.01, 0.0001)},
+    **{f"implicit-{rtol}-anderson": implicit(rtol, "anderson") for rtol in (0.1, 0.01, 0.0001)},
+    "implicit-0.01-broyden": implicit(0.01, "broyden"),
 }
-TRAINED_QUICKLY = ("phantom-1-1.0", "phantom-4-0.8", "unrolled-4", "implicit-0.1-anderson")
+TRAINED_QUICKLY = ["phantom-1-1.0", "phantom-4-0.8", "unrolled-4", "implicit-0.1-anderson"]
 
 
 class Gradient(NamedTuple):
-    """A gradient in float64; zero where nothing reaches a parameter."""
+    """A gradient in float64; zero for parameters that no gradient reaches."""
 
     parameters: Tensor  # (P,)
     x: Tensor  # (B, L * D), at the embeddings
 
-    def cosine(self, other: Gradient) -> float:
-        return F.cosine_similarity(self.parameters, other.parameters, dim=0).item()
-
-    def norm(self, other: Gradient) -> float:
-        """Relative to that of ``other``."""
-        return (self.parameters.norm() / other.parameters.norm()).item()
-
-    def median(self, other: Gradient) -> float:
-        """The median over sequences of the cosine at their embeddings."""
-        return F.cosine_similarity(self.x, other.x, dim=1).median().item()
+    def errors(self, exact: Gradient, suffix: str = "") -> common.Row:
+        """Cosine and norm relative to the exact gradient; median over sequences of the cosine at x."""
+        return {
+            f"cosine{suffix}": F.cosine_similarity(self.parameters, exact.parameters, dim=0).item(),
+            f"norm{suffix}": (self.parameters.norm() / exact.parameters.norm()).item(),
+            f"median{suffix}": F.cosine_similarity(self.x, exact.x, dim=1).median().item(),
+        }
 
 
 @dataclass
-class Subject:
-    """A batch, its equilibrium, and whose it is.
-
-    Attributes:
-        model: in training mode.
-        ids, targets: (B, L) int64.
-        z: (B, L, D) the equilibrium.
-    """
+class Problem:
+    """A model in training mode, sequences with targets (B, L), and their equilibrium z (B, L, D)."""
 
     model: ImplicitForCausalLM
     ids: Tensor
@@ -106,11 +100,10 @@ class Subject:
         return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten()), x
 
     def backward(self, loss: Tensor, x: Tensor) -> Gradient:
-        wanted = [*self.model.parameters(), x]
-        found = torch.autograd.grad(loss, wanted, allow_unused=True)
-        both = zip(found, wanted, strict=True)
-        *flat, at_x = ((torch.zeros_like(p) if g is None else g).double() for g, p in both)
-        return Gradient(torch.cat([g.flatten() for g in flat]), at_x.flatten(1))
+        inputs = [*self.model.parameters(), x]
+        found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+        *parameters, at_x = (g.double() for g in found)
+        return Gradient(torch.cat([g.flatten() for g in parameters]), at_x.flatten(1))
 
     def gradient(self, z0: Tensor | None = None) -> Gradient:
         return self.backward(*self.forward(z0))
@@ -118,17 +111,18 @@ class Subject:
 
 def exact_gradient(
     model: ImplicitForCausalLM, ids: Tensor, targets: Tensor
-) -> tuple[Subject, Gradient, float]:
-    """The sequences that have a certain equilibrium, in the model's dtype; their exact gradient; and its
-    relative error along a random direction, against central differences.
+) -> tuple[Problem, Gradient, float]:
+    """The sequences with a certain equilibrium; their exact gradient, and its error.
+
+    The error is relative, along a random direction, against central differences.
 
     Raises:
         ValueError: no sequence converges.
     """
     exact = copy.deepcopy(model).double().train()
     layer = exact.model.layer
-    layer.solver, layer.window = Anderson(5, damping=0.7), min(8, ids.shape[1])
-    layer.set_convergence(Residual(rtol=1e-10, max_iter=512))
+    convergence = Residual(rtol=1e-10, max_iter=512)
+    layer.train_solve = SolveOptions(Anderson(5, damping=0.7), convergence, min(8, ids.shape[1]))
     layer.gradient = ImplicitDifferentiation(convergence=Residual(rtol=1e-9, max_iter=2048))
     with kernels.use("torch"):
         with torch.no_grad():
@@ -136,25 +130,25 @@ def exact_gradient(
         keep = (out.solution.status == Status.CONVERGED).all(1)
         if not keep.any():
             raise ValueError("no sequence converges in float64: a model that was trained longer may")
-        subject = Subject(exact, ids[keep], targets[keep], out.last_hidden_state[keep])
-        gradient = subject.gradient(subject.z)
+        problem = Problem(exact, ids[keep], targets[keep], out.last_hidden_state[keep])
+        gradient = problem.gradient(problem.z)
         generator = torch.Generator().manual_seed(0)
-        way = torch.randn(len(gradient.parameters), generator=generator, dtype=torch.float64)
-        # No smaller: torch's weight_norm takes its root in float32 on GPUs, whatever the type.
-        way, step = way.to(ids.device), 1e-5
+        direction = torch.randn(len(gradient.parameters), generator=generator, dtype=torch.float64)
+        # Smaller steps lose precision: on GPUs torch's weight_norm takes its root in float32 for any dtype.
+        direction, step = direction.to(ids.device), 1e-5
         here = torch.nn.utils.parameters_to_vector(exact.parameters())
+        losses = []
         with torch.no_grad():
-            losses = []
-            for sign in (1, -1):
-                torch.nn.utils.vector_to_parameters(here + sign * step * way, exact.parameters())
-                losses.append(subject.forward(subject.z)[0].item())
-    slope, expected = (losses[0] - losses[1]) / (2 * step), (gradient.parameters @ way).item()
-    subject = Subject(model, subject.ids, subject.targets, subject.z.float())
-    return subject, gradient, abs(slope - expected) / abs(expected)
+            for moved in (here + step * direction, here - step * direction):
+                torch.nn.utils.vector_to_parameters(moved, exact.parameters())
+                losses.append(problem.forward(problem.z)[0].item())
+    slope = (losses[0] - losses[1]) / (2 * step)
+    expected = (gradient.parameters @ direction).item()
+    return replace(problem, model=model, z=problem.z.float()), gradient, abs(slope / expected - 1)
 
 
 def graph_mib(function: Callable[[], Any]) -> tuple[Any, float]:
-    """What ``function`` returns, and the MiB of other tensors than parameters that its graph keeps."""
+    """The result of ``function``, and the MiB that its graph keeps besides parameters."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -168,68 +162,53 @@ def graph_mib(function: Callable[[], Any]) -> tuple[Any, float]:
     return value, sum(kept.values()) / 2**20
 
 
-def measure(subject: Subject, exact: Gradient, device: str, key: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that a row tells."""
-    strategy = subject.model.model.layer.gradient = GRADIENTS[key["gradient"]]()
-    at_equilibrium = subject.gradient(subject.z) if strategy.searches else None
-    (loss, x), graph = graph_mib(subject.forward)
-    used = subject.backward(loss, x)
+def measure(problem: Problem, exact: Gradient, device: str, key: Mapping[str, Any]) -> common.Row:
+    """Errors and costs of a strategy."""
+    strategy = problem.model.model.layer.gradient = make_gradient(key["gradient"])
+    at_equilibrium = dict.fromkeys(("cosine", "norm", "median"))
+    if strategy.searches:
+        at_equilibrium = problem.gradient(problem.z).errors(exact)
+    (loss, x), graph = graph_mib(problem.forward)
+    used = problem.backward(loss, x)
     del loss, x
-    memory = peak_mib(subject.gradient, device)
-    seconds = min(stopwatch(subject.gradient, device) for _ in range(3))
-    problem = None if torch.isfinite(used.parameters).all() else "not finite"
-    if isinstance(strategy, ImplicitDifferentiation) and at_equilibrium is not None:
-        assert isinstance(strategy.convergence, Residual)
-        if not 1 - at_equilibrium.cosine(exact) <= strategy.convergence.rtol:
-            problem = "not exact"
-    return {
-        "problem": problem,
-        "cosine": None if at_equilibrium is None else at_equilibrium.cosine(exact),
-        "norm": None if at_equilibrium is None else at_equilibrium.norm(exact),
-        "median": None if at_equilibrium is None else at_equilibrium.median(exact),
-        "cosine in use": used.cosine(exact),
-        "norm in use": used.norm(exact),
-        "median in use": used.median(exact),
-        "seconds": seconds,
-        "graph MiB": graph,
-        "peak MiB": memory,
-    }
+    memory = common.peak_mib(problem.gradient, device)
+    seconds = statistics.median(common.stopwatch(problem.gradient, device) for _ in range(3))
+    wrong = None if torch.isfinite(used.parameters).all() else "not finite"
+    policy = getattr(strategy, "convergence", None)
+    if isinstance(policy, Residual) and not 1 - at_equilibrium["cosine"] <= policy.rtol:
+        wrong = "not exact"
+    costs = {"seconds": seconds, "graph MiB": graph, "peak MiB": memory}
+    return {"problem": wrong, **at_equilibrium, **used.errors(exact, " in use"), **costs}
 
 
-def half_trained(options: argparse.Namespace) -> tuple[ImplicitForCausalLM, TrainSettings]:
-    """A model on a small word problem after its unrolled steps, from which every strategy goes on."""
-    task = TrainSettings(group=options.group, d_model=64, batch_size=32)
+def make_gradient(name: str) -> Any:
+    return gradients.create(GRADIENTS.get(name, name))
+
+
+def half_trained(group: str, steps: int, device: str) -> tuple[ImplicitForCausalLM, TrainSettings]:
+    """A model on a small word problem after its unrolled steps; every strategy starts from it."""
+    task = TrainSettings(group=group, d_model=64, batch_size=32)
     torch.manual_seed(task.seed)
-    model = ImplicitForCausalLM(task.config()).to(options.device).train()
-    descend(model, stream(task, (2, task.unrolled_length)), options.train_steps, lambda _: Unrolled(4))
+    model = ImplicitForCausalLM(task.config()).to(device).train()
+    descend(model, stream(task, 2, task.unrolled_length), steps, lambda _: Unrolled(4))
     return model, task
-
-
-def stream(task: TrainSettings, lengths: tuple[int, int]) -> WordProblemStream:
-    p, size = task.identity_probability, task.batch_size
-    return WordProblemStream(task.algebra, lengths, identity_probability=p, seed=task.seed, batch_size=size)
 
 
 def train_on(
     start: ImplicitForCausalLM, task: TrainSettings, steps: int, sequences: int, key: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Train on by a strategy; the accuracies then."""
-    model = copy.deepcopy(start)
-    strategy = GRADIENTS[key["gradient"]]()
-    batches = stream(task, (task.min_length, task.length))
-    losses: list[list[float]] = []
-    seconds = stopwatch(
-        lambda: losses.append(descend(model, batches, steps, lambda _: strategy)), model.device.type
+) -> common.Row:
+    """Loss and accuracies after ``steps`` more steps with a strategy."""
+    model, strategy = copy.deepcopy(start), make_gradient(key["gradient"])
+    batches = stream(task, task.min_length, task.length)
+    losses: list[float] = []
+    seconds = common.stopwatch(
+        lambda: losses.extend(descend(model, batches, steps, lambda _: strategy)), model.device.type
     )
-    found = {}
-    for length in (task.length, 2 * task.length):
-        fresh = held_out(task, length, sequences, seed=0)
-        found[length] = evaluate(model, fresh.tokens, fresh.targets, max_iter=96)
-    short, long = found.values()
-    last = losses[0][-20:]
+    fresh = [held_out(task, length, sequences, seed=0) for length in (task.length, 2 * task.length)]
+    short, long = (evaluate(model, batch.tokens, batch.targets, max_iter=96) for batch in fresh)
     return {
-        "problem": None if torch.isfinite(torch.tensor(losses[0])).all() else "not finite",
-        "loss": sum(last) / len(last),
+        "problem": None if torch.isfinite(torch.tensor(losses)).all() else "not finite",
+        "loss": statistics.fmean(losses[-20:]),
         f"accuracy at {short.length}": short.accuracy,
         f"last ten at {long.length}": long.accuracy_last10,
         f"converged at {long.length}": long.converged,
@@ -237,111 +216,65 @@ def train_on(
     }
 
 
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Time and memory against the error of the direction, as training takes it."""
-    plt = pyplot()
-    rows = [row for row in rows if "seconds" in row]
-    if plt is None or not rows:
-        return
-    figure, axes = plt.subplots(1, 2, figsize=(9, 5.5), sharey=True, layout="constrained")
-    families = ("phantom", "unrolled", "implicit")
-    for axis, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
-        for i, family in enumerate(families):
-            mine = [row for row in rows if row["gradient"].startswith(family)]
-            errors = [max(1 - row["median in use"], 1e-9) for row in mine]
-            axis.plot([row[cost] for row in mine], errors, "osD"[i], color=f"C{i}", label=family)
-            groups: list[list[tuple[float, float, str]]] = []  # x, y, name of points that lie on each other
-            for row, error in zip(mine, errors, strict=True):
-                x, point = row[cost], (row[cost], error, row["gradient"].partition("-")[2])
-                for group in groups:
-                    at, y, _ = group[0]
-                    if max(x / at, at / x) < 1.4 and 0.6 < error / y < 1.7:
-                        group.append(point)
-                        break
-                else:
-                    groups.append([point])
-            for xs, ys, names in (zip(*group, strict=True) for group in groups):
-                at, text = (max(xs), statistics.geometric_mean(ys)), "\n".join(names)
-                axis.annotate(text, at, (5, 0), textcoords="offset points", fontsize=6, va="center")
-        log_scale(axis.xaxis)
-        axis.set(xlabel=cost, yscale="log")
-        axis.margins(x=0.1)
-        axis.grid(alpha=0.3)
+def draw(rows: Sequence[common.Row], axes: Sequence[Any]) -> None:
+    """Time and memory against the error of the direction in use; a colour for each kind of strategy."""
+    families = list(dict.fromkeys(family(row) for row in rows))
+    for ax, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
+        for name in families:
+            for row, marker in zip((row for row in rows if family(row) == name), cycle("osD^v<>PX*hp")):
+                error, colour = max(1 - row["median in use"], 1e-9), f"C{families.index(name)}"
+                ax.plot(row[cost], error, marker, color=colour, label=row["gradient"])
+        log_scale(ax.xaxis)
+        ax.set(xlabel=cost, yscale="log")
     axes[0].set_ylabel("1 - median cosine to the exact gradient, in use")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    print(f"wrote {path}")
+    axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+
+
+def family(row: Mapping[str, Any]) -> str:
+    return row["gradient"].replace(":", "-").partition("-")[0]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--quick", action="store_true", help="a smaller model, fewer trained strategies and steps")
-    add("--model", type=Path, metavar="FOLDER", help="a state-tracking run to take gradients of, instead")
-    add("--gradients", nargs="+", choices=GRADIENTS, default=list(GRADIENTS), metavar="NAME",
-        help=f"of {', '.join(GRADIENTS)} (default: all)")  # fmt: skip
-    add("--batch", type=int, help="sequences (default: 64; quick: 16)")
-    add("--length", type=int, help="tokens of each (default: the model's longest in training)")
+    made = common.comparison_parser(__doc__, "gradients")
+    add = made.add_argument
+    add("--model", metavar="FOLDER", help="a state-tracking run to take gradients of, instead")
+    add("--gradients", nargs="+", default=list(GRADIENTS), metavar="NAME",
+        help=f"{', '.join(GRADIENTS)} (default: all), or any other by its registered name")  # fmt: skip
     add("--train-steps", type=int, help="by every strategy; 0: none (default: 300; quick: 100)")
-    add("--trained", nargs="+", choices=GRADIENTS, metavar="NAME",
+    add("--trained", nargs="+", metavar="NAME",
         help=f"strategies to train with (default: all; quick: {', '.join(TRAINED_QUICKLY)})")  # fmt: skip
-    add("--group", default="S3", help="what they are trained on (default: S3)")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--models", type=Path, default=Path("runs/benchmarks/models"), help="where trained models are kept")
-    add("--output", type=Path, default=Path("runs/benchmarks/gradients"), help="folder of rows and figures")
-    options = parser.parse_args()
-    quick = options.quick
-    options.batch = options.batch or (16 if quick else 64)
-    if options.train_steps is None:
-        options.train_steps = 100 if quick else 300
-    options.trained = options.trained or (list(TRAINED_QUICKLY) if quick else options.gradients)
-    machine = describe_machine(options.device)
+    add("--group", default="S3", help="the word problem that they train on (default: S3)")
+    options = common.parse(made, batch=(64, 16), train_steps=(300, 100))
+    options.trained = options.trained or (TRAINED_QUICKLY if options.quick else options.gradients)
+    for name in [*options.gradients, *options.trained]:  # unknown names raise before anything is trained
+        gradients.check(GRADIENTS.get(name, name))
+    output, machine = options.output, common.machine_name(options.device)
     same = {name: getattr(options, name) for name in ("quick", "batch", "length", "group", "train_steps")}
-    same["machine"] = machine["device"]
-    try:
-        model, settings = load_word_problem(options.model or word_problem(options.models, quick))
-        length = options.length or settings.length
-        fresh = held_out(settings, length, options.batch, seed=0)
-        same["checksum"] = checksum(model, fresh.tokens, fresh.targets)
-        folder = RunFolder(options.output, same)
-        model.to(options.device).train()
-        ids, targets = fresh.tokens.to(options.device), fresh.targets.to(options.device)
-        subject, exact, error = exact_gradient(model, ids, targets)
-        folder.start()
-        print(f"exact gradient of {len(subject.ids)} sequences, {error:.1e} from finite differences")
-        rows = measure_grid(
-            options.output / "rows.jsonl",
-            [{"gradient": name} for name in options.gradients],
-            partial(measure, subject, exact, options.device),
-        )
-        trained = []
-        if options.train_steps:
-            start, task = half_trained(options)
-            trained = measure_grid(
-                options.output / "trained.jsonl",
-                [{"gradient": name} for name in options.trained],
-                partial(train_on, start, task, options.train_steps, 4 * options.batch),
-            )
-    except ValueError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
-    print_table(f"\n{settings.group}, {len(subject.ids)} x {length} tokens, {machine['device']}", rows)
-    plot(rows, options.output / "gradients.png")
-    if trained:
-        print_table(f"\n{options.group}, {options.train_steps} steps after as many unrolled ones", trained)
-    finish(
-        str(options.output / "results.json"),
-        {
-            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
-            "machine": machine,
-            "error of the exact gradient": error,
-            "rows": rows,
-            "trained": trained,
-        },
+    subject = trained.find(options.model or "A5", options)
+    model = subject.model.train()
+    folder = RunFolder(output, {**same, "machine": machine, "checksum": subject.checksum()})
+    problem, exact, error = exact_gradient(model, subject.ids, subject.targets)
+    folder.start()
+    print(f"exact gradient of {len(problem.ids)} sequences, {error:.1e} from finite differences")
+    keys = [{"gradient": name} for name in options.gradients]
+    rows = common.measure_grid(output / "rows.jsonl", keys, partial(measure, problem, exact, options.device))
+    further: list[common.Row] = []
+    if options.train_steps:
+        start = half_trained(options.group, options.train_steps, options.device)
+        keys = [{"gradient": name} for name in options.trained]
+        train = partial(train_on, *start, options.train_steps, 4 * options.batch)
+        further = common.measure_grid(output / "trained.jsonl", keys, train)
+    common.print_table(
+        f"\n{subject.name}, {len(problem.ids)} x {subject.ids.shape[1]} tokens, {machine}", rows
     )
+    if done := [row for row in rows if "seconds" in row]:
+        save_figure(output / "gradients.png", partial(draw, done), 1, 2, (9, 5.5), sharey=True)
+    if further:
+        common.print_table(
+            f"\n{options.group}, {options.train_steps} steps after as many unrolled ones", further
+        )
+    results = {"error of the exact gradient": error, "rows": rows, "trained": further}
+    common.write_results(output / "results.json", options, **results)
     if error > 1e-3:
         print("the exact gradient disagrees with finite differences", file=sys.stderr)
         return 1
@@ -349,4 +282,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    common.run(main)

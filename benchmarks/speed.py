@@ -1,9 +1,9 @@
 """Speed and memory at the paper's sizes, beside the reference implementation's on one H100 (torch 2.11).
 
-Weights and data are random and seeded; all runs under bfloat16 autocast, decoding with bfloat16 weights.
-First every implementation of f is compared with plain PyTorch in float64, values and gradients: one that
-disagrees ends the run. Times are medians over repeats, after a warm-up; "over reference" is ours over theirs,
-below 1 where we are faster. A case that fails is a row that says why.
+Weights and data are random and seeded. All runs use bfloat16 autocast; decoding uses bfloat16 weights.
+First every implementation of f is compared with plain PyTorch in float64, values and gradients; an error
+above the limit ends the run. Times are medians over repeats, after a warm-up; "over reference" is our time
+over the reference's, below 1 where ours is faster. A case that fails is a row with the reason.
 
     python benchmarks/speed.py
     python benchmarks/speed.py --sections state-tracking evaluation --repeats 20
@@ -11,7 +11,7 @@ below 1 where we are faster. A case that fails is a row that says why.
     python benchmarks/speed.py --quick --device cpu
 
 state-tracking, llama, mamba2: a training step, AdamW included (learning rate 0: all steps are equal).
-evaluation: one evaluation of f by every implementation, and the limit that the device sets it.
+evaluation: one evaluation of f by every implementation, and the limit that the device sets.
 loop: a solve over as many bare evaluations. decode: token by token with a cache. sequential: window 1.
 """
 
@@ -28,13 +28,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import common
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-from common import describe_machine, finish, print_table, stopwatch
 from torch import Tensor
 
-from deqseq import Backbone, Context, FixedIterations, Problem, Residual, iterate, kernels
+from deqseq import Backbone, Context, FixedIterations, Problem, Residual, SolveOptions, kernels, search
 from deqseq.backbone import backbones
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.solvers import Picard
@@ -58,7 +58,7 @@ def fixed(iterations: int) -> Row:
     return {"convergence": {"name": "fixed", "iterations": iterations}}
 
 
-# Case, form of the preset, what is changed in it, the reference's ms and GiB.
+# Case, form of the preset, changes to it, the reference's ms and GiB.
 STEPS: dict[str, list[tuple[str, str, Row, tuple[float | None, float | None]]]] = {
     TRACKING: [
         ("unrolled 4", "", {"gradient": {"name": "unrolled", "iterations": 4}}, (77, 8.2)),
@@ -83,7 +83,7 @@ STEPS: dict[str, list[tuple[str, str, Row, tuple[float | None, float | None]]]] 
 
 @dataclass(frozen=True)
 class Bench:
-    """What every section needs to know: where it runs, how large, how often."""
+    """The settings of all sections."""
 
     device: str
     quick: bool
@@ -116,7 +116,7 @@ class Bench:
         return torch.autocast(self.device, torch.bfloat16)
 
     def implementations(self, body: str) -> list[str]:
-        """What can compute a body here. Of Llama only the norms have kernels, which are ours."""
+        """The implementations that run here. Of Llama only the norms have kernels, which are ours."""
         names = [n for n in self.kernels if kernels.available(n)] if self.device != "cpu" else ["torch"]
         if body == "llama":
             names = [n for n in names if n in ("triton", "torch")] + ["compiled"] * self.compile
@@ -131,11 +131,11 @@ class Bench:
             setup()
             if i == 0 and self.device != "cpu":
                 torch.cuda.reset_peak_memory_stats()
-            seconds.append(stopwatch(function, self.device))
+            seconds.append(common.stopwatch(function, self.device))
         return 1e3 * statistics.median(seconds[warm_up:])
 
     def peak(self) -> float | None:
-        """Most GiB allocated since the timed calls began."""
+        """Peak of allocated GiB since the timed calls began."""
         return None if self.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
 
     def against(self, ms: float, reference: float | None) -> Row:
@@ -143,7 +143,7 @@ class Bench:
         return {"reference ms": reference, "over reference": reference and ms / reference}
 
     def row(self, case: str, measure: Callable[[], Row]) -> Row:
-        """A row of a table, or why there is none; frees what was held for it."""
+        """A row of a table, or the reason why the case failed. Frees memory afterwards."""
         try:
             row = {"case": case, **measure()}
         except Exception as error:
@@ -158,14 +158,14 @@ class Bench:
 
 
 def compile_blocks(backbone: Backbone) -> None:
-    """With half of what the blocks' backward passes would keep: what is cheapest is recomputed."""
+    """Compile with a memory budget of one half: backward passes recompute the cheaper half of activations."""
     torch._functorch.config.activation_memory_budget = 0.5
     for block in backbone.layers:
         block.compile()
 
 
 def computed_by(name: str, backbone: Backbone) -> AbstractContextManager[None]:
-    """Within the block this implementation computes; "compiled" is a property of the backbone."""
+    """A context in which this implementation computes. "compiled" changes the backbone itself."""
     if name != "compiled":
         return kernels.use(name)
     compile_blocks(backbone)
@@ -175,7 +175,7 @@ def computed_by(name: str, backbone: Backbone) -> AbstractContextManager[None]:
 def correctness(bench: Bench) -> Tables:
     """Relative L2 errors against plain PyTorch in float64, at an odd length over several chunks.
 
-    The limit holds for the values and for all gradients together; one of them may have five times as much.
+    The limit applies to the values and to all gradients together; a single gradient may have five times it.
     """
     rows = []
     for body, options in SMALL.items():
@@ -195,7 +195,7 @@ def correctness(bench: Bench) -> Tables:
                 try:
                     with computed_by(name, backbone), cast:
                         found = value_and_gradients(backbone, z, x, weight)
-                except RuntimeError as error:  # another package's, which refuses this device, say
+                except RuntimeError as error:  # another package may not support this device
                     rows.append({"f": f"{body}, {name}", "type": dtype, "failed": str(error)[:100]})
                     continue
                 value, *gradients = (distance([a], [b]) for a, b in zip(found, exact, strict=True))
@@ -207,7 +207,7 @@ def correctness(bench: Bench) -> Tables:
 
 
 def value_and_gradients(backbone: Backbone, z: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-    """f(z), and the gradients of its product with ``weight`` by z and every parameter."""
+    """f(z), and the gradients of the sum of f(z) * weight with respect to z and every parameter."""
     z = z.clone().requires_grad_()
     fz = backbone(z, backbone.prepare(x))
     return [fz.detach(), *torch.autograd.grad((fz * weight).sum(), [z, *backbone.parameters()])]
@@ -261,18 +261,18 @@ def training_step(
 
 
 def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float, float]]:
-    """Bytes and operations of f under autocast: matrix products by themselves, what is between two of them
-    in one pass. The stream of the blocks is float32, everything else bfloat16."""
+    """Bytes and operations of f under autocast, if each matrix product is one pass over memory, and all that
+    is between two products another. The residual stream is float32, everything else bfloat16."""
     T, D, n = batch * length, backbone.d_model, len(backbone.layers)
     mixer = backbone.layers[0].mixer
 
     def product(into: int, out: int, written: int | None = None) -> tuple[float, float]:
-        """Of every block; fewer columns are written where a gate multiplies them."""
+        """Of all blocks. ``written``: columns of the result, fewer than ``out`` where a gate halves them."""
         moved = T * (into + (out if written is None else written)) + into * out
         return n * 2 * moved, n * 2 * T * into * out
 
     def norms(count: int) -> tuple[float, float]:
-        """The first reads the stream, the others add to it, the last one writes float32."""
+        """The first norm reads the stream, the others also add to it, the last one writes float32."""
         return T * D * (6 + (count - 2) * 12 + 10), T * D * 5 * count
 
     if hasattr(mixer, "sizes"):
@@ -349,7 +349,7 @@ def loop(bench: Bench) -> Tables:
 def solve_over_bare(bench: Bench, name: str, how: str, n: int = 16) -> Row:
     backbone, z0, context = bench.bare(name)
     z0 = torch.zeros_like(z0)
-    # A tolerance that is never met.
+    # The tolerance is never met.
     policy = FixedIterations(n) if how == "fixed" else Residual(rtol=1e-30, max_iter=n)
     calls = 0
 
@@ -365,7 +365,7 @@ def solve_over_bare(bench: Bench, name: str, how: str, n: int = 16) -> Row:
 
     def solve() -> int:
         if how != "torchdeq":
-            return iterate(Problem(backbone, context, z0, Picard(), policy)).nfe
+            return search(Problem(backbone, context, z0, SolveOptions(Picard(), policy))).nfe
         from torchdeq.solver import get_solver
 
         before = calls
@@ -375,13 +375,8 @@ def solve_over_bare(bench: Bench, name: str, how: str, n: int = 16) -> Row:
     with bench.autocast():
         if (made := solve()) != n:
             raise RuntimeError(f"{made} evaluations instead of {n}")
-        bare()
-        pairs = [
-            (stopwatch(bare, bench.device), stopwatch(solve, bench.device)) for _ in range(bench.repeats)
-        ]
-    ms = 1e3 * statistics.median(seconds for _, seconds in pairs)
-    ratio = statistics.median(seconds / alone for alone, seconds in pairs)
-    return {"evaluations": n, "ms": ms, "over bare evaluations": ratio, "target": 1.03}
+        seconds, ratio = common.time_over(bare, solve, bench.device, bench.repeats)
+    return {"evaluations": n, "ms": 1e3 * seconds, "over bare evaluations": ratio, "target": 1.03}
 
 
 @torch.no_grad()
@@ -399,23 +394,18 @@ def decode_tokens(bench: Bench, name: str, batch: int, reference: float | None) 
     model = bench.model(bench.config(name, "-free")).bfloat16().eval()
     prompt = torch.randint(model.config.vocab_size, (batch, 16), device=bench.device)
     count = 4 if bench.quick else 32
-    iterations: list[Tensor] = []
-    out: Any = None
+    outs: list[Any] = []
 
     def read_prompt() -> None:
-        nonlocal out
-        iterations.clear()
-        out = model(prompt, use_cache=True, logits_to_keep=1)
+        outs[:] = [model(prompt, use_cache=True, logits_to_keep=1)]
 
     def go_on() -> None:
-        nonlocal out
         for _ in range(count):
-            token = out.logits[:, -1:].argmax(-1)
-            out = model(token, past_key_values=out.past_key_values, use_cache=True)
-            iterations.append(out.solution.iterations)
+            token, cache = outs[-1].logits[:, -1:].argmax(-1), outs[-1].past_key_values
+            outs.append(model(token, past_key_values=cache, use_cache=True))
 
     ms = bench.milliseconds(go_on, read_prompt, warm_up=1) / count
-    mean = torch.cat(iterations).float().mean().item()
+    mean = torch.cat([out.solution.iterations for out in outs[1:]]).float().mean().item()
     speed = {"tokens/s": 1e3 * batch / ms, "iterations a token": mean}
     return {"ms a token": ms, **bench.against(ms, reference), **speed}
 
@@ -456,35 +446,31 @@ SECTIONS: dict[str, Callable[[Bench], Tables]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = common.parser(__doc__, "speed.json")
+    add = made.add_argument
     add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     add("--repeats", type=int, default=5)
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="tiny sizes: does everything run?")
     add("--kernels", nargs="+", choices=kernels.NAMES, default=list(kernels.NAMES),
-        help="implementations of f to compare (default: all that import; mamba_ssm and fla take minutes to "
-        "tune themselves on a fresh machine)")  # fmt: skip
+        help="implementations of f to compare (default: all that can be imported; mamba_ssm and fla tune "
+        "themselves for minutes on a fresh machine)")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, help="compile Llama's blocks (default: on a GPU)")
-    add("--output", default="runs/benchmarks/speed.json", help="JSON file, written after every section")
-    options = parser.parse_args()
+    options = made.parse_args()
     if options.compile is None:
         options.compile = options.device != "cpu"
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
     bench = Bench(options.device, options.quick, options.repeats, options.compile, options.kernels)
-    machine = {**describe_machine(options.device), "implementations": bench.implementations("mamba2")}
-    result: Row = {"settings": vars(options), "machine": machine, "sections": {}}
-    for name, section in [("correctness", correctness), *((n, SECTIONS[n]) for n in options.sections)]:
-        result["sections"][name] = tables = section(bench)
-        for title, rows in tables.items():
-            print_table(f"\n{title}, {machine['device']}", rows)
-        finish(options.output, result)
-        if name == "correctness" and not all(row.get("right", True) for row in tables["errors"]):
+    sections: dict[str, Tables] = {}
+    for name in ("correctness", *options.sections):
+        sections[name] = correctness(bench) if name == "correctness" else SECTIONS[name](bench)
+        for title, rows in sections[name].items():
+            common.print_table(f"\n{title}, {common.machine_name(options.device)}", rows)
+        machine = {"implementations": bench.implementations("mamba2")}
+        common.write_results(options.output, options, machine, sections=sections)
+        if not all(row.get("right", True) for row in sections["correctness"]["errors"]):
             sys.exit("an implementation is wrong: nothing is timed")
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

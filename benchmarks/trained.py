@@ -1,44 +1,103 @@
-"""The small trained models that benchmarks measure on: trained once in a folder, loaded from then on."""
+"""The small trained models that benchmarks measure: trained once in a folder, then loaded from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from common import checksum
 from torch import Tensor
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks import prepare
 from deqseq.tasks.common.corpus import TokenFolder
-from deqseq.tasks.common.models import load_model, quiet_transformers
+from deqseq.tasks.common.models import load_model, quiet_transformers, read_tokens
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.pretraining.demo import help_pages, train_tokenizer
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.train import pretrain
-from deqseq.tasks.state_tracking.evaluate import load
+from deqseq.tasks.state_tracking.evaluate import held_out, load
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
 quiet_transformers()
 
 
-def word_problem(models: Path, quick: bool) -> Path:
-    """The folder of a run on A5: the demo's settings, or half the width and two thirds of the steps."""
-    folder = models / ("A5-quick" if quick else "A5")
-    train(TrainSettings(d_model=64, steps=1200) if quick else TrainSettings(), folder)
-    return folder
+@dataclass
+class Subject:
+    """A trained implicit model in evaluation mode, with held-out sequences.
+
+    Attributes:
+        name: of the data.
+        ids: (B, L) int64 tokens.
+        targets: (B, L) int64 targets of a word problem; ``None``: every token's successor.
+    """
+
+    name: str
+    model: ImplicitForCausalLM
+    ids: Tensor
+    targets: Tensor | None = None
+
+    def score(self, z: Tensor) -> dict[str, float]:
+        """Accuracy or perplexity of the final hidden states z (B, L, D)."""
+        if self.targets is not None:
+            right = self.model.lm_head(z).argmax(-1) == self.targets
+            return {"accuracy": right.float().mean().item()}
+        logits = self.model.lm_head(z[:, :-1].float())
+        loss = F.cross_entropy(logits.flatten(0, 1), self.ids[:, 1:].flatten())
+        return {"perplexity": loss.exp().item()}
+
+    def checksum(self) -> str:
+        return checksum(self.model, *(t for t in (self.ids, self.targets) if t is not None))
 
 
-def language_model(models: Path, body: str, texts: Sequence[str] | None, quick: bool) -> tuple[Path, Path]:
-    """The folders of a model of two layers, ``body`` (mamba2, llama), and of the data it was trained on.
+def find(name: str, options: argparse.Namespace) -> Subject:
+    """The model of a folder; or "A5", "mamba2" or "llama", which are trained first if necessary.
 
     Args:
-        texts: plain text files; Python's own help pages by default.
+        options: ``batch``, ``length`` (``None``: that of the training), ``device``; ``models``, the folder
+            of models trained here; ``quick``, to train smaller ones; ``text``, files for language models.
+
+    Raises:
+        ValueError: no model in the folder, one that is not implicit, or too little text.
     """
-    texts = list(texts or [str(default_text(models))])
-    tokenizer = train_tokenizer(texts, models / "tokenizer.json")
-    data = str(models / "data")
+    folder = Path(name)
+    if name == "A5":
+        folder = options.models / ("A5-quick" if options.quick else "A5")
+        # The settings of the demo, or half the width and two thirds of the steps.
+        train(TrainSettings(d_model=64, steps=1200) if options.quick else TrainSettings(), folder)
+    if (folder / "training.json").exists():
+        return load_word_problem(folder, options.batch, options.length, options.device)
+    texts = getattr(options, "text", None) or [str(default_text(options.models))]
+    rows, length = options.batch, options.length
+    if name in ("mamba2", "llama"):
+        folder, data = train_language_model(options.models, name, texts, options.quick)
+        held_out = TokenFolder(data).rows("validation", length)
+        chosen = [held_out[i]["input_ids"] for i in range(min(rows, len(held_out)))]
+        tokens = torch.tensor(np.concatenate(chosen)).long()
+    else:
+        tokens = read_tokens(texts[:1], load_tokenizer(str(folder)), rows * length)[: rows * length]
+    if len(tokens) < rows * length:
+        raise ValueError(f"{name} has {len(tokens)} held-out tokens, {rows} rows of {length} are needed")
+    model = load_model(str(folder), options.device)
+    return Subject(folder.name, _implicit(model, folder), tokens.view(rows, length).to(options.device))
+
+
+def load_word_problem(folder: Path | str, rows: int, length: int | None, device: str) -> Subject:
+    """The model of a state-tracking run with new sequences, by default as long as the longest of training."""
+    model, settings = load(folder)
+    fresh = held_out(settings, length or settings.length, rows, seed=0)
+    ids, targets = fresh.tokens.to(device), fresh.targets.to(device)
+    return Subject(settings.group, _implicit(model, folder).to(device).eval(), ids, targets)
+
+
+def train_language_model(models: Path, body: str, texts: list[str], quick: bool) -> tuple[Path, Path]:
+    """Folders of a two-layer model with the backbone ``body``, and of its training data."""
+    tokenizer, data = train_tokenizer(texts, models / "tokenizer.json"), str(models / "data")
     made = ["--output", data, "--tokenizer", str(tokenizer), "--validation-share", "0.05"]
     if prepare.main([*texts, *made]):
         raise ValueError(f"{', '.join(texts)} could not be prepared")
@@ -48,39 +107,13 @@ def language_model(models: Path, body: str, texts: Sequence[str] | None, quick: 
 
 
 def default_text(models: Path) -> Path:
-    """Python's help pages, written once, as data is prepared of files that do not change."""
+    """Python's help pages, written once: prepared data must come from files that do not change."""
     models.mkdir(parents=True, exist_ok=True)
     file = models / "help.txt"
     return file if file.exists() else help_pages(file)
 
 
-def load_word_problem(folder: Path | str) -> tuple[ImplicitForCausalLM, TrainSettings]:
-    """The implicit model of a state-tracking run, and its settings."""
-    model, settings = load(folder)
-    if settings.explicit or not isinstance(model, ImplicitForCausalLM):
-        raise ValueError(f"the model in {folder} is not implicit: there is nothing to solve")
-    return model, settings
-
-
-def load_language_model(folder: Path, device: str) -> ImplicitForCausalLM:
-    """The implicit language model of a folder, in evaluation mode."""
-    model = load_model(str(folder), device)
-    if not (isinstance(model, ImplicitForCausalLM) and model.config.implicit):
+def _implicit(model: torch.nn.Module, folder: Path | str) -> ImplicitForCausalLM:
+    if not isinstance(model, ImplicitForCausalLM) or not model.config.implicit:
         raise ValueError(f"the model in {folder} is not implicit: there is nothing to solve")
     return model
-
-
-def held_out_rows(data: Path, rows: int, length: int) -> Tensor:
-    """(rows, length) int64 token ids of the held-out text."""
-    held = TokenFolder(data).rows("validation", length)
-    if len(held) < rows:
-        raise ValueError(f"{data} holds {len(held)} held-out rows of {length} tokens, {rows} are needed")
-    return torch.stack([torch.as_tensor(held[i]["input_ids"]).long() for i in range(rows)])
-
-
-def text_rows(model: Path, text: Path, rows: int, length: int) -> Tensor:
-    """(rows, length) int64 token ids of a text file, by the model's tokenizer."""
-    ids = load_tokenizer(str(model))(text.read_text())["input_ids"]
-    if len(ids) < rows * length:
-        raise ValueError(f"{text} has {len(ids)} tokens, {rows} rows of {length} are needed")
-    return torch.tensor(ids[: rows * length]).view(rows, length)

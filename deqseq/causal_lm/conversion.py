@@ -1,4 +1,4 @@
-"""Explicit transformers models become ours, and explicit models become implicit.
+"""Convert explicit transformers models into ours, and explicit models into implicit ones.
 
 Use it through :meth:`ImplicitForCausalLM.from_explicit` and :meth:`ImplicitForCausalLM.to_implicit`.
 """
@@ -22,7 +22,7 @@ from deqseq.ops.mixer.naive import at_least_float32
 if TYPE_CHECKING:
     from deqseq.causal_lm.modeling import ImplicitForCausalLM
 
-# Regular expressions: transformers' names of weights -> ours, the body's without "model.layer.backbone.".
+# Regular expressions: transformers' weight names -> ours, without the prefix "model.layer.backbone.".
 _LLAMA = {
     r"model\.embed_tokens\.": "embed_tokens.",
     r"model\.norm\.": "norm_f.",
@@ -34,10 +34,7 @@ _LLAMA = {
     r"model\.layers\.(\d+)\.mlp\.up_proj\.": r"layers.\1.mlp.w3.",
     r"model\.layers\.(\d+)\.mlp\.down_proj\.": r"layers.\1.mlp.fc2.",
 }
-_MAMBA2 = {
-    r"backbone\.embeddings\.": "embed_tokens.",
-    r"backbone\.(layers|norm_f)\.": r"\1.",
-}
+_MAMBA2 = {r"backbone\.embeddings\.": "embed_tokens.", r"backbone\.(layers|norm_f)\.": r"\1."}
 _FIXED = ("backbone", "implicit", "vocab_size", "tie_word_embeddings")
 
 
@@ -60,21 +57,10 @@ def from_explicit(
             f"{type(model).__name__} with model_type {config.model_type!r}"
         )
     table, sizes = _TABLES[config.model_type]
-    settings = {
-        name: deepcopy(getattr(config, name))
-        for name in ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
-    }
-    converted: Any = cls(
-        ImplicitConfig(
-            **settings
-            | {
-                "backbone": {**sizes(model), "weight_norm": weight_norm},
-                "implicit": False,
-                "tie_word_embeddings": config.tie_word_embeddings,
-            }
-            | dict(overrides)
-        )
-    )
+    kept = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
+    settings = {name: deepcopy(getattr(config, name)) for name in (*kept, "tie_word_embeddings")}
+    settings |= {"backbone": {**sizes(model), "weight_norm": weight_norm}, "implicit": False}
+    converted: Any = cls(ImplicitConfig(**settings | dict(overrides)))
     weights = {_renamed(name, table): value for name, value in model.state_dict().items()}
     with torch.no_grad():
         converted.model.embed_tokens.weight.copy_(weights.pop("embed_tokens.weight"))
@@ -91,20 +77,18 @@ def from_explicit(
 def _llama(model: Any) -> dict[str, Any]:
     config = model.config
     rope = dict(config.rope_parameters or {})
-    _require(
-        config,
-        hidden_act="silu",
-        attention_bias=False,
-        mlp_bias=False,
-        attention_dropout=0.0,
-        head_dim=config.hidden_size // config.num_attention_heads,
-    )
-    for name, value, supported in (
-        ("rope_type", rope.get("rope_type", "default"), "default"),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
-        ("sliding_window", getattr(config, "sliding_window", None), None),
-    ):
-        _supported(name, value, supported)
+    supported = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "sliding_window": None,
+        "rope_type": "default",
+        "partial_rotary_factor": 1.0,
+    }
+    rotary = {name: rope.get(name, supported[name]) for name in ("rope_type", "partial_rotary_factor")}
+    _check({"sliding_window": None, **config.to_dict(), **rotary}, supported)
     return {
         "name": "llama",
         "d_model": config.hidden_size,
@@ -124,12 +108,15 @@ def swiglu_width(hidden: int) -> int:
 
 def _mamba2(model: Any) -> dict[str, Any]:
     config = model.config
-    _require(config, hidden_act="silu", use_bias=False)
-    limit = tuple(map(float, config.time_step_limit))
-    _supported("time_step_limit", limit, (0.0, float("inf")))
     inner = config.expand * config.hidden_size
-    _supported("num_heads * head_dim", config.num_heads * config.head_dim, inner)
-    # Since when the gated norm works by groups differs between versions of transformers: the module says.
+    found = {
+        **config.to_dict(),
+        "time_step_limit": tuple(map(float, config.time_step_limit)),
+        "num_heads * head_dim": config.num_heads * config.head_dim,
+    }
+    supported = {"hidden_act": "silu", "use_bias": False, "time_step_limit": (0.0, float("inf"))}
+    _check(found, {**supported, "num_heads * head_dim": inner})
+    # Whether the gated norm works by groups depends on the version of transformers, so ask the module.
     norm = model.backbone.layers[0].mixer.norm
     return {
         "name": "mamba2",
@@ -149,19 +136,15 @@ def _mamba2(model: Any) -> dict[str, Any]:
 _TABLES = {"llama": (_LLAMA, _llama), "mamba2": (_MAMBA2, _mamba2)}
 
 
-def _require(config: Any, **supported: Any) -> None:
+def _check(found: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
     for name, value in supported.items():
-        _supported(name, getattr(config, name), value)
-
-
-def _supported(name: str, value: Any, supported: Any) -> None:
-    if value != supported:
-        raise ValueError(f"{name} must be {supported!r} to be converted, got {value!r}")
+        if found[name] != value:
+            raise ValueError(f"{name} must be {value!r} to be converted, got {found[name]!r}")
 
 
 def _refuse_overrides(overrides: Mapping[str, Any], fixed: tuple[str, ...]) -> None:
     if wrong := sorted(set(overrides) & set(fixed)):
-        raise ValueError(f"{', '.join(wrong)} follow from the model that is converted, and cannot be given")
+        raise ValueError(f"{', '.join(wrong)} are taken from the converted model, and cannot be given")
 
 
 def _renamed(name: str, table: Mapping[str, str]) -> str:
@@ -173,7 +156,7 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load plain ``weights`` into a body, weight-normalised or not: what is normalised is split here."""
+    """Load plain ``weights`` into a backbone; weights that it normalises are split into g and v."""
     state = {}
     for name, target in backbone.state_dict().items():
         module, _, part = name.partition(".parametrizations.weight.")
@@ -183,12 +166,12 @@ def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
         elif name in weights:
             state[name] = weights[name]
         elif name.endswith("conv1d.bias"):
-            state[name] = torch.zeros_like(target)  # a convolution without a bias
+            state[name] = torch.zeros_like(target)  # the source has no convolution bias
     backbone.load_state_dict(state)
 
 
 def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """g and v with g v / ||v|| = ``weight``, by rows. A row of zeros has no direction: v is all ones."""
+    """g and v with g v / ||v|| = ``weight`` for every row. Where a row is zero, g is 0 and v is ones."""
     rows = tuple(range(1, weight.dim()))
     g = torch.linalg.vector_norm(at_least_float32(weight), dim=rows, keepdim=True)
     return g, torch.where(g > 0, weight, torch.ones_like(weight))
@@ -199,22 +182,20 @@ def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> Imp
     _refuse_overrides(overrides, _FIXED)
     if model.config.implicit:
         raise ValueError("to_implicit takes an explicit model (implicit=False); this one is implicit")
-    ImplicitConfig(**overrides)  # refuses what is misspelt
+    ImplicitConfig(**overrides)  # raises for unknown names
     settings = model.config.to_dict() | dict(overrides)
-    if "convergence" in overrides:  # evaluation follows, as it does by default
+    if "convergence" in overrides:  # also the policy of evaluation, unless that is given too
         settings["eval_convergence"] = overrides.get("eval_convergence")
-    body = {k: v for k, v in settings["backbone"].items() if k != "injection"}
-    settings |= {"backbone": {**body, "input_skip": True}, "implicit": True}
+    backbone = {k: v for k, v in settings["backbone"].items() if k != "injection"}
+    settings |= {"backbone": {**backbone, "input_skip": True}, "implicit": True}
     converted: Any = type(model)(ImplicitConfig.from_dict(settings))
     converted.to(device=model.device, dtype=model.dtype)
-    # The map starts as the explicit stack: the gain of z is 0 as built, and nothing is injected yet. Under
-    # weight normalisation g vanishes, not v: rows keep their random directions, along which they can grow.
+    # The new map equals the explicit stack: the gain of z is initialised to 0, and the injection is set to 0
+    # here. With weight normalisation g is set to 0 and v keeps its random directions, so training can move g.
     linear = converted.model.layer.backbone.injection.linear
+    weight = linear.parametrizations.weight.original0 if is_parametrized(linear) else linear.weight
     with torch.no_grad():
-        if is_parametrized(linear):
-            linear.parametrizations.weight.original0.zero_()
-        else:
-            linear.weight.zero_()
+        weight.zero_()
         linear.bias.zero_()
     converted.load_state_dict({**converted.state_dict(), **model.state_dict()})
     converted.generation_config = deepcopy(model.generation_config)

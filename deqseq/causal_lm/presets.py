@@ -5,11 +5,11 @@ Pile, and ``mamba2-state-tracking``, the model of the word problems (Implicit La
 arXiv 2502.07827). ``python -m deqseq.causal_lm.presets`` prints the table of their parameters.
 
 - *explicit*: the stack applied once.
-- *bounded*: four iterations and one phantom step in training, (4+1); five iterations in evaluation. Five
-  iterations from zero are no equilibrium: tokens solved one by one, or in a window, see other iterates of the
-  tokens before them than tokens solved together, so generation and windows only come near the full forward
-  pass. ``eval_convergence={"name": "residual", "rtol": 1e-3, "max_iter": 128}`` makes them agree.
-- *free*: a search to 5 % within 24 (Mamba2) or 32 (Llama) iterations and four phantom steps.
+- *bounded*: four iterations and one phantom step in training (4+1); five iterations in evaluation. Five
+  iterations do not reach the equilibrium, so generation and windows only approximate the full forward pass.
+  ``eval_convergence={"name": "residual", "rtol": 1e-3, "max_iter": 128}`` makes them agree.
+- *free*: a search to a relative residual of 5 % in at most 24 (Mamba2) or 32 (Llama) iterations, and four
+  phantom steps.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ import torch
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.causal_lm.modeling import ImplicitForCausalLM
 
-_MAMBA2 = {"130m": (24, 768), "370m": (48, 1024), "760m": (48, 1536), "1.3b": (48, 2048)}
-_LLAMA = {"130m": (12, 768, 12), "370m": (24, 1024, 16), "760m": (24, 1536, 16), "1.3b": (24, 2048, 32)}
+# n_layer, d_model and, for Llama, n_head.
+_SIZES: dict[str, tuple[int, ...]] = {
+    "mamba2-130m": (24, 768), "mamba2-370m": (48, 1024), "mamba2-760m": (48, 1536), "mamba2-1.3b": (48, 2048),
+    "llama-130m": (12, 768, 12), "llama-370m": (24, 1024, 16), "llama-760m": (24, 1536, 16),
+    "llama-1.3b": (24, 2048, 32),
+}  # fmt: skip
 _FORMS = ("explicit", "bounded", "free")
 _BUDGET = {"mamba2": 24, "llama": 32}
-_DAMPING = 0.8
 _END_OF_TEXT = 0  # of the GPT-NeoX tokenizer
 
 
 def names() -> list[str]:
     """All presets."""
-    models = [f"{body}-{size}" for body, sizes in (("mamba2", _MAMBA2), ("llama", _LLAMA)) for size in sizes]
-    return [f"{model}-{form}" for model in models for form in _FORMS] + ["mamba2-state-tracking"]
+    return [f"{model}-{form}" for model in _SIZES for form in _FORMS] + ["mamba2-state-tracking"]
 
 
 def options(name: str) -> dict[str, Any]:
@@ -45,39 +47,35 @@ def options(name: str) -> dict[str, Any]:
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(names())}")
     if name == "mamba2-state-tracking":
         backbone = {"name": "mamba2", "d_model": 256, "n_layer": 1, "d_state": 128, "expand": 4}
-        found = {"vocab_size": 240, "backbone": backbone, **_solved(32)}
-        return {**found, "eval_convergence": {"name": "residual", "rtol": 0.05, "max_iter": 2048}}
-    body, size, form = name.split("-")
-    common = {"backbone": _backbone(body, size), "bos_token_id": _END_OF_TEXT, "eos_token_id": _END_OF_TEXT}
+        policies = {"convergence": _residual(32), "eval_convergence": _residual(2048)}
+        return {"vocab_size": 240, "backbone": backbone, "gradient": _phantom(4), **policies}
+    model, form = name.rsplit("-", 1)
+    kind = model.partition("-")[0]
+    sizes = dict(zip(("n_layer", "d_model", "n_head"), _SIZES[model], strict=False))
+    ends = {"bos_token_id": _END_OF_TEXT, "eos_token_id": _END_OF_TEXT}
+    found = {"backbone": {"name": kind, **sizes}, **ends}
     if form == "explicit":
-        return {**common, "implicit": False}
+        return {**found, "implicit": False}
     if form == "free":
-        return {**common, **_solved(_BUDGET[body])}
-    return {
-        **common,
-        "gradient": {"name": "phantom", "steps": 1, "damping": _DAMPING},
-        "convergence": {"name": "fixed", "iterations": 4},
-        "eval_convergence": {"name": "fixed", "iterations": 5},
-    }
+        return {**found, "gradient": _phantom(4), "convergence": _residual(_BUDGET[kind])}
+    policies = {"convergence": _fixed(4), "eval_convergence": _fixed(5)}
+    return {**found, "gradient": _phantom(1), **policies}
 
 
-def _backbone(body: str, size: str) -> dict[str, Any]:
-    if body == "mamba2":
-        n_layer, d_model = _MAMBA2[size]
-        return {"name": "mamba2", "d_model": d_model, "n_layer": n_layer}
-    n_layer, d_model, n_head = _LLAMA[size]
-    return {"name": "llama", "d_model": d_model, "n_layer": n_layer, "n_head": n_head}
+def _phantom(steps: int) -> dict[str, Any]:
+    return {"name": "phantom", "steps": steps, "damping": 0.8}
 
 
-def _solved(max_iter: int) -> dict[str, Any]:
-    return {
-        "gradient": {"name": "phantom", "steps": 4, "damping": _DAMPING},
-        "convergence": {"name": "residual", "rtol": 0.05, "max_iter": max_iter},
-    }
+def _residual(max_iter: int) -> dict[str, Any]:
+    return {"name": "residual", "rtol": 0.05, "max_iter": max_iter}
+
+
+def _fixed(iterations: int) -> dict[str, Any]:
+    return {"name": "fixed", "iterations": iterations}
 
 
 def parameters(name: str) -> tuple[int, int]:
-    """Number of parameters of a preset, in all and in the embeddings; nothing is allocated."""
+    """The number of parameters of a preset, and how many of them are embeddings. Allocates no weights."""
     with torch.device("meta"):
         model = ImplicitForCausalLM(ImplicitConfig.from_preset(name))
     return sum(p.numel() for p in model.parameters()), model.model.embed_tokens.weight.numel()

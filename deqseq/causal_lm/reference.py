@@ -1,9 +1,8 @@
 """Checkpoints of the reference implementation (``implicit_mamba2``, ``implicit_llama3``).
 
-They load like any other model, through ``AutoModelForCausalLM.from_pretrained(path)`` or
-``ImplicitForCausalLM.from_pretrained(path)``: the configuration is translated when it is read, weights are
-renamed when they are loaded, and what results is a plain :class:`ImplicitForCausalLM`, which saves in this
-library's own format.
+``AutoModelForCausalLM.from_pretrained(path)`` and ``ImplicitForCausalLM.from_pretrained(path)`` load them:
+the configuration is translated when it is read, and weights are renamed when they are loaded. The result is a
+plain :class:`ImplicitForCausalLM`, which saves in this library's own format.
 
 (Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
 """
@@ -18,8 +17,8 @@ from transformers import PreTrainedConfig
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.checks import check_count
 
-# Regular expressions: the reference's names of weights -> ours. No name of ours matches any of them, so
-# they may stand for every checkpoint. Order matters: the general ones come last.
+# Regular expressions: the reference's weight names -> ours. They match none of our names, so they can be
+# applied to every checkpoint. Order matters: the general ones come last.
 KEYS = {
     r"^criterion\.decoder\.weight$": "lm_head.weight",
     r"^word_emb\.emb\.weight$": "model.embed_tokens.weight",
@@ -30,26 +29,18 @@ KEYS = {
     r"\.weight_v$": ".parametrizations.weight.original1",
 }
 
-# Solvers of torchdeq, and ours. Ours judge every token by itself; the fixed point is the same.
+# torchdeq's solvers -> ours, which test every token on its own; the fixed point is the same.
 _SOLVERS = {
     "fixed_point_iter": "picard",
     "simple_fixed_point_iter": "picard",
     "anderson": "anderson",
     "broyden": "broyden",
 }
-_BODY = {
-    "block_cfg",
-    "block_type",
-    "d_inner",
-    "d_model",
-    "dropout",
-    "mlp_type",
-    "n_layer",
-    "pre_norm",
-    "rms_norm",
-}
-# Initialisation and the stages of training: nothing of a trained model depends on them.
+# Settings of the backbone, and the only supported value.
+_FIXED = {"dropout": 0, "pre_norm": True, "rms_norm": True}
+# Settings of initialisation and training, without influence on a trained model.
 _TRAINING = {"init_gain", "pretrain_iter", "pretrain_steps"}
+_BACKBONE = {"block_cfg", "block_type", "d_inner", "d_model", "mlp_type", "n_layer", *_FIXED, *_TRAINING}
 _BLOCK = {
     "implicit_mamba2": {"d_state", "expand", "headdim", "d_conv", "chunk_size"},
     "implicit_llama3": {"n_head", "n_kv_head", "rope_theta"},
@@ -57,7 +48,7 @@ _BLOCK = {
 
 
 def is_reference(settings: Mapping[str, Any]) -> bool:
-    """Whether ``settings``, a ``config.json``, is the reference implementation's."""
+    """Whether ``settings``, the content of a ``config.json``, is from the reference implementation."""
     return settings.get("model_type") in _BLOCK
 
 
@@ -68,18 +59,18 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
       ``f_max_iter`` evaluations. The phantom gradient takes ``grad`` steps damped by ``tau``; ``ift`` and
       ``hook_ift`` become the implicit gradient.
     - Evaluation allows ``eval_f_max_iter`` evaluations or, without it, ``eval_factor * f_max_iter``; if
-      both are missing or 0, as many as training. The reference damps its iterations by ``tau`` there: the
-      fixed point is the same; ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})`` damps
-      where the plain iteration does not converge.
-    - The tolerance holds for every token, not for the norm over a sequence, and the last iterate counts,
-      not the best: the reference's rules leak the future in training (see :class:`~deqseq.Residual`).
+      both are missing or 0, as many as training. The reference damps its iterations by ``tau`` in evaluation.
+      The fixed point is the same; where the plain iteration does not converge, use
+      ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
+    - The tolerance applies to every token instead of the norm over a sequence, and the result is the last
+      iterate instead of the best: the reference's rules leak the future in training (see
+      :class:`~deqseq.Residual`).
 
-    What concerns training alone (Jacobian regularisation, supervision along the trajectory, weight decay,
-    initialisation of the body) is left out, and so are settings outside the body that are not known.
+    Settings of training alone (Jacobian regularisation, supervision along the trajectory, weight decay,
+    initialisation of the backbone) are ignored, as are unknown settings outside the backbone.
 
     Raises:
-        ValueError: settings that this library has no counterpart for; settings of the body that it does not
-            know.
+        ValueError: settings that this library does not support; unknown settings of the backbone.
     """
     kind = settings["model_type"]
     body, deq = _section(settings, "backbone_config"), _section(settings, "deq_params")
@@ -108,15 +99,12 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _backbone(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    _known("backbone_config", body, _BODY | _TRAINING)
+    _known("backbone_config", body, _BACKBONE)
     llama = kind == "implicit_llama3"
-    _one_of("backbone_config.dropout", body.get("dropout") or 0, 0)
-    _one_of("backbone_config.pre_norm", body.get("pre_norm", True), True)
-    _one_of("backbone_config.rms_norm", body.get("rms_norm", True), True)
-    block_type = "transformer" if llama else "mamba2"
-    _one_of("backbone_config.block_type", body.get("block_type", block_type), block_type)
+    fixed = {**_FIXED, "block_type": "transformer" if llama else "mamba2"}
+    _only("backbone_config", {**body, "dropout": body.get("dropout") or 0}, fixed)
     if llama:
-        _one_of("backbone_config.mlp_type", body.get("mlp_type", "llama_mlp"), "llama_mlp")
+        _only("backbone_config", body, {"mlp_type": "llama_mlp"})
     block = _section(body, "block_cfg", "backbone_config.")
     _known("backbone_config.block_cfg", block, _BLOCK[kind])
     for name in ("d_model", "n_layer"):
@@ -133,9 +121,8 @@ def _backbone(kind: str, body: dict[str, Any]) -> dict[str, Any]:
 def _weight_norm(norm: dict[str, Any]) -> bool:
     kind = _one_of("deq_params.norm.norm_type", norm.get("norm_type") or "none", "weight_norm", "none")
     if kind == "weight_norm":
-        _one_of("deq_params.norm.norm_clip", norm.get("norm_clip", False), False)
-        _one_of("deq_params.norm.norm_no_scale", norm.get("norm_no_scale", False), False)
-        _one_of("deq_params.norm.norm_target_norm", norm.get("norm_target_norm", 1.0), 1.0)
+        fixed = {"norm_clip": False, "norm_no_scale": False, "norm_target_norm": 1.0}
+        _only("deq_params.norm", norm, fixed)
     return bool(kind == "weight_norm")
 
 
@@ -178,9 +165,8 @@ def _solver(solver: dict[str, Any], which: str) -> str:
 
 
 def _policy(solver: dict[str, Any], which: str) -> dict[str, Any]:
-    mode = _one_of(
-        f"deq_params.solver.{which}_stop_mode", solver.get(f"{which}_stop_mode", "rel"), "rel", "abs"
-    )
+    mode = f"{which}_stop_mode"
+    mode = _one_of(f"deq_params.solver.{mode}", solver.get(mode, "rel"), "rel", "abs")
     missing = [name for name in (f"{which}_tol", f"{which}_max_iter") if name not in solver]
     if missing:
         raise ValueError(f"deq_params.solver of the reference's configuration needs {', '.join(missing)}")
@@ -201,13 +187,18 @@ def _one_of(name: str, value: Any, *supported: Any) -> Any:
     return value
 
 
+def _only(name: str, given: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+    for key, value in supported.items():
+        _one_of(f"{name}.{key}", given.get(key, value), value)
+
+
 def _known(name: str, given: Mapping[str, Any], known: set[str]) -> None:
     if unknown := sorted(set(given) - known):
         raise ValueError(f"unknown settings {unknown} in the reference's {name}; known: {sorted(known)}")
 
 
 class _ReferenceConfig(PreTrainedConfig):
-    """Stands for the reference's configurations in ``AutoConfig``; reading one gives an ImplicitConfig."""
+    """Registers the reference's model types in ``AutoConfig``; ``from_dict`` returns an ImplicitConfig."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -1,0 +1,17 @@
+"""A convergence policy: no entry of a token may change by more than a tolerance."""
+
+from deqseq import ConvergencePolicy, Judgement
+
+
+class LargestChange(ConvergencePolicy):
+    """Converged when no entry changes by more than `rtol` of the token's largest one."""
+
+    capturable = True  # `judge` does not read the host
+
+    def __init__(self, rtol=1e-3, max_iter=64):
+        self.rtol, self.max_iter = rtol, max_iter
+
+    def judge(self, z, fz, iterations, active):
+        change = (fz - z).abs().amax(-1).float()  # (B, W)
+        residual = change / fz.abs().amax(-1).float().clamp_min(1e-12)
+        return Judgement(residual, residual <= self.rtol)

@@ -1,0 +1,144 @@
+"""Parts of other packages work by name: in the layer, in the tasks and in benchmarks/solvers.py.
+
+The folders in extensions/ are packages with one part each.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from deqseq import ImplicitSequenceLayer, Phantom, Residual, Status
+from deqseq.backbone import backbones
+from deqseq.gradient import gradients
+from deqseq.policy import policies
+from deqseq.registry import Registry
+from deqseq.solver import solvers
+
+EXTENSIONS = Path(__file__).parent / "extensions"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PARTS: list[tuple[Registry[object], str]] = [
+    (solvers, "momentum"),
+    (policies, "largest_change"),
+    (gradients, "jfb"),
+    (backbones, "pointwise"),
+    (backbones, "memory"),
+]
+MakeLayer = Callable[..., ImplicitSequenceLayer]
+GradientsOf = Callable[..., list[Tensor]]
+
+
+def install(package: Path, site: Path) -> None:
+    """Do what pip would for a package of one module: copy it, with the metadata of its pyproject.toml."""
+    (source,) = package.glob("*.py")
+    shutil.copy(source, site)
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(metadata)
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All packages of extensions/ are installed."""
+    site = tmp_path_factory.mktemp("site-packages")
+    packages = sorted(path for path in EXTENSIONS.iterdir() if path.is_dir())
+    for package in packages:
+        install(package, site)
+    monkeypatch.syspath_prepend(str(site))
+    yield
+    for package in packages:
+        sys.modules.pop(package.name, None)
+
+
+@pytest.mark.parametrize(("registry", "name"), PARTS, ids=[name for _, name in PARTS])
+def test_names_are_known(registry: Registry[object], name: str) -> None:
+    assert name in registry.names()
+    registry.check({"name": name, "d_model": 4} if registry is backbones else name)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_solver_and_a_policy(make_layer: MakeLayer, gradients_of: GradientsOf, window: int | None) -> None:
+    x, weight = torch.randn(2, 2, 8, 16)
+    tight = {"rtol": 1e-5, "max_iter": 200}
+    theirs = make_layer("mamba2", solver="momentum", convergence={"name": "largest_change", **tight})
+    ours = make_layer("mamba2", solver="picard", convergence=Residual(**tight))
+    for a, b in zip(
+        *(gradients_of(layer, x, weight, window=window) for layer in (theirs, ours)), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+    with torch.no_grad():
+        found, expected = (layer.eval()(x, window=window) for layer in (theirs, ours))
+    torch.testing.assert_close(found.z, expected.z, atol=1e-4, rtol=1e-4)
+    assert (found.solution.status == Status.CONVERGED).all()
+    assert (found.solution.residual <= 1e-5).all()
+
+
+def test_a_gradient_strategy(make_layer: MakeLayer, gradients_of: GradientsOf) -> None:
+    x, weight = torch.randn(2, 2, 8, 16)
+    theirs, ours = (make_layer("mamba2", gradient=g) for g in ("jfb", Phantom(1, 1.0)))
+    for a, b in zip(*(gradients_of(layer, x, weight) for layer in (theirs, ours)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(theirs(x.requires_grad_()).z.sum(), x, create_graph=True)
+    x = x.detach()
+    x[0, 5] = torch.nan  # in the future of the tokens before it
+    theirs(x).z[:, :5].sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in theirs.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", ["pointwise", "memory"])
+def test_a_backbone(name: str) -> None:
+    layer = ImplicitSequenceLayer(
+        {"name": name, "d_model": 16}, convergence=Residual(rtol=1e-6, max_iter=200)
+    )
+    x = torch.randn(2, 8, 16)
+    layer(x).z.sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in layer.parameters())
+    layer.eval()
+    with torch.no_grad():
+        z = layer(x).z
+        torch.testing.assert_close(layer.backbone(z, layer.backbone.prepare(x)), z, atol=1e-5, rtol=1e-5)
+        if name == "pointwise":
+            with pytest.raises(ValueError, match="keeps no state"):
+                layer(x, window=3)
+            return
+        torch.testing.assert_close(layer(x, window=3).z, z, atol=1e-5, rtol=1e-5)
+        state = layer.backbone.initial_state(2)
+        parts = []
+        for part in x.split([5, 3], dim=1):
+            out = layer(part, state=state)
+            state = out.state
+            parts.append(out.z)
+        torch.testing.assert_close(torch.cat(parts, 1), z, atol=1e-5, rtol=1e-5)
+
+
+def test_in_the_benchmark_of_solvers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["--cases", "random", "--batch", "2", "--length", "8", "--device", "cpu", "--dtypes", "float32"]
+    small += ["--tolerances", "1e-3", "--windows", "all", "4", "--solvers", "momentum", "momentum:0.2"]
+    monkeypatch.setattr(sys, "argv", ["solvers.py", *small, "--output", str(tmp_path)])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for policy, problem in (("largest_change", None), ("nonesuch", "unknown convergence policy")):
+        monkeypatch.setattr(sys, "argv", [*sys.argv, "--policy", policy])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(BENCHMARKS / "solvers.py"), run_name="__main__")
+        assert end.value.code == (2 if problem else 0)
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["settings"]["policy"] == "largest_change"
+    assert [row["solver"] for row in found["rows"]] == ["momentum"] * 2 + ["momentum:0.2"] * 2
+    for row in found["rows"]:
+        assert row["problem"] is None and row["converged"] == 1 and row["leak"] == 0

@@ -388,8 +388,8 @@ def test_from_the_command_line(
         (["train", "--data", "{built}", "--output", "{run}"], "other settings"),
         (["evaluate", "{tmp}/no"], "holds no run"),
         (["evaluate", "{foreign}"], "run of another kind"),
-        (["evaluate", "{run}", "--batch-size", "0"], "batch_size: Not of type PositiveInt: 0"),
-        (["evaluate", "{run}", "--window", "0"], "window: Not of type PositiveInt"),
+        (["evaluate", "{run}", "--batch-size", "0"], "batch_size must be a whole number >= 1"),
+        (["evaluate", "{run}", "--window", "0"], "window must be a whole number >= 1"),
         (["compare", "{built}"], "has no evaluation on test"),
     ],
 )

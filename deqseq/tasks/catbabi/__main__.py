@@ -34,7 +34,12 @@ tokens at a time and carries its state; in qa mode it learns the answers, in lm 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     quiet_transformers()
-    commands = {"build": _build, "train": _train, "evaluate": _evaluate, "compare": _compare}
+    commands: dict[str, command_line.Command] = {
+        "build": _build,
+        "train": _train,
+        "evaluate": _evaluate,
+        "compare": _compare,
+    }
     return command_line.main(
         "python -m deqseq.tasks.catbabi", _ABOUT, commands, arguments,
         interrupted="train goes on from its last checkpoint", log_level=logging.INFO,
@@ -60,11 +65,12 @@ def _build(
         revision: revision of the dataset, such as refs/convert/parquet
         drop_last: leave out the last story of every file, as the original publication's data does
     """
-    if (data_dir is None) == (dataset is None):
+    if data_dir is not None and dataset is None:
+        read: Any = partial(read_folder, data_dir)
+    elif dataset is not None and data_dir is None:
+        read = partial(read_dataset, dataset, config, revision=revision)
+    else:
         raise ValueError("give either --data-dir or --dataset")
-    read: Any = partial(read_dataset, dataset, config, revision=revision)
-    if data_dir is not None:
-        read = partial(read_folder, data_dir)
     manifest = build(read, output, drop_last)
     rows = [SimpleNamespace(split=split, **counts) for split, counts in manifest["splits"].items()]
     print(table([column("split"), *(column(n, ",") for n in ("stories", "tokens", "questions"))], rows))
@@ -133,8 +139,8 @@ def _evaluate(
 def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("runs/catbabi-compare")) -> None:
     """Show evaluated runs of the same data and tasks side by side, by task, and draw them.
 
-    Writes a table, its JSON and a figure of bars by task, and names the tasks on which implicit runs are above
-    explicit ones.
+    Writes the table as JSON and a figure of bars by task, and names the tasks on which one run is above
+    another.
 
     Args:
         runs: folders of evaluated runs

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deqseq.causal_lm import ImplicitConfig
+import torch
+
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.curriculum import Curriculum
 from deqseq.tasks.catbabi.stories import TASKS
 from deqseq.tasks.common.runs import read_settings
@@ -65,7 +67,8 @@ class TrainSettings(TwoStageSettings):
         if unknown or self.tasks == []:
             raise ValueError(f"tasks must be numbers from 1 to 20, got {unknown or 'none'}")
         self.curriculum()
-        self.config(vocab_size=2)
+        with torch.device("meta"):  # checks the model's sizes
+            ImplicitForCausalLM(self.config(vocab_size=2))
 
     def config(self, vocab_size: int) -> ImplicitConfig:
         """The model's configuration."""

@@ -1,4 +1,4 @@
-"""Settings: keyword-only dataclasses whose annotations jsonargparse checks, filled from YAML and command lines.
+"""Settings: keyword-only dataclasses, filled from YAML and command lines and checked by jsonargparse.
 
 The help of a field stands in the docstring of its class, under ``Args``.
 """
@@ -12,24 +12,54 @@ import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import docstring_parser
-from jsonargparse import ArgumentParser
+import yaml
+from jsonargparse import ArgumentParser, get_loader
+from jsonargparse.typing import extend_base_type
 
 if TYPE_CHECKING:
-    PositiveInt = NonNegativeInt = Seed = int
-    PositiveFinite = NonNegativeFinite = ClosedUnitInterval = BelowOne = float
+    PositiveInt = int
+    NonNegativeInt = int
+    Seed = int
+    PositiveFinite = float
+    NonNegativeFinite = float
+    ClosedUnitInterval = float
+    BelowOne = float
 else:
-    from jsonargparse.typing import restricted_number_type
 
-    Seed = restricted_number_type("Seed", int, [(">=", 0), ("<", 2**32)])  # numpy's range, the smallest
-    PositiveFinite = restricted_number_type("PositiveFinite", float, [(">", 0), ("<", math.inf)])
-    NonNegativeFinite = restricted_number_type("NonNegativeFinite", float, [(">=", 0), ("<", math.inf)])
-    BelowOne = restricted_number_type("BelowOne", float, [(">=", 0), ("<", 1)])
+    def _whole(value: Any) -> int:
+        try:
+            return int(value) if isinstance(value, str) or value == int(value) else math.nan
+        except ValueError:
+            number = float(value)  # 1e9 tokens
+            return int(number) if number.is_integer() else math.nan
+
+    def _number(rule: str, base: type, allowed: Callable[[Any], bool]) -> type:
+        read = _whole if base is int else float
+
+        def check(kind: type, value: Any) -> None:
+            try:
+                fits = not isinstance(value, bool) and allowed(read(value))
+            except (ValueError, TypeError, OverflowError):
+                fits = False
+            if not fits:
+                raise ValueError(f"must be a {rule}, got {value}")
+
+        return extend_base_type(rule, base, check, extra_attrs={"_type": read})
+
+    PositiveInt = _number("whole number >= 1", int, lambda n: n >= 1)
+    NonNegativeInt = _number("whole number >= 0", int, lambda n: n >= 0)
+    Seed = _number("whole number in [0, 2**32)", int, lambda n: 0 <= n < 2**32)  # numpy's range
+    PositiveFinite = _number("positive, finite number", float, lambda x: 0 < x < math.inf)
+    NonNegativeFinite = _number("finite number >= 0", float, lambda x: 0 <= x < math.inf)
+    ClosedUnitInterval = _number("number in [0, 1]", float, lambda x: 0 <= x <= 1)
+    BelowOne = _number("number in [0, 1)", float, lambda x: 0 <= x < 1)
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -52,16 +82,17 @@ def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
             raise ValueError(unknown_field(f"{prefix}{name}", [f"{prefix}{one}" for one in known]))
     for name, parameter in known.items():
         if parameter.default is parameter.empty and tree.get(name) is None:
-            raise ValueError(f"{prefix}{name} is missing: {_descriptions(kind)[name]}")
+            said = _descriptions(kind).get(name)
+            raise ValueError(f"{prefix}{name} is missing" + (f": {said}" if said else ""))
     return kind(**_checked(kind, tree, prefix))
 
 
 def check_types(settings: Any) -> None:
     """Raise ``ValueError`` unless the fields of a dataclass have the types of their annotations."""
-    fields = {name: getattr(settings, name) for name in inspect.signature(type(settings)).parameters}
-    for name, value in _checked(type(settings), fields).items():
-        if value != fields[name]:
-            raise ValueError(f"{name} must be {value!r}, got {fields[name]!r}")
+    there = {name: getattr(settings, name) for name in inspect.signature(type(settings)).parameters}
+    for name, value in _checked(type(settings), there).items():
+        if value != there[name]:
+            raise ValueError(f"{name} must be {value!r}, got {there[name]!r}")
 
 
 def unknown_field(name: str, known: Sequence[str]) -> str:
@@ -72,10 +103,11 @@ def unknown_field(name: str, known: Sequence[str]) -> str:
 
 def build_changed(kind: type[T], tree: Mapping[str, Any], changes: Mapping[str, Any]) -> T:
     """As :func:`build`, with fields changed by dotted names, as :func:`override` does."""
-    parameters = inspect.signature(kind).parameters.values()
-    fields = {p.name: deepcopy(p.default) for p in parameters if p.default is not p.empty} | tree
-    override(fields, changes)
-    return build(kind, fields)
+    parameters = _parameters(kind).values()
+    found = {p.name: deepcopy(p.default) for p in parameters if p.default is not p.empty}
+    found |= tree
+    override(found, changes)
+    return build(kind, found)
 
 
 def override(tree: Tree, changes: Mapping[str, Any]) -> None:
@@ -122,9 +154,6 @@ def yaml_value(text: str, what: str) -> Any:
     Raises:
         ValueError: the text is not YAML; the message begins with ``what``.
     """
-    import yaml
-    from jsonargparse import get_loader
-
     try:
         return get_loader("yaml")(text)
     except yaml.YAMLError as error:
@@ -167,24 +196,24 @@ def add_parameters(
         skip: names of parameters to leave out.
     """
     hints, descriptions = get_type_hints(source), _descriptions(source)
-    for parameter in inspect.signature(source).parameters.values():
-        name, default, kind = parameter.name, parameter.default, hints[parameter.name]
+    for name, parameter in _parameters(source).items():
+        default, kind = parameter.default, hints[name]
         if name in skip:
             continue
         options: Tree = {} if default is parameter.empty else {"default": default}
-        several = next((get_args(k)[0] for k in (kind, *get_args(kind)) if get_origin(k) is list), dict)
+        item = _item_type(kind)
         said = descriptions.get(name, "")
         if kind is bool:
             options |= {"nargs": "?", "const": True}
             said += f"; --no_{name} turns it off" if default else ""
-        elif get_origin(several) is not dict and several is not dict:
-            kind, options["nargs"] = several, "+"
+        elif item is not None:
+            kind, options["nargs"] = item, "+"
         elif kind == str | None:
             kind = str  # the text "null" is text
         flags = list(dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"]))
         if parameter.kind is not parameter.KEYWORD_ONLY:
             flags = [name]
-            if options.pop("default", parameter) is not parameter:
+            if "default" in options:
                 options["nargs"] = "*" if "nargs" in options else "?"
         elif required and default is parameter.empty:
             options["required"] = True
@@ -193,11 +222,13 @@ def add_parameters(
 
 def one_line(error: Exception) -> str:
     """What jsonargparse says of wrong arguments, in one line."""
-    text = re.sub(
-        r"Does not validate against any.*?Errors:|Given value type:[^\n]*", "", str(error), flags=re.S
-    )
+    drop = r"Does not validate against any.*?Errors:|Given value[^\n]*|Not of type [^:]*: "
+    drop += r"|- Expected a <class 'NoneType'>[^\n]*"
+    text = re.sub(drop, "", str(error), flags=re.S)
     lines = [line.strip().removeprefix("- ") for line in text.splitlines() if line.strip()]
-    return re.sub(r'^Parser key "(.*?)"( element \d+)?:;', r"\1\2:", "; ".join(lines))
+    return re.sub(r'^Parser key "(.*?)"( element \d+)?:;', r"\1\2:", "; ".join(lines)).replace(
+        ": must", " must"
+    )
 
 
 @cache
@@ -212,7 +243,7 @@ def _checked(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Tree:
     for name, hint in get_type_hints(kind).items():
         if name in tree and tree[name] is None and NoneType not in get_args(hint) and hint is not Any:
             raise ValueError(f"{prefix}{name} must not be null")
-        if name in tree and get_origin(hint) is list and not isinstance(tree[name], list):
+        if tree.get(name) is not None and _item_type(hint) and not isinstance(tree[name], list):
             raise ValueError(f"{prefix}{name} must be a list, got {tree[name]!r}")
     try:
         found = _parser(kind).parse_object(dict(tree), defaults=False).as_dict()
@@ -227,6 +258,23 @@ def plain(value: Any) -> Any:
         return [plain(one) for one in value]
     base = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
     return value if base is None else base(value)
+
+
+def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function or dataclass; fields with a factory have its result as default."""
+    found = dict(inspect.signature(source).parameters)
+    for f in fields(source) if is_dataclass(source) else ():
+        if f.default_factory is not MISSING:
+            found[f.name] = found[f.name].replace(default=f.default_factory())
+    return found
+
+
+def _item_type(hint: Any) -> Any:
+    """The type of a list's items, which the command line takes one by one; ``None`` for other types."""
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    first, *others = (kind for kind in kinds if kind is not NoneType)
+    item = get_args(first)[0] if not others and get_origin(first) is list else None
+    return None if get_origin(item) is dict else item
 
 
 def _descriptions(source: Callable[..., Any]) -> dict[str, str]:

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-
 from deqseq.backbone import backbones
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.causal_lm import ImplicitConfig
 from deqseq.curriculum import Curriculum, Stage
 from deqseq.tasks.common.settings import (
     BelowOne,
@@ -88,8 +86,8 @@ class TwoStageSettings:
         check_types(self)
 
     def _config(self, vocab_size: int, **options: Any) -> ImplicitConfig:
-        """The configuration of the equilibrium model or its explicit twin; checks the model's sizes."""
-        config = ImplicitConfig(
+        """The configuration of the equilibrium model or its explicit twin."""
+        return ImplicitConfig(
             vocab_size=vocab_size,
             backbone=self._backbone(),
             implicit=not self.explicit,
@@ -99,9 +97,6 @@ class TwoStageSettings:
             eval_convergence=self._search(self.eval_max_iter),
             **options,
         )
-        with torch.device("meta"):
-            ImplicitForCausalLM(config)
-        return config
 
     def _curriculum(self, window: int | None = None, **unrolled: Any) -> Curriculum | None:
         """The two stages; ``None`` for an explicit model.

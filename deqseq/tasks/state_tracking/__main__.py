@@ -39,7 +39,7 @@ tokens that matter is 1 - p."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     quiet_transformers()
-    commands = {
+    commands: dict[str, command_line.Command] = {
         "train": _train, "evaluate": _evaluate, "study": _study, "data": _data, "jacobian": _jacobian,
         "demo": _demo,
     }  # fmt: skip
@@ -98,8 +98,8 @@ def _evaluate(
     Args:
         run: folder of a finished run
         length: tokens of a sequence; 1x and 4x the length of training by default
-        window: tokens solved at a time: 'all', 1 for one by one, or a number. The answer is the same; the work
-            is not
+        window: tokens solved at a time: 'all', 1 for one by one, or a number. The answer is the same; the
+            work is not
         sequences: number of sequences
         seed: seed of the sequences
         identity_probability: probability of the identity; as in training by default

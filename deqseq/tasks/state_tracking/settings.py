@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.curriculum import Curriculum
 from deqseq.tasks.common.runs import read_settings
@@ -32,8 +34,8 @@ class TrainSettings(TwoStageSettings):
 
     Args:
         group: algebra: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M
-        backbone: name of any installed backbone, or a mapping {name: NAME, option: value}; lstm is an explicit
-            baseline
+        backbone: name of any installed backbone, or a mapping {name: NAME, option: value}; lstm is an
+            explicit baseline
         length: tokens of the longest training sequence
         min_length: shortest sequence of the fixed-point stage; a batch draws its length
         unrolled_length: longest sequence of the unrolled stage; the shortest has 2 tokens
@@ -85,6 +87,7 @@ class TrainSettings(TwoStageSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        algebra(self.group)
         if self.backbone == "lstm" and not self.explicit:
             raise ValueError("backbone lstm has no implicit form: set explicit")
         lengths = [("min_length", 1), ("unrolled_length", 2)]
@@ -102,8 +105,8 @@ class TrainSettings(TwoStageSettings):
         if self.rehearsal and not self.short_share:
             raise ValueError(f"rehearsal needs short sequences, a short_share above 0; got {self.rehearsal}")
         self.curriculum()
-        if self.backbone != "lstm":
-            self.config()
+        with torch.device("meta"):  # checks the model's sizes
+            self.model()
 
     @property
     def algebra(self) -> Algebra:

@@ -101,7 +101,7 @@ def train_language_model(models: Path, body: str, texts: list[str], quick: bool)
     made = ["--output", data, "--tokenizer", str(tokenizer), "--validation-share", "0.05"]
     if prepare.main([*texts, *made]):
         raise ValueError(f"{', '.join(texts)} could not be prepared")
-    changes = [("data", data), *([("steps", "200"), ("eval_steps", "200")] if quick else [])]
+    changes = {"data": data, **({"steps": 200, "eval_steps": 200} if quick else {})}
     folder = models / (f"{body}-quick" if quick else body)
     return pretrain(load_run(f"{body}-tiny", changes), folder), Path(data)
 

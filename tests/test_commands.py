@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from transformers.hf_argparser import HfArgumentParser
 
+from deqseq.tasks.common import command_line
 from deqseq.tasks.pretraining import plan, train
 
 ROOT = Path(__file__).parents[1]
@@ -85,10 +85,15 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
         return stopping
 
-    for parser, name in (
-        (argparse.ArgumentParser, "parse_args"), (HfArgumentParser, "parse_args_into_dataclasses"),
-    ):  # fmt: skip
-        monkeypatch.setattr(parser, name, then_stop(getattr(parser, name)))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", then_stop(argparse.ArgumentParser.parse_args))
+    execute = command_line.execute
+
+    def unless_a_run_file_has_the_rest(command: Any, values: Any) -> None:
+        if command.__module__.endswith("pretrain"):
+            execute(command, values)
+        raise Parsed
+
+    monkeypatch.setattr(command_line, "execute", unless_a_run_file_has_the_rest)
     monkeypatch.setattr(plan, "describe", parsed)  # pretraining reads fields of a run beside flags
     monkeypatch.setattr(train, "pretrain", parsed)
     monkeypatch.chdir(tmp_path)

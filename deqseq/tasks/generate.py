@@ -6,21 +6,20 @@ settle, which is where an equilibrium model spends its work.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from deqseq.solution import Status
-from deqseq.tasks.common.command_line import run
+from deqseq.tasks.common import command_line
 from deqseq.tasks.common.figures import log_scale, pyplot
-from deqseq.tasks.evaluate.arguments import count, folder, tolerance
+from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, PositiveInt
 
 # Cheap to dear, from the 256-colour table: green, yellow, orange, red.
 SHADES = (34, 70, 106, 142, 178, 208, 196)
@@ -29,51 +28,6 @@ _FEW = 64
 
 Show = Callable[[str, int | None], str]
 """How to print a token's text and its iterations; ``None``: it was chosen, but not solved."""
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line's arguments."""
-    found = argparse.ArgumentParser(
-        prog="python -m deqseq.tasks.generate",
-        description="Continue a prompt with a language model, implicit or explicit.",
-        epilog='Example: python -m deqseq.tasks.generate runs/model "Once upon a time" --show-iterations',
-    )
-    add = found.add_argument
-    add("model", help="folder or hub name of a model with its tokenizer")
-    add("prompt", nargs="?", help="text to continue; read from standard input if left out")
-    add("--tokenizer", metavar="PATH", help="tokenizer.json, folder or hub name, if not with the model")
-    add("--max-new-tokens", type=count, default=100, metavar="N", help="tokens to add (default: 100)")
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="sample at this temperature; 0: take the likeliest token (default)",
-    )
-    add("--top-p", type=float, metavar="P", help="sample from the likeliest share P only (default: 1, all)")
-    add("--seed", type=int, default=0, help="of the sampling (default: 0)")
-    add(
-        "--rtol",
-        type=tolerance,
-        metavar="R",
-        help="relative residual to solve to, instead of the model's; the iterations allowed stay, so allow "
-        "more for a smaller one",
-    )
-    add("--max-iter", type=count, metavar="N", help="iterations a token may take, instead of the model's")
-    add(
-        "--initial-guess",
-        choices=("zero", "previous"),
-        help="where a token's search starts: at zero, or at the equilibrium of the token before",
-    )
-    add(
-        "--show-iterations",
-        action="store_true",
-        help="colour each token by its iterations and sum them up below the text; not on a terminal, or "
-        "with NO_COLOR set: one line a token, its iterations before it",
-    )
-    add("--plot", type=png, metavar="PNG", help="draw iterations and residual of every token")
-    add("--device", help="where to run, such as cpu (default: a GPU if there is one)")
-    return found
 
 
 class _Watch:
@@ -165,25 +119,62 @@ def _shaded(text: str, shade: int) -> str:
     return f"\x1b[38;5;{shade}m{text}\x1b[0m"
 
 
-def png(text: str) -> Path:
-    """A file that can be written, its name with the suffix of what it will hold."""
-    path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a folder, name a file")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
-    folder(str(path.parent))
-    return path
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    about = (
+        "Continue a prompt with a language model, implicit or explicit.\n\n"
+        '  python -m deqseq.tasks.generate runs/model "Once upon a time" --show-iterations'
+    )
+    return command_line.main(
+        "python -m deqseq.tasks.generate", about, {}, arguments, default=generate, interrupted="no more text"
+    )
 
 
-def generate(arguments: argparse.Namespace) -> None:
-    """Run the command.
+def generate(
+    model: str,
+    prompt: str | None = None,
+    *,
+    tokenizer: str | None = None,
+    max_new_tokens: PositiveInt = 100,
+    temperature: NonNegativeFinite = 0.0,
+    top_p: float | None = None,
+    seed: int = 0,
+    rtol: PositiveFinite | None = None,
+    max_iter: PositiveInt | None = None,
+    initial_guess: Literal["zero", "previous"] | None = None,
+    show_iterations: bool = False,
+    plot: Path | None = None,
+    device: str | None = None,
+) -> None:
+    """Continue a prompt; prints the text as it is made.
+
+    Args:
+        model: folder or hub name of a model with its tokenizer
+        prompt: text to continue; read from standard input if left out
+        tokenizer: tokenizer.json, folder or hub name, if not with the model
+        max_new_tokens: tokens to add
+        temperature: sample at this temperature; 0 takes the likeliest token
+        top_p: sample from the likeliest share P only; from all by default
+        seed: seed of the sampling
+        rtol: relative residual to solve to, instead of the model's; the iterations allowed stay, so allow
+            more for a smaller one
+        max_iter: iterations a token may take, instead of the model's
+        initial_guess: where a token's search starts: at zero, or at the equilibrium of the token before; the
+            model's by default
+        show_iterations: colour each token by its iterations and sum them up below the text; not on a
+            terminal, or with NO_COLOR set: one line a token, its iterations before it
+        plot: PNG file to draw iterations and residual of every token
+        device: where to run, such as cpu; a GPU if there is one by default
 
     Raises:
-        ValueError: what cannot be loaded; options that the model does not take.
+        ValueError: what cannot be loaded; options that do not fit together or the model.
     """
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"--top-p must be in (0, 1], got {top_p}")
+    if top_p is not None and temperature == 0:
+        raise ValueError("--top-p is for sampling: give a --temperature above 0 with it")
+    if plot is not None:
+        check_png(plot)
     # transformers takes seconds to import: not before the arguments are right.
     from transformers.generation.streamers import TextStreamer
 
@@ -198,54 +189,64 @@ def generate(arguments: argparse.Namespace) -> None:
 
     quiet_transformers()
     # A shell's pipe ends in a line break that is not part of the prompt.
-    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt is None else arguments.prompt
+    prompt = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt must be UTF-8: {error.reason} at character {error.start}") from error
-    model: Any = load_model(arguments.model, arguments.device)
-    tokenizer = load_tokenizer(arguments.model, arguments.tokenizer)
-    layer = implicit_layer(model)
-    solve = solve_options(model, rtol=arguments.rtol, max_iter=arguments.max_iter)
-    asked = ("initial_guess", "show_iterations", "plot")
-    if layer is None and any(getattr(arguments, name) for name in asked):
-        raise ValueError(f"{arguments.model} is explicit: it has no iterations to set or to show")
-    tokens = tokenizer(prompt, return_tensors="pt").to(model.device)
+    network: Any = load_model(model, device)
+    vocabulary = load_tokenizer(model, tokenizer)
+    layer = implicit_layer(network)
+    solve = solve_options(network, rtol=rtol, max_iter=max_iter)
+    if layer is None and (initial_guess or show_iterations or plot):
+        raise ValueError(f"{model} is explicit: it has no iterations to set or to show")
+    tokens = vocabulary(prompt, return_tensors="pt").to(network.device)
     if tokens.input_ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens")
-    check_tokens(model, tokens.input_ids)
+    check_tokens(network, tokens.input_ids)
     watch = None
-    streamer: Any = TextStreamer(tokenizer)
+    streamer: Any = TextStreamer(vocabulary)
     if solve is not None:
-        if arguments.initial_guess:
-            model.config.initial_guess = arguments.initial_guess
-        watch = _Watch(model)
+        if initial_guess:
+            network.config.initial_guess = initial_guess
+        watch = _Watch(network)
         budget = solve.convergence.max_iter
-        if arguments.show_iterations:
+        if show_iterations:
             coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
             print(legend(budget) if coloured else "iterations  token")
-            streamer = _SolvedStreamer(tokenizer, watch, in_colour(budget) if coloured else in_lines)
-    torch.manual_seed(arguments.seed)
+            streamer = _SolvedStreamer(vocabulary, watch, in_colour(budget) if coloured else in_lines)
+    torch.manual_seed(seed)
     sampling = {
         "do_sample": True,
-        "temperature": arguments.temperature,
-        "top_p": arguments.top_p or 1.0,
+        "temperature": temperature,
+        "top_p": top_p or 1.0,
         "top_k": 0,  # all: transformers leaves out all but 50 unless told
     }
-    found = model.generate(
+    found = network.generate(
         tokens.input_ids,
         attention_mask=tokens.attention_mask,
-        max_new_tokens=arguments.max_new_tokens,
+        max_new_tokens=max_new_tokens,
         streamer=streamer,
         **({} if solve is None else {"solve": solve}),
-        **(sampling if arguments.temperature > 0 else {"do_sample": False}),
+        **(sampling if temperature > 0 else {"do_sample": False}),
     )
-    if watch is not None and arguments.show_iterations:
+    if watch is not None and show_iterations:
         print(summary(watch))
-    if watch is not None and arguments.plot:
-        texts = [str(tokenizer.decode([token])) for token in found[0].tolist()]
-        drawn = plot(watch, texts, tokens.input_ids.shape[1], budget, arguments.plot)
-        print(f"wrote {arguments.plot}" if drawn else "no figure was drawn", file=sys.stderr)
+    if watch is not None and plot:
+        texts = [str(vocabulary.decode([token])) for token in found[0].tolist()]
+        drawn = draw(watch, texts, tokens.input_ids.shape[1], budget, plot)
+        print(f"wrote {plot}" if drawn else "no figure was drawn", file=sys.stderr)
+
+
+def check_png(path: Path) -> None:
+    """Raise ``ValueError`` unless a PNG file can be written there."""
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--plot must end in .png, got {path}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+    command_line.check_folder(path.parent)
 
 
 def summary(watch: _Watch) -> str:
@@ -259,7 +260,7 @@ def summary(watch: _Watch) -> str:
     )
 
 
-def plot(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Path) -> bool:
+def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Path) -> bool:
     """Iterations and residual of every token, as a PNG; returns whether one was written.
 
     Args:
@@ -291,25 +292,6 @@ def plot(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Pa
     figure.savefig(path, dpi=120, format="png")
     plt.close(figure)
     return True
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The program; returns its exit code."""
-    arguments = parser().parse_args(argv)
-    if error := _wrong(arguments):
-        parser().error(error)
-    return run(lambda: generate(arguments), interrupted="no more text")
-
-
-def _wrong(arguments: argparse.Namespace) -> str | None:
-    """What is wrong with the arguments, if anything; what takes a model to see, ``generate`` finds."""
-    if not 0 <= arguments.temperature < math.inf:
-        return f"--temperature must be a number >= 0, got {arguments.temperature}"
-    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
-        return f"--top-p must be in (0, 1], got {arguments.top_p}"
-    if arguments.top_p is not None and arguments.temperature == 0:
-        return "--top-p is for sampling: give a --temperature above 0 with it"
-    return None
 
 
 if __name__ == "__main__":

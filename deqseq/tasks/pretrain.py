@@ -5,15 +5,18 @@ Also ``python -m deqseq.tasks.pretrain``, on one device.
 
 from __future__ import annotations
 
-import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from deqseq.tasks.common.command_line import run
+from deqseq.tasks.common import command_line
+from deqseq.tasks.common.settings import PositiveInt
+from deqseq.tasks.pretraining.settings import RunSettings
 
 _ABOUT = """\
 Pretrain a language model, implicit or explicit, stage by stage, with checkpoints, scores and a model card.
@@ -32,97 +35,92 @@ The same command goes on where an interrupted run stopped, on any number of proc
   python -m deqseq.tasks.pretrain demo --text FILE    minutes on two cores: both models, both stages"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line's arguments, without the fields of a run."""
-    found = argparse.ArgumentParser(
-        prog="pretrain", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
-    found.add_argument(
-        "run", metavar="RUN", nargs="?", help="run file, name of one that comes along, or 'demo'"
-    )
-    found.add_argument("--output", metavar="DIR", help="folder of the run (default: runs/RUN)")
-    found.add_argument("--dry-run", action="store_true", help="say what the run would take, and stop")
-    found.add_argument(
-        "--plot", metavar="PNG", help="draw the schedule (dry run; default: beside the folder)"
-    )
-    found.add_argument("--fields", action="store_true", help="list the fields of a run, and stop")
-    found.add_argument("--processes", type=int, metavar="N", help="for a dry run: processes to plan for")
-    return found
-
-
-def overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
-    """``--name value`` and ``--name=value`` as pairs.
-
-    Raises:
-        ValueError: a name without a value, a value without a name.
-    """
-    pairs, arguments = [], iter(rest)
-    for argument in arguments:
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or not name:
-            raise ValueError(f"expected --field value, got {argument!r}")
-        if not equals:
-            given = next(arguments, None)
-            if given is None or (given.startswith("--") and len(given) > 2):
-                raise ValueError(f"--{name} needs a value")
-            value = given
-        pairs.append((name.replace("-", "_"), value))
-    return pairs
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    return run(
-        lambda: _command(given),
-        interrupted="the same command goes on from the last checkpoint",
-        log_level=logging.INFO,
-    )
+    return command_line.main(
+        "pretrain", _ABOUT, {"demo": _demo, "compare": _compare}, arguments, default=_pretrain,
+        interrupted="the same command goes on from the last checkpoint", log_level=logging.INFO,
+    )  # fmt: skip
 
 
-def _command(given: list[str]) -> None:
-    with logging_redirect_tqdm():  # above the bars, not into them
-        if given[:1] == ["demo"]:
-            from deqseq.tasks.pretraining.demo import command as demo
+def _pretrain(
+    run: str,
+    *,
+    output: Path | None = None,
+    dry_run: bool = False,
+    plot: Path | None = None,
+    processes: PositiveInt = 1,
+    settings: Annotated[dict[str, Any], RunSettings],
+) -> None:
+    """Train a model, or say what that would take.
 
-            demo(given[1:])
-        elif given[:1] == ["compare"]:
-            from deqseq.tasks.pretraining.compare import command as compare
-
-            compare(given[1:])
-        else:
-            options, rest = parser().parse_known_args(given)
-            _run(options, overrides(rest))
-
-
-def _run(options: argparse.Namespace, fields: list[tuple[str, str]]) -> None:
+    Args:
+        run: run file, name of a shipped one, or 'demo' or 'compare'
+        output: folder of the run; runs/RUN by default
+        dry_run: say what the run would take, and stop
+        plot: draw the schedule there in a dry run; beside the folder by default
+        processes: processes to plan for in a dry run
+    """
     # Models take seconds to import: not before the arguments are right.
     from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.pretraining.plan import describe, plot_schedule
-    from deqseq.tasks.pretraining.run_files import describe_fields, load_run
+    from deqseq.tasks.pretraining.run_files import load_run
     from deqseq.tasks.pretraining.train import pretrain
 
     quiet_transformers()
-    if options.fields:
-        print(describe_fields())
-        return
-    if options.run is None:
-        raise ValueError("name a run: a run file, or one that comes along, such as llama-130m")
-    settings = load_run(options.run, fields)
-    name = Path(options.run).name.removesuffix(".yaml").removesuffix(".yml")
-    output = Path(options.output or Path("runs") / name)
-    if options.dry_run:
-        print(describe(settings, options.processes))
-        plot = Path(options.plot or output.with_name(f"{output.name}-schedule.png"))
-        if plot_schedule(settings, plot):
+    found = load_run(run, settings)
+    output = output or Path("runs") / Path(run).name.removesuffix(".yaml").removesuffix(".yml")
+    if dry_run:
+        print(describe(found, processes))
+        plot = plot or output.with_name(f"{output.name}-schedule.png")
+        if plot_schedule(found, plot):
             print(f"drew the schedule in {plot}")
         return
-    model = pretrain(settings, output)
+    with logging_redirect_tqdm():  # above the bars, not into them
+        model = pretrain(found, output)
     from accelerate import PartialState
 
     if PartialState().is_main_process:
         print(f"the model is in {model}")
+
+
+def _compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> None:
+    """Show held-out perplexity of runs at the end of their stages, and what it took.
+
+    Draws their curves against tokens and against time.
+
+    Args:
+        runs: folders of finished runs
+        output: PNG file of the curves
+    """
+    from deqseq.tasks.pretraining.compare import compare
+
+    print(compare(runs, output))
+
+
+def _demo(
+    *,
+    text: list[str] | None = None,
+    output: Path = Path("runs/pretrain-demo"),
+    steps: PositiveInt | None = None,
+) -> None:
+    """Pretrain a small implicit Llama and Mamba2 through both stages, and their explicit twins.
+
+    Trains a tokenizer and prepares the text first; at the end compares, draws, samples and evaluates the
+    models. Minutes on two cores; repeated, it goes on where it stopped.
+
+    Args:
+        text: plain text files, 0.5 MB or more; Python's own help pages by default
+        output: folder for all results
+        steps: steps of every model; 400 by default
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.pretraining.demo import demo
+
+    quiet_transformers()
+    with logging_redirect_tqdm():
+        demo(text, output, steps)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from deqseq.tasks.catbabi.evaluate import Evaluation, evaluate, load_run
 from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import TASKS, read_dataset, read_folder
 from deqseq.tasks.catbabi.train import StreamTrainer, train
+from deqseq.tasks.common.settings import build as make_settings
 
 LINES = """\
 1 Mary moved to the Garden.
@@ -207,7 +208,7 @@ SMALL: dict[str, Any] = {
 
 
 def small(built: Path, **changes: Any) -> TrainSettings:
-    return TrainSettings(data=str(built), **{**SMALL, **changes})
+    return make_settings(TrainSettings, {"data": str(built), **SMALL, **changes})
 
 
 def in_cuts(model: ImplicitForCausalLM, tokens: torch.Tensor, cut: int) -> tuple[torch.Tensor, State]:
@@ -331,7 +332,7 @@ def test_an_implicit_model_learns_to_answer(run: Path, data: CatBabi) -> None:
 
 def test_streams_of_evaluation_do_not_matter(run: Path, data: CatBabi) -> None:
     trained = load_run(run)
-    trained.settings.tasks = [3]
+    trained = trained._replace(settings=replace(trained.settings, tasks=[3]))
     some = [evaluate(trained, data, "valid", batch_size) for batch_size in (2, 5)]
     assert {e.tokens for e in some} == {len(data.splits["valid"].of_tasks([3]).tokens)}
     assert list(some[0].accuracy_by_task) == [3]
@@ -339,7 +340,7 @@ def test_streams_of_evaluation_do_not_matter(run: Path, data: CatBabi) -> None:
 
 def test_a_split_without_questions_is_named(run: Path, data: CatBabi) -> None:
     trained = load_run(run)
-    trained.settings.tasks = [3]
+    trained = trained._replace(settings=replace(trained.settings, tasks=[3]))
     other = replace(data, splits={"valid": data.splits["valid"].of_tasks([2])})
     with pytest.raises(ValueError, match=r"valid must have questions of the run's tasks: \[3\]"):
         evaluate(trained, other, "valid")
@@ -387,8 +388,8 @@ def test_from_the_command_line(
         (["train", "--data", "{built}", "--output", "{run}"], "other settings"),
         (["evaluate", "{tmp}/no"], "holds no run"),
         (["evaluate", "{foreign}"], "run of another kind"),
-        (["evaluate", "{run}", "--batch-size", "0"], "batch_size must be a whole number >= 1, got 0"),
-        (["evaluate", "{run}", "--window", "0"], "window must be a whole number >= 1, got 0"),
+        (["evaluate", "{run}", "--batch-size", "0"], "batch_size must be a whole number >= 1"),
+        (["evaluate", "{run}", "--window", "0"], "window must be a whole number >= 1"),
         (["compare", "{built}"], "has no evaluation on test"),
     ],
 )
@@ -427,8 +428,7 @@ def test_wrong_settings_are_named(built: Path, name: str, value: Any) -> None:
 def test_data_may_move_but_not_change(built: Path, tmp_path: Path, run: Path) -> None:
     other = build(lambda split, task: STORIES, tmp_path / "other")
     assert other["drop_last"] is False
-    changed = load_run(run).settings
-    changed.data = str(tmp_path / "other")
+    changed = replace(load_run(run).settings, data=str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"other settings .*fingerprint"):
         train(changed, run)
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping
-from inspect import get_annotations
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from deqseq.tasks.common.files import PART, write_json
+from deqseq.tasks.common.settings import flat
 
 logger = logging.getLogger(__name__)
 
@@ -149,76 +146,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{file} cannot be read: it must be a mapping, got {found!r}")
     return found
-
-
-def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings and lists, by dotted names: ``stages.0.until``."""
-    if not isinstance(tree, (Mapping, list)) or not tree:
-        yield name, tree
-        return
-    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        yield from flat(value, f"{name}.{key}" if name else str(key))
-
-
-_KINDS: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
-    "bool": (bool, "true or false"),
-    "str": (str, "a name"),
-}
-
-
-def check_seed(seed: int) -> None:
-    """Raise ``ValueError`` unless numpy, whose range is the smallest, takes ``seed``."""
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be in [0, 2**32), got {seed}")
-
-
-def check_types(settings: Any) -> None:
-    """Raise ``ValueError`` for fields of a dataclass that are not what their annotations say.
-
-    Run files are text that people write: ``explicit: "false"`` would be true otherwise.
-    """
-    # As they are written: parsers of the command line replace the types of the fields.
-    for name, annotation in get_annotations(type(settings)).items():
-        kind, what = _KINDS.get(annotation.removesuffix(" | None"), (object, ""))
-        value = getattr(settings, name)
-        if value is None and annotation.endswith(" | None"):
-            continue
-        wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object))
-        if wrong or (kind is not object and value != value):  # not a number
-            raise ValueError(f"{name} must be {what}, got {value!r}")
-
-
-class Loader(yaml.SafeLoader):
-    """YAML in which 3e-3 is a number, as everywhere else."""
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
-def read_yaml(source: str, shipped: Path) -> dict[str, Any]:
-    """A mapping in YAML: a file, or by its name one in the folder ``shipped``.
-
-    Raises:
-        ValueError: no such file or name, or no mapping.
-    """
-    path = Path(source)
-    if path.suffix not in (".yaml", ".yml"):
-        names = sorted(path.stem for path in shipped.glob("*.yaml"))
-        if source not in names:
-            raise ValueError(f"there is no {source!r}: name a YAML file, or one of {', '.join(names)}")
-        path = shipped / f"{source}.yaml"
-    try:
-        tree = yaml.load(path.read_text(), Loader)
-    except OSError as error:
-        raise ValueError(f"the file {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"the file {path} is no YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ValueError(f"the file {path} must be a mapping of fields, got {tree!r}")
-    return tree

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from deqseq.tasks.common.command_line import run
-from deqseq.tasks.evaluate.arguments import parser
+from deqseq.tasks.common import command_line
+from deqseq.tasks.evaluate.arguments import REPORTS
+
+_ABOUT = """\
+Evaluate a causal language model: a folder or a name on the hub, implicit, explicit, or any other that
+transformers' AutoModelForCausalLM loads. Each report prints a table; --output DIR keeps it as JSON, with a
+figure.
+
+  python -m deqseq.tasks.evaluate perplexity runs/model --text test.txt --length 2048 --output runs/ppl"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    options = parser().parse_args(arguments)
-    return run(lambda: report(options), interrupted="nothing was written")
-
-
-def report(options: argparse.Namespace) -> None:
-    """Make the report that the options ask for.
-
-    Raises:
-        ValueError: what cannot be loaded; options that do not fit the model or the text.
-    """
-    # Models take seconds to import: not before the arguments are right.
-    from deqseq.tasks.common.models import quiet_transformers
-    from deqseq.tasks.evaluate.reports import REPORTS
-
-    quiet_transformers()
-    REPORTS[options.report](options)
+    return command_line.main(
+        "python -m deqseq.tasks.evaluate", _ABOUT, REPORTS, arguments, interrupted="nothing was written"
+    )
 
 
 if __name__ == "__main__":

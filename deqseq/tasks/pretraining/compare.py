@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,19 +42,6 @@ _COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def command(arguments: Sequence[str]) -> None:
-    """Run the command; raises like :func:`compare`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m deqseq.tasks.pretrain compare",
-        description="Held-out perplexity of runs at the end of their stages, and what it took; their curves "
-        "against tokens and against time.",
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
-    parser.add_argument("--output", type=Path, default=Path("runs/compare.png"), metavar="PNG")
-    options = parser.parse_args(arguments)
-    print(compare(options.runs, options.output))
-
-
 def compare(folders: Sequence[Path], figure: Path) -> str:
     """The table of finished runs; draws their curves.
 
@@ -63,6 +49,7 @@ def compare(folders: Sequence[Path], figure: Path) -> str:
         ValueError: a folder without a finished run.
     """
     from deqseq.tasks.common.runs import read_record, read_settings
+    from deqseq.tasks.common.settings import build
     from deqseq.tasks.pretraining.card import plot_curves
     from deqseq.tasks.pretraining.settings import RunSettings
 
@@ -70,10 +57,7 @@ def compare(folders: Sequence[Path], figure: Path) -> str:
     for folder in folders:
         given = read_settings(folder)
         given.pop("fingerprint", None)
-        try:
-            settings = RunSettings(**given)
-        except TypeError as error:
-            raise ValueError(f"{folder} holds a run of another kind: it has other settings") from error
+        settings = build(RunSettings, given)
         log = read_record(folder)["log"]
         runs.append((folder.name, log, settings))
         curriculum = settings.curriculum()

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 import subprocess
 import sys
 import time
@@ -50,26 +48,6 @@ _COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def command(arguments: Sequence[str]) -> None:
-    """Run the command; raises like :func:`demo`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m deqseq.tasks.pretrain demo",
-        description="Train a tokenizer on a text, prepare it, pretrain a small implicit Llama and Mamba2 on "
-        "it through both stages, and their explicit twins; compare, draw, sample and evaluate them. Minutes "
-        "on two cores; repeated, it goes on where it stopped.",
-    )
-    parser.add_argument("--text", nargs="+", metavar="FILE", help="plain text, 0.5 MB or more (default: "
-                        "Python's own help pages)")  # fmt: skip
-    parser.add_argument("--output", type=Path, default=Path("runs/pretrain-demo"), metavar="DIR")
-    parser.add_argument("--steps", type=int, help="of every model (default: 400)")
-    options = parser.parse_args(arguments)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from deqseq.tasks.common.models import quiet_transformers
-
-    quiet_transformers()
-    demo(options.text, options.output, options.steps)
-
-
 def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> list[Line]:
     """Prepare, train, compare, sample and evaluate in folder ``output``; prints as it goes.
 
@@ -85,7 +63,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
     start = time.perf_counter()
     if steps is not None and (steps < 5 or steps % 5):
         raise ValueError(f"steps must be a multiple of 5, as the first stage has four fifths, got {steps}")
-    changes = [] if steps is None else [("steps", str(steps)), ("eval_steps", str(steps // 5))]
+    changes = {} if steps is None else {"steps": steps, "eval_steps": steps // 5}
     output.mkdir(parents=True, exist_ok=True)
     texts = list(texts or [str(help_pages(output / "help.txt"))])
     tokenizer = train_tokenizer(texts, output / "tokenizer.json")
@@ -95,7 +73,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
     for name in MODELS:
         logs = []
         for run in (f"{name}-tiny", f"{name}-tiny-explicit"):
-            settings = load_run(run, [("data", str(data)), *changes])
+            settings = load_run(run, {"data": str(data), **changes})
             print(f"\n{run}, {settings.total_steps} steps of {settings.batch_tokens} tokens: {output / run}")
             pretrain(settings, output / run)
             log = read_record(output / run)["log"]

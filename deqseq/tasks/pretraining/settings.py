@@ -2,110 +2,120 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
+from deqseq.tasks.common.settings import (
+    BelowOne,
+    ClosedUnitInterval,
+    NonNegativeFinite,
+    NonNegativeInt,
+    PositiveFinite,
+    PositiveInt,
+    Seed,
+    Tree,
+    build,
+    check_types,
+)
 
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, presets
-from deqseq.checks import check_count
-from deqseq.curriculum import Curriculum, Stage
-from deqseq.tasks.common.corpus import HoldOut
-from deqseq.tasks.common.runs import check_types
+# Models take seconds to import: not before the arguments are right.
+if TYPE_CHECKING:
+    from deqseq.causal_lm import ImplicitConfig
+    from deqseq.curriculum import Curriculum
 
-Tree = dict[str, Any]
-
-
-def _setting(text: str, default: Any = MISSING, resumes: bool = False) -> Any:
-    """A field with its help; ``resumes``: a run may go on with another value."""
-    options: Any = {} if default is MISSING else {"default": default}
-    return field(metadata={"help": text, "resumes": resumes}, **options)
+_OWN_KERNELS = ("mamba2",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Everything that determines a pretrained model; what is of no influence on it may change on resuming.
+    """Everything that determines a pretrained model, and settings without influence on it: ``RESUMES``.
+
+    Args:
+        model: options of ImplicitConfig, or a preset: mamba2-130m, llama-1.3b; {preset: NAME, ...} changes
+            one. Any installed backbone and solver goes by its name
+        explicit: train the explicit twin: the same stack applied once, no stages
+        data: folder made by deqseq.tasks.prepare; or {dataset: NAME, subset, split, validation_split, files,
+            column, tokenizer}, a Hugging Face dataset to stream
+        documents: joined means that rows run on across documents, separate that tokens see their own document
+            only
+        length: tokens of a row
+        tokens: tokens to train on; or give steps
+        steps: optimiser steps; or give tokens
+        passes: how often the data may be used; more tokens are refused
+        batch_tokens: tokens of an optimiser step, over all processes
+        per_device_batch_size: rows in memory at a time
+        learning_rate: highest learning rate
+        min_learning_rate: learning rate at the end
+        warmup_share: share of the steps in which the rate rises linearly
+        decay_share: share of the steps, the last ones, in which it falls as 1 - sqrt
+        weight_decay: weight decay of matrices; not of norms, biases, A, D, dt and lengths of rows
+        beta1: AdamW's
+        beta2: AdamW's
+        max_grad_norm: gradient clipping
+        stages: list of {until, gradient, convergence, eval_convergence, window}; until is a share of the
+            training, {tokens: N} or {steps: N}
+        start_from: model folder or checkpoint to take the weights from; the optimiser starts afresh
+        bf16: autocast to bfloat16; weights stay float32
+        compile: compile the blocks (Llama)
+        activation_budget: share of the activations that compiled blocks keep; the cheap ones are recomputed
+        recompute: recompute every evaluation in the backward pass (activation checkpointing)
+        seed: seed of weights and order of the rows
+        workers: processes that read rows
+        log_steps: steps between lines of the log
+        eval_steps: steps between evaluations; also at the end of every stage
+        eval_rows: rows of the held-out split in these evaluations; null means all
+        save_steps: steps between checkpoints; also at the end of every stage
+        keep: checkpoints to keep, at least 2
+        spectral_every: lines of the log between estimates of the spectral radius; 0 means none
+        report_to: tensorboard, wandb, ...: a name the Trainer knows; or none
 
     Raises:
-        ValueError: a value out of its range, or that does not go with the others, with the rule.
+        ValueError: a value out of its range, or that does not fit the others, with the rule.
     """
 
-    model: Any = _setting(
-        "options of ImplicitConfig, or a preset: mamba2-130m, llama-1.3b; {preset: NAME, ...} changes one"
-    )
-    explicit: bool = _setting("train the explicit twin: the same stack applied once, no stages", False)
-    data: Any = _setting(
-        "folder made by deqseq.tasks.prepare; or {dataset: NAME, subset, split, validation_split, files, "
-        "column, tokenizer}, a Hugging Face dataset to stream",
-        None,
-        resumes=True,  # it may have moved; its fingerprint must not change
-    )
-    documents: str = _setting(
-        "'joined': rows run on across documents; 'separate': documents see themselves only", "joined"
-    )
-    length: int = _setting("tokens of a row", 2048)
-    tokens: int | None = _setting("tokens to train on; or give steps", None)
-    steps: int | None = _setting("optimiser steps; or give tokens", None)
-    passes: float = _setting("how often the data may be gone through; more tokens are refused", 1.0)
-    batch_tokens: int = _setting("tokens of an optimiser step, over all processes", 2**20)
-    per_device_batch_size: int = _setting("rows in memory at a time", 8, resumes=True)
-    learning_rate: float = _setting("peak")
-    min_learning_rate: float = _setting("at the end", 1e-5)
-    warmup_share: float = _setting("share of the steps in which the rate rises linearly", 0.01)
-    decay_share: float = _setting("share of the steps, the last ones, in which it falls as 1 - sqrt", 0.2)
-    weight_decay: float = _setting("of matrices; not of norms, biases, A, D, dt and lengths of rows", 0.1)
-    beta1: float = _setting("AdamW's", 0.9)
-    beta2: float = _setting("AdamW's", 0.95)
-    max_grad_norm: float = _setting("gradient clipping", 1.0)
-    stages: Any = _setting(
-        "list of {until, gradient, convergence, eval_convergence, window}; until: a share of the training, "
-        "{tokens: N} or {steps: N}",
-        None,
-    )
-    start_from: str | None = _setting(
-        "model folder or checkpoint to take the weights from; the optimiser starts afresh", None
-    )
-    bf16: bool = _setting("autocast to bfloat16; weights stay float32", True)
-    compile: bool = _setting("compile the blocks (Llama)", False, resumes=True)
-    activation_budget: float = _setting(
-        "share of the activations that compiled blocks keep; what is cheap is recomputed", 1.0, resumes=True
-    )
-    recompute: bool = _setting(
-        "recompute every evaluation in the backward pass (activation checkpointing)", False, resumes=True
-    )
-    seed: int = _setting("of weights and order of the rows", 0)
-    workers: int = _setting("processes that read rows", 2, resumes=True)
-    log_steps: int = _setting("steps between lines of the log", 10, resumes=True)
-    eval_steps: int = _setting(
-        "steps between evaluations; also at the end of every stage", 1000, resumes=True
-    )
-    eval_rows: int | None = _setting("rows of the held-out split in these; all by default", 512, resumes=True)
-    save_steps: int = _setting("steps between checkpoints; also at the end of every stage", 500, resumes=True)
-    keep: int = _setting("checkpoints to keep, at least 2", 2, resumes=True)
-    spectral_every: int = _setting(
-        "lines of the log between estimates of the spectral radius; 0: none", 10, resumes=True
-    )
-    report_to: str = _setting(
-        "tensorboard, wandb, ...: a name the Trainer knows; or none", "tensorboard", resumes=True
-    )
+    model: str | dict[str, Any]
+    explicit: bool = False
+    data: str | dict[str, Any] | None = None
+    documents: Literal["joined", "separate"] = "joined"
+    length: PositiveInt = 2048
+    tokens: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    passes: PositiveFinite = 1.0
+    batch_tokens: PositiveInt = 2**20
+    per_device_batch_size: PositiveInt = 8
+    learning_rate: PositiveFinite
+    min_learning_rate: PositiveFinite = 1e-5
+    warmup_share: ClosedUnitInterval = 0.01
+    decay_share: ClosedUnitInterval = 0.2
+    weight_decay: NonNegativeFinite = 0.1
+    beta1: BelowOne = 0.9
+    beta2: BelowOne = 0.95
+    max_grad_norm: PositiveFinite = 1.0
+    stages: list[dict[str, Any]] | None = None
+    start_from: str | None = None
+    bf16: bool = True
+    compile: bool = False
+    activation_budget: ClosedUnitInterval = 1.0
+    recompute: bool = False
+    seed: Seed = 0
+    workers: NonNegativeInt = 2
+    log_steps: PositiveInt = 10
+    eval_steps: PositiveInt = 1000
+    eval_rows: PositiveInt | None = 512
+    save_steps: PositiveInt = 500
+    keep: PositiveInt = 2
+    spectral_every: NonNegativeInt = 10
+    report_to: str = "tensorboard"
 
     def __post_init__(self) -> None:
         check_types(self)
-        if isinstance(self.data, Mapping):
-            self._check_stream(self.data)
-        elif not isinstance(self.data, (str, type(None))):
-            raise ValueError(f"data must be a folder, or a mapping with a dataset, got {self.data!r}")
-        counts = ("length", "batch_tokens", "per_device_batch_size", "log_steps", "eval_steps", "save_steps")
-        for name in counts:
-            check_count(name, getattr(self, name))
-        for name in ("tokens", "steps", "eval_rows"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
+        if isinstance(self.data, dict):
+            build(StreamSettings, self.data, "data.")
+            if self.eval_rows is None:
+                raise ValueError("eval_rows must be a number where the data is a stream, got None")
         if (self.tokens is None) == (self.steps is None):
             raise ValueError(f"give either tokens or steps, got {self.tokens} and {self.steps}")
         if self.length < 2:
@@ -120,44 +130,26 @@ class RunSettings:
             raise ValueError(
                 f"tokens must fill a batch of {self.batch_tokens} tokens at least once, got {self.tokens}"
             )
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be positive and finite, got {self.learning_rate:g}")
-        if not 0 < self.min_learning_rate <= self.learning_rate:
+        if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"min_learning_rate must be in (0, learning_rate = {self.learning_rate:g}], "
                 f"got {self.min_learning_rate:g}"
             )
-        for name in ("warmup_share", "decay_share", "weight_decay", "spectral_every", "workers"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
         if self.warmup_share + self.decay_share > 1:
             raise ValueError(
                 "warmup_share and decay_share must not be more than 1 together, got "
                 f"{self.warmup_share} and {self.decay_share}"
             )
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, got {self.max_grad_norm}")
-        if not 0 < self.passes < math.inf:
-            raise ValueError(f"passes must be positive and finite, got {self.passes}")
-        if not 0 < self.activation_budget <= 1:
-            raise ValueError(f"activation_budget must be in (0, 1], got {self.activation_budget}")
+        if self.activation_budget == 0:
+            raise ValueError("activation_budget must be in (0, 1], got 0")
         if self.activation_budget < 1 and not self.compile:
             raise ValueError("activation_budget is kept by compiled blocks: set compile: true, or 1.0")
         if self.keep < 2:
             raise ValueError(
                 f"keep must be at least 2, the last checkpoint and one being written, got {self.keep}"
             )
-        if self.documents not in ("joined", "separate"):
-            raise ValueError(f"documents must be 'joined' or 'separate', got {self.documents!r}")
         self._check_stages()
-        config = self.config()
-        if self.compile and config.backbone["name"] != "llama":
-            raise ValueError(f"compile is for Llama: {config.backbone['name']} has kernels of its own")
-        with torch.device("meta"):  # checks the model's sizes
-            ImplicitForCausalLM(config)
+        self._check_model()
 
     @property
     def rows_per_step(self) -> int:
@@ -215,38 +207,22 @@ class RunSettings:
 
     def curriculum(self) -> Curriculum | None:
         """The stages, which end at shares of the steps; ``None``: as the model is throughout."""
-        if not isinstance(self.stages or [], (list, tuple)):
-            raise ValueError(f"stages must be a list of mappings, got {self.stages!r}")
+        from deqseq.curriculum import Curriculum, Stage
+
         if self.explicit or not self.stages or not model_options(self.model).get("implicit", True):
             return None
-        known = [f.name for f in fields(Stage)]
         stages = []
         for number, entry in enumerate(self.stages):
-            if not isinstance(entry, Mapping) or "gradient" not in entry:
-                raise ValueError(f"stages.{number} must be a mapping with until and gradient, got {entry!r}")
-            for name in entry:
-                check_known(name, known, f"stages.{number}.")
-            evaluated = {"eval_convergence": entry["convergence"]} if "convergence" in entry else {}
-            until = self._share(entry.get("until"), number)
-            stages.append(Stage(**{**evaluated, **entry, "until": until}))
+            fields = vars(build(StageSettings, entry, f"stages.{number}."))
+            if fields["eval_convergence"] is None:
+                fields = {**fields, "eval_convergence": fields["convergence"]}
+            stages.append(Stage(**{**fields, "until": self._share(fields["until"], number)}))
         return Curriculum(stages)
-
-    def _check_stream(self, data: Mapping[str, Any]) -> None:
-        for name in data:
-            check_known(name, STREAM, "data.")
-        if "dataset" not in data:
-            raise ValueError(f"data needs a folder, or a mapping with a dataset, got {dict(data)}")
-        share = data.get("validation_share", HoldOut().share)
-        if isinstance(share, bool) or not isinstance(share, (int, float)):
-            raise ValueError(f"data.validation_share must be a number, got {share!r}")
-        HoldOut(share)
-        if self.eval_rows is None:
-            raise ValueError("eval_rows must be a number where the data is a stream, got None")
 
     def _check_stages(self) -> None:
         curriculum, begin = self.curriculum(), 0
         for number, stage in enumerate([] if curriculum is None else curriculum.stages):
-            end = Curriculum.end(stage, self.total_steps)
+            end = curriculum.end(stage, self.total_steps)  # type: ignore[union-attr]
             if end <= begin:
                 raise ValueError(
                     f"stages.{number} would have none of {self.total_steps} steps: it ends with step {end}, "
@@ -254,8 +230,22 @@ class RunSettings:
                 )
             begin = end
 
+    def _check_model(self) -> None:
+        import torch
+
+        from deqseq.causal_lm import ImplicitForCausalLM
+
+        config = self.config()
+        with torch.device("meta"):  # checks the model's sizes
+            body: Any = ImplicitForCausalLM(config).model.layer.backbone
+        if self.compile and (config.backbone["name"] in _OWN_KERNELS or not hasattr(body, "layers")):
+            raise ValueError(
+                f"compile is for backbones with layers and without kernels of their own, such as llama, "
+                f"got {config.backbone['name']}"
+            )
+
     def _share(self, until: Any, number: int) -> float:
-        if isinstance(until, Mapping) and len(until) == 1:
+        if isinstance(until, dict) and len(until) == 1:
             (unit, amount), steps = *until.items(), self.total_steps
             if unit == "steps" and isinstance(amount, int):
                 return amount / steps
@@ -269,37 +259,63 @@ class RunSettings:
         )
 
     def to_dict(self) -> Tree:
-        """Plain data; what ``RunSettings(**...)`` takes."""
+        """Plain data, from which :func:`build` makes the same settings."""
         return {**asdict(self), "model": model_options(self.model)}
 
 
+RESUMES = {
+    "data",  # it may have moved; its fingerprint must not change
+    "per_device_batch_size", "compile", "activation_budget", "recompute", "workers", "log_steps",
+    "eval_steps", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
+}  # fmt: skip
+"""Settings that may differ when a run is resumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """The fields of ``data`` where it is a dataset that streams."""
+
+    dataset: str
+    subset: str | None = None
+    split: str | None = None
+    validation_split: str | None = None
+    validation_share: BelowOne | None = None
+    files: str | list[str] | None = None
+    column: str | None = None
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """An entry of ``stages``; parts go by name or mapping, as in :class:`~deqseq.curriculum.Stage`."""
+
+    until: float | dict[str, Any]
+    gradient: str | dict[str, Any]
+    convergence: str | dict[str, Any] | None = None
+    eval_convergence: str | dict[str, Any] | None = None
+    window: PositiveInt | None = None
+
+
 def _config(options: Tree) -> ImplicitConfig:
+    from huggingface_hub.errors import StrictDataclassError
+
+    from deqseq.causal_lm import ImplicitConfig
+
     try:
         return ImplicitConfig(**options)
     except StrictDataclassError as error:  # no ValueError
         raise ValueError(" ".join(str(error).split())) from error
 
 
-STREAM = (
-    "dataset", "subset", "split", "validation_split", "validation_share", "files", "column", "tokenizer",
-)  # fmt: skip
-"""Fields of ``data`` where it is a dataset that streams."""
-
-RESUMES = {f.name for f in fields(RunSettings) if f.metadata["resumes"]}
-"""Settings that a run may be resumed with when they differ."""
-
-
-def model_options(model: Any) -> Tree:
+def model_options(model: str | Mapping[str, Any]) -> Tree:
     """The options of :class:`ImplicitConfig` that ``model`` in a run file means.
 
     Raises:
-        ValueError: no preset of that name, or neither a name nor a mapping.
+        ValueError: no preset of that name.
     """
-    if isinstance(model, str):
-        model = {"preset": model}
-    if not isinstance(model, Mapping):
-        raise ValueError(f"model must be a preset's name or options of ImplicitConfig, got {model!r}")
-    options = dict(model)
+    from deqseq.causal_lm import presets
+
+    options = {"preset": model} if isinstance(model, str) else dict(model)
     preset = options.pop("preset", None)
     if preset is None:
         return options
@@ -316,20 +332,6 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
         both = both and value.get("name") in (None, result[key].get("name"))
         result[key] = merged(result[key], value) if both else deepcopy(value)
     return result
-
-
-def check_known(
-    name: str, known: Sequence[str], prefix: str, also: Sequence[str] = (), shown: str = ""
-) -> None:
-    """Raise ``ValueError`` unless ``name`` is one of the ``known``; it says which is nearest."""
-    if name not in known:
-        raise ValueError(unknown(shown or prefix + name, [*(prefix + one for one in known), *also]))
-
-
-def unknown(name: str, known: Sequence[str]) -> str:
-    """What to say of a field that there is not."""
-    near = difflib.get_close_matches(name, known, 1, cutoff=0)
-    return f"unknown field {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _or(numbers: Sequence[int]) -> str:

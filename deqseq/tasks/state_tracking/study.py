@@ -6,19 +6,20 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
-from deqseq.checks import check_count, check_damping
+from deqseq.checks import check_damping
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, table
-from deqseq.tasks.common.runs import RunFolder, read_yaml
+from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.settings import ClosedUnitInterval, PositiveInt, Seed, build, check_types, read_yaml
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, window_name
 from deqseq.tasks.state_tracking.plots import plot_by_length, plot_by_position
-from deqseq.tasks.state_tracking.settings import TrainSettings, check_fields, run_fields
+from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
 logger = logging.getLogger(__name__)
@@ -27,43 +28,30 @@ STUDIES = Path(__file__).parent / "studies"
 _RESULTS = "study.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Test:
     """What every model is tested on: each probability at each length, solved in each window.
 
-    Attributes:
-        identity_probability, length: of the sequences.
-        window: tokens solved at a time, or ``"all"``; explicit models are tested once.
-        max_iter: evaluations a token may take part in; the model's by default.
-        damping: of the solver; the model's by default.
-        sequences: how many.
+    Args:
+        identity_probability: of the sequences
+        length: tokens of a sequence
+        window: tokens solved at a time, or all; explicit models are tested once
+        max_iter: most evaluations of a token; the model's by default
+        damping: of Picard's iteration; the model's solver by default
+        sequences: how many
     """
 
     __test__ = False  # none of pytest's
 
-    identity_probability: Sequence[float]
-    length: Sequence[int]
-    window: Sequence[int | str] = (8,)
-    max_iter: int | None = None
+    identity_probability: list[ClosedUnitInterval]
+    length: list[PositiveInt]
+    window: list[PositiveInt | Literal["all"]] = field(default_factory=lambda: [8])
+    max_iter: PositiveInt | None = None
     damping: float | None = None
-    sequences: int = 512
+    sequences: PositiveInt = 512
 
     def __post_init__(self) -> None:
-        for name in ("identity_probability", "length", "window"):
-            values = getattr(self, name)
-            if isinstance(values, str) or not isinstance(values, Sequence) or not values:
-                raise ValueError(f"{name} of a test must be a list, got {values!r}")
-        for p in self.identity_probability:
-            if not isinstance(p, (int, float)) or not 0 <= p <= 1:
-                raise ValueError(f"identity_probability must be in [0, 1], got {p!r}")
-        counts: list[tuple[str, Any]] = [
-            ("sequences", self.sequences),
-            *(("length", length) for length in self.length),
-        ]
-        counts += [("window", window) for window in self.window if window != "all"]
-        counts += [("max_iter", self.max_iter)] if self.max_iter is not None else []
-        for name, count in counts:
-            check_count(name, count)
+        check_types(self)
         if self.damping is not None:
             check_damping(self.damping)
 
@@ -80,54 +68,57 @@ class Test:
                         yield {**case, "window": tokens, "max_iter": self.max_iter, "damping": self.damping}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Study:
     """What a study file says.
 
-    Attributes:
-        run: run file that the variants start from.
-        variants: by their names, the fields in which they differ from it.
-        tests: what all are tested on.
-        seeds: of weights and data.
+    Args:
+        run: run file that the variants start from
+        variants: by their names, the fields in which they differ from it
+        tests: what all are tested on
+        seeds: of weights and data
 
     Raises:
         ValueError: unknown fields, or values out of their range.
     """
 
     run: str
-    variants: Mapping[str, Mapping[str, Any]]
-    tests: Sequence[Test]
-    seeds: Sequence[int] = (1,)
+    variants: dict[str, dict[str, Any]]
+    tests: list[dict[str, Any]]
+    seeds: list[Seed] = field(default_factory=lambda: [1])
 
     def __post_init__(self) -> None:
-        for name, kind in (("variants", Mapping), ("seeds", Sequence), ("tests", Sequence)):
-            if not isinstance(getattr(self, name), kind) or not getattr(self, name):
+        check_types(self)
+        for name in ("variants", "seeds", "tests"):
+            if not getattr(self, name):
                 raise ValueError(f"{name} of a study must not be empty, got {getattr(self, name)!r}")
-        if not all(type(seed) is int and seed >= 0 for seed in self.seeds):
-            raise ValueError(f"seeds of a study must be whole numbers from 0, got {self.seeds!r}")
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds of a study must differ, got {self.seeds!r}")
         for name, changes in self.variants.items():
-            if not re.fullmatch(r"[\w.=+-]*\w", str(name)) or str(name).endswith((".json", ".png")):
+            if not isinstance(name, str):
+                raise ValueError(f"a variant's name must be text, in quotes, got {name!r}")
+            if not re.fullmatch(r"[\w.=+-]*\w", name) or name.endswith((".json", ".png")):
                 raise ValueError(
                     f"a variant's name is that of a folder: letters, digits and -_.=+, got {name!r}"
                 )
-            if not isinstance(name, str):
-                raise ValueError(f"a variant's name must be text, in quotes, got {name!r}")
-            if not isinstance(changes, Mapping) or "seed" in changes:
-                raise ValueError(
-                    f"variant {name} must be a mapping of fields without a seed, got {changes!r}"
-                )
-            check_fields(changes, f"variant {name}")
+            if "seed" in changes:
+                raise ValueError(f"variant {name} must be without a seed, got {changes!r}")
             for seed in self.seeds:
                 try:
                     self.settings(name, seed)
-                except (TypeError, ValueError) as error:
+                except ValueError as error:
                     raise ValueError(f"variant {name}: {error}") from error
+        self.cases(explicit=False)  # checks the tests
 
     def settings(self, variant: str, seed: int) -> TrainSettings:
         """What to train for a variant and a seed."""
-        return TrainSettings(**{**run_fields(self.run), **self.variants[variant], "seed": seed})
+        fields = read_yaml(self.run, RUNS) | self.variants[variant]
+        return build(TrainSettings, {**fields, "seed": seed})
+
+    def cases(self, explicit: bool) -> dict[str, dict[str, Any]]:
+        """All evaluations of a model, by their settings as JSON; see :meth:`Test.cases`."""
+        tests = [build(Test, test, f"tests.{number}.") for number, test in enumerate(self.tests)]
+        return {json.dumps(case): case for test in tests for case in test.cases(explicit)}
 
 
 def load_study(source: str) -> Study:
@@ -136,14 +127,7 @@ def load_study(source: str) -> Study:
     Raises:
         ValueError: no such file or name, unknown fields, values out of range.
     """
-    tree = read_yaml(source, STUDIES)
-    known = [f.name for f in fields(Study)]
-    if unknown := sorted(set(tree) - set(known)):
-        raise ValueError(f"{source} sets {', '.join(unknown)}: a study has {', '.join(known)}")
-    try:
-        return Study(**{**tree, "tests": [Test(**test) for test in tree.get("tests", [])]})
-    except TypeError as error:
-        raise ValueError(f"the study {source} cannot be read: {error}") from error
+    return build(Study, read_yaml(source, STUDIES))
 
 
 @dataclass(frozen=True)
@@ -191,7 +175,7 @@ def conduct(
     for name in study.variants:
         for seed in study.seeds:
             settings, folder = runs[name, seed]
-            cases = {json.dumps(case): case for test in study.tests for case in test.cases(settings.explicit)}
+            cases = study.cases(settings.explicit)
             if (variants is None or name in variants) and (seeds is None or seed in seeds):
                 logger.info("%s, seed %d: %s", name, seed, folder)
                 _test(settings, folder, cases)

@@ -1,0 +1,286 @@
+"""Settings: keyword-only dataclasses, filled from YAML and command lines and checked by jsonargparse.
+
+The help of a field stands in the docstring of its class, under ``Args``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import re
+from argparse import ArgumentError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import docstring_parser
+import yaml
+from jsonargparse import ArgumentParser, get_loader
+from jsonargparse.typing import extend_base_type
+
+if TYPE_CHECKING:
+    PositiveInt = int
+    NonNegativeInt = int
+    Seed = int
+    PositiveFinite = float
+    NonNegativeFinite = float
+    ClosedUnitInterval = float
+    BelowOne = float
+else:
+
+    def _whole(value: Any) -> int:
+        try:
+            return int(value) if isinstance(value, str) or value == int(value) else math.nan
+        except ValueError:
+            number = float(value)  # 1e9 tokens
+            return int(number) if number.is_integer() else math.nan
+
+    def _number(rule: str, base: type, allowed: Callable[[Any], bool]) -> type:
+        read = _whole if base is int else float
+
+        def check(kind: type, value: Any) -> None:
+            try:
+                fits = not isinstance(value, bool) and allowed(read(value))
+            except (ValueError, TypeError, OverflowError):
+                fits = False
+            if not fits:
+                raise ValueError(f"must be a {rule}, got {value}")
+
+        return extend_base_type(rule, base, check, extra_attrs={"_type": read})
+
+    PositiveInt = _number("whole number >= 1", int, lambda n: n >= 1)
+    NonNegativeInt = _number("whole number >= 0", int, lambda n: n >= 0)
+    Seed = _number("whole number in [0, 2**32)", int, lambda n: 0 <= n < 2**32)  # numpy's range
+    PositiveFinite = _number("positive, finite number", float, lambda x: 0 < x < math.inf)
+    NonNegativeFinite = _number("finite number >= 0", float, lambda x: 0 <= x < math.inf)
+    ClosedUnitInterval = _number("number in [0, 1]", float, lambda x: 0 <= x <= 1)
+    BelowOne = _number("number in [0, 1)", float, lambda x: 0 <= x < 1)
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+
+
+def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
+    """The settings of class ``kind`` with the fields in ``tree``; text becomes numbers where it must.
+
+    Args:
+        kind: the dataclass.
+        tree: values of fields, such as a YAML file has them.
+        prefix: what error messages put before a field's name.
+
+    Raises:
+        ValueError: unknown or missing fields, values of another type or out of range.
+    """
+    known = inspect.signature(kind).parameters
+    for name in tree:
+        if name not in known:
+            raise ValueError(unknown_field(f"{prefix}{name}", [f"{prefix}{one}" for one in known]))
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and tree.get(name) is None:
+            said = _descriptions(kind).get(name)
+            raise ValueError(f"{prefix}{name} is missing" + (f": {said}" if said else ""))
+    return kind(**_checked(kind, tree, prefix))
+
+
+def check_types(settings: Any) -> None:
+    """Raise ``ValueError`` unless the fields of a dataclass have the types of their annotations."""
+    there = {name: getattr(settings, name) for name in inspect.signature(type(settings)).parameters}
+    for name, value in _checked(type(settings), there).items():
+        if value != there[name]:
+            raise ValueError(f"{name} must be {value!r}, got {there[name]!r}")
+
+
+def unknown_field(name: str, known: Sequence[str]) -> str:
+    """The error message for a field that does not exist."""
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    return f"unknown field {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def build_changed(kind: type[T], tree: Mapping[str, Any], changes: Mapping[str, Any]) -> T:
+    """As :func:`build`, with fields changed by dotted names, as :func:`override` does."""
+    parameters = _parameters(kind).values()
+    found = {p.name: deepcopy(p.default) for p in parameters if p.default is not p.empty}
+    found |= tree
+    override(found, changes)
+    return build(kind, found)
+
+
+def override(tree: Tree, changes: Mapping[str, Any]) -> None:
+    """Set fields in place by dotted names: ``stages.0.until``.
+
+    A part that is given by its name, such as ``backbone: llama``, becomes a mapping with that name.
+
+    Raises:
+        ValueError: a name that leads to no field.
+    """
+    for name, value in changes.items():
+        place: Any = tree
+        *path, last = name.split(".")
+        for key in path:
+            at = _key(place, key, name, tree)
+            if isinstance(place[at], str):
+                place[at] = {"name": place[at]}
+            place = place[at]
+        place[last if isinstance(place, dict) else _key(place, last, name, tree)] = value
+
+
+def _key(place: Any, key: str, name: str, tree: Tree) -> Any:
+    if isinstance(place, list):
+        if key.isdigit() and int(key) < len(place):
+            return int(key)
+        raise ValueError(f"{name}: the list has entries 0 to {len(place) - 1}, got {key!r}")
+    if isinstance(place, dict) and key in place:
+        return key
+    raise ValueError(unknown_field(name, [leaf for leaf, _ in flat(tree)]))
+
+
+def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and lists with their dotted names, such as ``stages.0.until``."""
+    if not isinstance(tree, (Mapping, list)) or not tree:
+        yield name, tree
+        return
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from flat(value, f"{name}.{key}" if name else str(key))
+
+
+def yaml_value(text: str, what: str) -> Any:
+    """Read YAML in which ``1e-3`` is a number.
+
+    Raises:
+        ValueError: the text is not YAML; the message begins with ``what``.
+    """
+    try:
+        return get_loader("yaml")(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{what} is no YAML: {' '.join(str(error).split())}") from error
+
+
+def read_yaml(source: str, shipped: Path) -> Tree:
+    """The mapping in a YAML file; ``source`` is its path, or the name of a file in the folder ``shipped``.
+
+    Raises:
+        ValueError: no such file or name, or no mapping.
+    """
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        names = sorted(path.stem for path in shipped.glob("*.yaml"))
+        if source not in names:
+            raise ValueError(f"there is no {source!r}: name a YAML file, or one of {', '.join(names)}")
+        path = shipped / f"{source}.yaml"
+    try:
+        tree = yaml_value(path.read_text(), f"the file {path}")
+    except OSError as error:
+        raise ValueError(f"the file {path} cannot be read: {error.strerror}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"the file {path} must be a mapping of fields, got {tree!r}")
+    return tree
+
+
+def add_parameters(
+    parser: ArgumentParser, source: Callable[..., Any], required: bool = True, skip: Sequence[str] = ()
+) -> None:
+    """Add the parameters of a function or dataclass to a parser; the docstring has their help.
+
+    Keyword-only parameters become options, the others positional arguments. A list takes several values. A
+    bool without a value means true, ``--no_NAME`` false.
+
+    Args:
+        parser: gets the arguments.
+        source: the function or class.
+        required: whether parameters without a default must be given.
+        skip: names of parameters to leave out.
+    """
+    hints, descriptions = get_type_hints(source), _descriptions(source)
+    for name, parameter in _parameters(source).items():
+        default, kind = parameter.default, hints[name]
+        if name in skip:
+            continue
+        options: Tree = {} if default is parameter.empty else {"default": default}
+        item = _item_type(kind)
+        said = descriptions.get(name, "")
+        if kind is bool:
+            options |= {"nargs": "?", "const": True}
+            said += f"; --no_{name} turns it off" if default else ""
+        elif item is not None:
+            kind, options["nargs"] = item, "+"
+        elif kind == str | None:
+            kind = str  # the text "null" is text
+        flags = list(dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"]))
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            flags = [name]
+            if "default" in options:
+                options["nargs"] = "*" if "nargs" in options else "?"
+        elif required and default is parameter.empty:
+            options["required"] = True
+        parser.add_argument(*flags, type=kind, help=said, **options)
+
+
+def one_line(error: Exception) -> str:
+    """What jsonargparse says of wrong arguments, in one line."""
+    drop = r"Does not validate against any.*?Errors:|Given value[^\n]*|Not of type [^:]*: "
+    drop += r"|- Expected a <class 'NoneType'>[^\n]*"
+    text = re.sub(drop, "", str(error), flags=re.S)
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines() if line.strip()]
+    return re.sub(r'^Parser key "(.*?)"( element \d+)?:;', r"\1\2:", "; ".join(lines)).replace(
+        ": must", " must"
+    )
+
+
+@cache
+def _parser(kind: type) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    add_parameters(parser, kind, required=False)
+    return parser
+
+
+def _checked(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    """The fields as plain data of their types."""
+    for name, hint in get_type_hints(kind).items():
+        if name in tree and tree[name] is None and NoneType not in get_args(hint) and hint is not Any:
+            raise ValueError(f"{prefix}{name} must not be null")
+        if tree.get(name) is not None and _item_type(hint) and not isinstance(tree[name], list):
+            raise ValueError(f"{prefix}{name} must be a list, got {tree[name]!r}")
+    try:
+        found = _parser(kind).parse_object(dict(tree), defaults=False).as_dict()
+    except (ArgumentError, TypeError) as error:
+        raise ValueError(prefix + one_line(error)) from error
+    return {name: plain(value) for name, value in found.items()}
+
+
+def plain(value: Any) -> Any:
+    """Numbers of jsonargparse's restricted types as int and float."""
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    base = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
+    return value if base is None else base(value)
+
+
+def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function or dataclass; fields with a factory have its result as default."""
+    found = dict(inspect.signature(source).parameters)
+    for f in fields(source) if is_dataclass(source) else ():
+        if f.default_factory is not MISSING:
+            found[f.name] = found[f.name].replace(default=f.default_factory())
+    return found
+
+
+def _item_type(hint: Any) -> Any:
+    """The type of a list's items, which the command line takes one by one; ``None`` for other types."""
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    first, *others = (kind for kind in kinds if kind is not NoneType)
+    item = get_args(first)[0] if not others and get_origin(first) is list else None
+    return None if get_origin(item) is dict else item
+
+
+def _descriptions(source: Callable[..., Any]) -> dict[str, str]:
+    """The help of parameters, from the docstrings of a function, or of a class and its bases."""
+    found: dict[str, str] = {}
+    for documented in reversed(getattr(source, "__mro__", (source,))):
+        for parameter in docstring_parser.parse(documented.__doc__ or "").params:
+            found[parameter.arg_name] = " ".join((parameter.description or "").split())
+    return found

@@ -97,7 +97,9 @@ class JacobianFree(GradientStrategy):
 
 
 @pytest.mark.parametrize("window", [None, 2])
-@pytest.mark.parametrize("gradient", ["phantom", "implicit", JacobianFree()], ids=str)
+@pytest.mark.parametrize(
+    "gradient", ["phantom", "implicit", JacobianFree()], ids=["phantom", "implicit", "other"]
+)
 def test_a_future_that_overflows_in_training(gradient: Any, window: int | None) -> None:
     layer = ImplicitSequenceLayer(ModuleBackbone(Bursting()), gradient=gradient, window=window)
     layer.train_solve = layer.eval_solve = replace(layer.solve, convergence=Residual(rtol=1e-3, max_iter=50))

@@ -559,7 +559,7 @@ def test_card_of_an_explicit_model_has_no_search(tmp_path: Path, token_folder: P
     (tmp_path / "run" / "model").mkdir(parents=True)
     record = {"log": log, "parameters": 5, "validation": {"eval_loss": 2.0}}
     write_card(tmp_path / "run" / "model", settings, record)
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    card = " ".join((tmp_path / "run" / "model" / "README.md").read_text().split())
     assert "Explicit language model" in card and "| 2 | 128 | 7.39 | - | - |" in card
 
 

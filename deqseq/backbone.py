@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -53,6 +54,10 @@ class State:
         """The state with ``function`` applied to every tensor in it."""
         layers = tuple(tuple(function(t) for t in layer) for layer in self.layers)
         return State(function(self.seen), layers)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor in the state, in order."""
+        return [self.seen, *chain.from_iterable(self.layers)]
 
     def select(self, rows: Tensor) -> State:
         """The state of the sequences ``rows`` (int64 indices), in that order."""

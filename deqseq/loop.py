@@ -95,7 +95,7 @@ def _slide(problem: Problem, carry: Carry) -> Carry:
     """Move the window past the tokens that leave it, and let the next ones enter."""
     assert carry.start is not None and carry.leaving is not None
     width = carry.z.shape[1]
-    moved = torch.arange(width, device=carry.z.device) + carry.leaving[:, None]
+    moved = problem.offsets + carry.leaving[:, None]
     stays, source = moved < width, moved.clamp_max(width - 1)
     entering = take_tokens(problem.z0, _places(problem, carry.start))
     return carry._replace(
@@ -120,7 +120,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     if start is None or state is None:
         return carry._replace(fz=fz, trace=trace)
     # Every pass overwrites the window, so each token keeps the values of its last pass.
-    place = start[:, None] + torch.arange(z.shape[1], device=z.device)
+    place = start[:, None] + problem.offsets
     values = (proposal if problem.fixed else fz, tokens.iterations, tokens.residual, tokens.status)
     for result, value in zip(carry.results, values, strict=True):
         index = place if value.dim() == 2 else place[..., None].expand_as(value)
@@ -142,16 +142,12 @@ def evaluate(
 
 def _places(problem: Problem, start: Tensor) -> Tensor:
     """Places (B, W) in the sequence of the window's tokens; behind the end, the last token again."""
-    assert problem.window is not None
-    places = start[:, None] + torch.arange(problem.window, device=start.device)
-    return places.clamp_max(problem.z0.shape[1] - 1)
+    return (start[:, None] + problem.offsets).clamp_max(problem.z0.shape[1] - 1)
 
 
 def _inside(problem: Problem, start: Tensor) -> Tensor:
     """(B, W) bool, tokens of the window that exist."""
-    assert problem.window is not None
-    places = start[:, None] + torch.arange(problem.window, device=start.device)
-    return places < problem.ends[:, None]
+    return start[:, None] + problem.offsets < problem.ends[:, None]
 
 
 def done(problem: Problem, carry: Carry) -> Tensor:

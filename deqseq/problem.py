@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -126,6 +127,11 @@ class Problem:
             return self.lengths
         batch, length, _ = self.z0.shape
         return torch.full((batch,), length, device=self.z0.device)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """(W,) int64, places in the window, or in the sequence without one."""
+        return torch.arange(self.window or self.z0.shape[1], device=self.z0.device)
 
     @property
     def valid(self) -> Tensor:

@@ -16,20 +16,20 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deqseq import graphs, kernels
+from deqseq.backbone import State
+from deqseq.inputs import Inputs
 from deqseq.loop import Carry, Runner, begin, drive, finish, one_pass
 from deqseq.problem import Problem, SolveOptions
 from deqseq.search import search
 from deqseq.solution import Solution
-from deqseq.trees import copied, copies_of, copy_tensors, overwrite, tensors
+from deqseq.trees import Copier, copied, overwrite
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,9 @@ MAX_RECORDINGS = 4
 """Recordings that a layer keeps; the least recently used one is dropped first. Each holds the effective
 weights, its inputs and its outputs."""
 
-MakeProblem = Callable[[Any], Problem]
-MakeResult = Callable[[Solution, Any], Solution]
+MakeProblem = Callable[[Inputs], Problem]
+MakeResult = Callable[[Solution, Inputs], Solution]
+_PER_TOKEN = ("z", "residual", "iterations", "status")
 
 
 class _Entry(NamedTuple):
@@ -68,7 +69,7 @@ class Recordings:
         self,
         layer: nn.Module,
         options: SolveOptions,
-        inputs: Any,
+        inputs: Inputs,
         make_problem: MakeProblem,
         make_result: MakeResult,
     ) -> Solution:
@@ -78,11 +79,11 @@ class Recordings:
         Args:
             layer: the solve depends on its parameters and modules.
             options: solver, policy and window of the solve.
-            inputs: tensors, in nested tuples and records.
+            inputs: of the call.
             make_problem: makes the problem from the inputs; it must not read their values.
             make_result: makes the result from the solution and the inputs; likewise.
         """
-        flat = tensors(inputs)
+        flat = _flat(inputs)
         parts = (options.solver, options.convergence, getattr(layer, "group", None))
         with self._lock:
             key = _key(flat), (*map(id, parts), options.window), self._fingerprint.of(layer)
@@ -101,6 +102,12 @@ class Recordings:
                 if len(self.known) > MAX_RECORDINGS:
                     self.known.popitem(last=False)
         return make_result(search(problem), inputs)
+
+
+def _flat(inputs: Inputs) -> list[Tensor]:
+    """The tensors of the inputs, in order. Called before every token, so without a walk over structures."""
+    found = [t for t in inputs[:-1] if isinstance(t, Tensor)]
+    return found if inputs.state is None else [*found, *inputs.state.tensors()]
 
 
 def _pays(problem: Problem) -> bool:
@@ -164,12 +171,12 @@ def _values(dictionaries: list[dict[str, Any]]) -> Iterator[Any]:
 class Recording(Runner):
     """Recorded solves of one shape; a runner over CUDA graphs."""
 
-    def __init__(self, inputs: Any, make_problem: MakeProblem, make_result: MakeResult) -> None:
+    def __init__(self, inputs: Inputs, make_problem: MakeProblem, make_result: MakeResult) -> None:
         self._inputs = copied(inputs)
-        self._flat = tensors(self._inputs)
+        self._into = Copier(_flat(self._inputs))
         self._make_problem, self._make_result = make_problem, make_result
         self.check_every = PASSES_OF_A_CALL
-        device = self._flat[0].device
+        device = inputs.x.device
         steps = self._record_begin, self._record_passes, self._record_end
         self._begin, self._passes, self._end = graphs.capture(device, *steps)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # the outputs of the last call
@@ -188,13 +195,16 @@ class Recording(Runner):
 
     def _record_end(self) -> None:
         result = self._make_result(finish(self.problem, self.carry, 0), self._inputs)
-        self._outputs, self._structure = tree_flatten(result)
+        assert result.state is not None
+        per_token = [getattr(result, name) for name in _PER_TOKEN]
+        self._outputs = Copier([*per_token, *result.state.tensors()])
+        self._sizes = [len(layer) for layer in result.state.layers]
 
     def run(self, inputs: list[Tensor]) -> Solution:
         """Solve for other inputs of the shape, given in order."""
         if self._copied is not None:  # perhaps by another stream
             torch.cuda.current_stream().wait_event(self._copied)
-        copy_tensors(self._flat, inputs)
+        self._into.overwrite(inputs)
         solution = drive(self)
         if self._copied is not None:
             self._copied.record()
@@ -213,7 +223,7 @@ class Recording(Runner):
 
     def finish(self) -> Solution:
         self._end()
-        outputs = iter(copies_of([leaf for leaf in self._outputs if isinstance(leaf, Tensor)]))
-        leaves = [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in self._outputs]
-        result: Solution = replace(tree_unflatten(leaves, self._structure), nfe=self.passes)
-        return result
+        outputs = iter(self._outputs.copy())
+        per_token = {name: next(outputs) for name in _PER_TOKEN}
+        state = State(next(outputs), tuple(tuple(islice(outputs, size)) for size in self._sizes))
+        return Solution(**per_token, nfe=self.passes, state=state)

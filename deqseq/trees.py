@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -38,33 +39,48 @@ def overwrite(buffers: Any, value: Any) -> None:
     pairs = [(into, source) for into, source in both if into.data_ptr() != source.data_ptr()]
     written = {into.data_ptr() for into, _ in pairs}
     sources = [source.clone() if source.data_ptr() in written else source for _, source in pairs]
-    copy_tensors([into for into, _ in pairs], sources)
+    Copier([into for into, _ in pairs]).overwrite(sources)
 
 
 def copied(value: Any) -> Any:
-    """``value`` with its tensors copied."""
-    leaves, structure = pytree.tree_flatten(value)
-    copies = iter(copies_of([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
-    leaves = [next(copies) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(leaves, structure)
+    """``value`` with its tensors copied. The copies are contiguous."""
+    copies = iter(Copier(tensors(value)).copy())
+    return map_tensors(lambda _: next(copies), value)
 
 
-def copies_of(found: list[Tensor]) -> list[Tensor]:
-    """Contiguous copies, in few launches and allocations: those of one type lie side by side in memory."""
-    copies = list(found)
-    for dtype in {t.dtype for t in found}:
-        group = [i for i, t in enumerate(found) if t.dtype == dtype]
-        # At offsets of 64 elements, because kernels want their tensors aligned.
-        starts = list(accumulate((-(-found[i].numel() // 64) * 64 for i in group), initial=0))
-        flat = found[group[0]].new_empty(starts[-1])
-        for i, start in zip(group, starts, strict=False):
-            copies[i] = flat[start : start + found[i].numel()].view(found[i].shape)
-    copy_tensors(copies, found)
-    return copies
+class Copier:
+    """Copies the same tensors again and again, in few launches and allocations."""
+
+    def __init__(self, originals: list[Tensor]) -> None:
+        self.originals = originals
+        self._groups = []  # of one type: indices, sizes of the copies, their starts in one piece of memory
+        for dtype in {t.dtype for t in originals}:
+            group = [i for i, t in enumerate(originals) if t.dtype == dtype]
+            # At offsets of 64 elements, because kernels want their tensors aligned.
+            starts = accumulate((-(-originals[i].numel() // 64) * 64 for i in group), initial=0)
+            forms = [(originals[i].shape, _strides(originals[i].shape)) for i in group]
+            self._groups.append((group, forms, list(starts)))
+
+    def copy(self) -> list[Tensor]:
+        """Contiguous copies, in order; those of one type lie side by side in memory."""
+        copies = list(self.originals)
+        for group, forms, starts in self._groups:
+            flat = copies[group[0]].new_empty(starts[-1])
+            for i, (shape, strides), start in zip(group, forms, starts, strict=False):
+                copies[i] = flat.as_strided(shape, strides, start)
+        self._copy(copies, self.originals)
+        return copies
+
+    def overwrite(self, sources: list[Tensor]) -> None:
+        """Copy ``sources`` into the originals. None of them may share memory."""
+        self._copy(self.originals, sources)
+
+    def _copy(self, into: list[Tensor], sources: list[Tensor]) -> None:
+        for group, *_ in self._groups:
+            torch._foreach_copy_([into[i] for i in group], [sources[i] for i in group])
 
 
-def copy_tensors(into: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy every source into its tensor, in one launch a type. None of them may share memory."""
-    for dtype in {t.dtype for t in into}:
-        group = [i for i, t in enumerate(into) if t.dtype == dtype]
-        torch._foreach_copy_([into[i] for i in group], [sources[i] for i in group])
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    sizes = [max(1, size) for size in reversed(shape[1:])]
+    return tuple(accumulate(sizes, mul, initial=1))[::-1] if shape else ()

@@ -224,6 +224,6 @@ class Recording(Runner):
     def finish(self) -> Solution:
         self._end()
         outputs = iter(self._outputs.copy())
-        per_token = {name: next(outputs) for name in _PER_TOKEN}
+        per_token: dict[str, Any] = {name: next(outputs) for name in _PER_TOKEN}
         state = State(next(outputs), tuple(tuple(islice(outputs, size)) for size in self._sizes))
         return Solution(**per_token, nfe=self.passes, state=state)

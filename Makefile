@@ -35,13 +35,14 @@ test: $(STAMP) ## run the tests
 docs: $(VENV)/.installed-docs ## build the pages of docs/ into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-check: format-check lint types ## check format, lint and types
+check: format-check lint types ## check format, lint, imports and types
 
 format-check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet . || { echo 'format: run `make format`' >&2; exit 1; }
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .
+	@out=$$($(BIN)/lint-imports --no-cache 2>&1) || { echo "$$out" >&2; exit 1; }
 
 types: $(STAMP)
 	@$(BIN)/mypy --no-error-summary -p deqseq

@@ -21,8 +21,9 @@ help: ## list the targets
 	@echo
 	@echo '  ARGS="..." is passed on by demo, pretrain-demo and test; PYTHON=... and VENV=... choose the environment.'
 
+# OpenMP's threads spin while they wait for each other. Beside a busy process that makes training four times slower.
 demo: $(STAMP) ## train and show a small state-tracking model
-	@$(BIN)/python -m deqseq.tasks.state_tracking demo $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m deqseq.tasks.state_tracking demo $(ARGS)
 
 # Models this small lose more by threads that wait for each other than they gain.
 pretrain-demo: $(STAMP) ## pretrain small language models on a text (ARGS="--text FILE")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, save, table
 from deqseq.tasks.state_tracking.plots import plot_by_position
@@ -14,12 +12,6 @@ from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
 WINDOW = 8
-THREADS: int | None = None
-"""Threads of PyTorch in the demo; ``None``: PyTorch's default, one a core.
-
-OpenMP's threads spin while they wait for each other, which is slow where another process uses a core. The
-runtime reads OMP_WAIT_POLICY when PyTorch is imported, so that variable belongs to the caller's environment.
-"""
 
 
 def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
@@ -27,8 +19,6 @@ def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
 
     Writes ``demo.json`` and ``demo.png``. Finished runs are not trained again.
     """
-    if THREADS is not None:
-        torch.set_num_threads(THREADS)
     rows: list[tuple[str, Evaluation]] = []
     seconds = []
     for seed in seeds:

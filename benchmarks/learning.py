@@ -28,12 +28,10 @@ from deqseq.tasks.state_tracking.data import WordProblemStream
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
 
-def stream(task: TrainSettings, shortest: int, longest: int) -> WordProblemStream:
-    """Batches of a word problem, with lengths in [shortest, longest]."""
-    p, lengths = task.identity_probability, (shortest, longest)
-    return WordProblemStream(
-        task.algebra, lengths, identity_probability=p, seed=task.seed, batch_size=task.batch_size
-    )
+def stream(task: TrainSettings, *lengths: int) -> WordProblemStream:
+    """Batches of a word problem; ``lengths``: the shortest and the longest."""
+    sampling = {"identity_probability": task.identity_probability, "seed": task.seed}
+    return WordProblemStream(task.algebra, lengths, **sampling, batch_size=task.batch_size)
 
 
 def descend(
@@ -99,13 +97,9 @@ def main() -> None:
         name: [part.mean().item() for part in torch.tensor(losses).tensor_split(parts)]
         for name, losses in curves.items()
     }
-    rows: list[dict[str, Any]] = [
-        {
-            "steps up to": round((i + 1) * options.steps / parts),
-            **{n: values[i] for n, values in means.items()},
-        }
-        for i in range(parts)
-    ]
+    ends = [round((i + 1) * options.steps / parts) for i in range(parts)]
+    by_part = zip(ends, *means.values(), strict=True)
+    rows = [dict(zip(["steps up to", *means], values, strict=True)) for values in by_part]
     distances = {
         name: statistics.fmean(abs(a - b) for a, b in zip(values, means[plain], strict=True))
         for name, values in means.items()

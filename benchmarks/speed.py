@@ -13,6 +13,7 @@ over the reference's, below 1 where ours is faster. A case that fails is a row w
 state-tracking, llama, mamba2: a training step, AdamW included (learning rate 0: all steps are equal).
 evaluation: one evaluation of f by every implementation, and the limit that the device sets.
 loop: a solve over as many bare evaluations. decode: token by token with a cache. sequential: window 1.
+data: batches of word problems, sampling and running products together; the products are checked first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -38,6 +40,8 @@ from deqseq import Backbone, Context, FixedIterations, Problem, Residual, SolveO
 from deqseq.backbone import backbones
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.solvers import Picard
+from deqseq.tasks.state_tracking.algebra import algebra, prefix_products
+from deqseq.tasks.state_tracking.data import sample
 
 Tables = dict[str, list[Row]]
 
@@ -310,10 +314,8 @@ def evaluation(bench: Bench) -> Tables:
             times = {"bytes ms": moved / bandwidth, "operations ms": operations / peak}
             limits.append({"case": name, "part": part, **counts, **times})
         limit = max(times.values())
-        cases = {
-            f"{name}, {how}": (name, how, limit, reference) for how in bench.implementations(body_of(name))
-        }
-        rows += bench.rows(evaluate, cases)
+        names = bench.implementations(body_of(name))
+        rows += bench.rows(evaluate, {f"{name}, {how}": (name, how, limit, reference) for how in names})
     measured = [{"copy TB/s": bandwidth / 1e9, "matrix product TFLOP/s": peak / 1e9}]
     return {"device": measured, "limits of f": limits, "an evaluation of f": rows}
 
@@ -403,6 +405,18 @@ def one_by_one(bench: Bench) -> Row:
     return {"ms a token": ms, **bench.against(ms, 36.6), **found}
 
 
+def make_data(bench: Bench, name: str, batch: int, length: int) -> Row:
+    """Batches of word problems of the algebra ``name``."""
+    chosen, generator = algebra(name), torch.Generator(bench.device).manual_seed(0)
+    draw = partial(sample, chosen, batch, length, identity_probability=0.5, generator=generator)
+    tokens, targets = draw()
+    if not torch.equal(prefix_products(chosen, tokens.cpu()), targets.cpu()):
+        raise RuntimeError("wrong targets")
+    calls = 1 if bench.quick else max(1, 2**18 // (batch * length))  # about as many tokens in all cases
+    ms = bench.milliseconds(lambda: [draw() for _ in range(calls)]) / calls
+    return {"ms a batch": ms, "Mtokens/s": batch * length / ms / 1e3}
+
+
 def section(bench: Bench, name: str) -> Tables:
     """The tables of one section."""
     if name == "correctness":
@@ -410,11 +424,14 @@ def section(bench: Bench, name: str) -> Tables:
     if name == "evaluation":
         return evaluation(bench)
     if name == "loop":
-        cases = product((TRACKING, MAMBA2), ("fixed", "residual", "torchdeq"))
-        return {name: bench.rows(solve_over_bare, {", ".join(case): case for case in cases})}
+        solves = product((TRACKING, MAMBA2), ("fixed", "residual", "torchdeq"))
+        return {name: bench.rows(solve_over_bare, {", ".join(solve): solve for solve in solves})}
     if name == "decode":
         models = (LLAMA, 1, 110), (LLAMA, 16, None), (MAMBA2, 1, 236), (MAMBA2, 16, None)
         return {name: bench.rows(decode, {f"{m[0]}-free, batch {m[1]}": m for m in models})}
+    if name == "data":
+        cases = ("A5", 64, 16), ("A5", 512, 256), ("A5xM", 64, 16), ("A5xM", 512, 256), ("S5", 512, 256)
+        return {name: bench.rows(make_data, {"{}, {} x {}".format(*case): case for case in cases})}
     if name == "sequential":
         return {name: bench.rows(one_by_one, {f"{TRACKING}, window 1": ()})}
     model = TRAINING[name]
@@ -423,7 +440,7 @@ def section(bench: Bench, name: str) -> Tables:
 
 
 TRAINING = {"state-tracking": TRACKING, "llama": LLAMA, "mamba2": MAMBA2}
-SECTIONS = [*TRAINING, "evaluation", "loop", "decode", "sequential"]
+SECTIONS = [*TRAINING, "evaluation", "loop", "decode", "sequential", "data"]
 
 
 def main() -> None:

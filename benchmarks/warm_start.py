@@ -10,17 +10,17 @@ same equilibrium: the script checks that the accuracies are equal. Run `make dem
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import common
 import torch
 import trained
+from common import Row
 
 from deqseq import Residual, SolveOptions
 
 
 @torch.no_grad()
-def decode(subject: trained.Subject, solve: SolveOptions) -> dict[str, Any]:
+def decode(subject: trained.Subject, solve: SolveOptions) -> Row:
     """Feed the tokens one by one: accuracy, cost and residual of the solves."""
     cache, right, iterations, residual = None, [], [], []
     for token, target in zip(subject.ids.split(1, dim=1), subject.targets.unbind(1), strict=True):
@@ -46,20 +46,18 @@ def main() -> int:
     options = made.parse_args()
 
     subject = trained.load_word_problem(options.run, options.sequences, options.length, options.device)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     equal = True
     for rtol in options.tolerances:
         policy = Residual(rtol=rtol, max_iter=options.max_iter)
         solve = replace(subject.model.model.layer.eval_solve, convergence=policy)
         for guess in ("zero", "previous"):
             subject.model.config.initial_guess = guess
-            row: dict[str, Any] = {"tolerance": rtol, "initial guess": guess}
+            row: Row = {"tolerance": rtol, "initial guess": guess}
             seconds = common.stopwatch(lambda: row.update(decode(subject, solve)), options.device)  # noqa: B023
             rows.append({**row, "seconds": seconds})
         equal &= abs(rows[-1]["accuracy"] - rows[-2]["accuracy"]) <= 2e-3
-    machine = common.machine_name(options.device)
-    common.print_table(f"{options.sequences} sequences of {subject.name}, {machine}", rows)
-    common.write_results(options.output, options, rows=rows)
+    common.report(f"{options.sequences} sequences of {subject.name}", options, rows)
     if not equal:
         print("accuracy depends on the initial guess: more than one equilibrium, or too loose a tolerance")
     return 0 if equal else 1

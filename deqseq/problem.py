@@ -29,8 +29,8 @@ class SolveOptions:
 
     Args:
         solver: proposes iterates; an object, a registered name, or a mapping ``{"name": ..., **options}``.
-        convergence: decides when to stop; likewise. By default a relative residual of 5 % in at most 32
-            iterations, the paper's setting for training language models.
+        convergence: decides when to stop; given in the same ways. By default a relative residual of 5 % in at
+            most 32 iterations, the paper's setting for training language models.
         window: tokens solved at a time; ``None``: all of them together.
 
     Raises:
@@ -63,7 +63,7 @@ class Map(Protocol):
     """
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        """f(z), and the trace that moves the state on."""
+        """f(z), and the trace from which the backbone computes its next state."""
         ...
 
 
@@ -82,9 +82,8 @@ class Problem:
         state_has_capacity: the state already has capacity for all tokens; skip the check, which would read
             from the GPU.
         returns_state: return the state after the last token, if the solve starts from one.
-        compact: remove settled sequences from the batch, once they are half of it.
-        checkpoint: recompute evaluations that carry a graph in the backward pass instead of storing their
-            activations.
+        compact: remove settled sequences from the batch once they are half of it.
+        checkpoint: store no activations of evaluations with a graph, and recompute them in the backward pass.
         group: process group whose members stop together; ``None``: each stops on its own.
     """
 
@@ -116,7 +115,7 @@ class Problem:
 
     @property
     def fixed(self) -> bool:
-        """Whether a fixed number of iterations is asked for; the result is then the last iterate."""
+        """Whether the policy is a fixed number of iterations; the result is then the last iterate."""
         return isinstance(self.policy, FixedIterations)
 
     @property

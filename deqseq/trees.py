@@ -50,11 +50,11 @@ def copied(value: Any) -> Any:
 
 
 def copies_of(found: list[Tensor]) -> list[Tensor]:
-    """Contiguous copies, in few launches and allocations: those of one type lie side by side in memory."""
+    """Contiguous copies. Tensors of one type share an allocation and a launch."""
     copies = list(found)
     for dtype in {t.dtype for t in found}:
         group = [i for i, t in enumerate(found) if t.dtype == dtype]
-        # At offsets of 64 elements, because kernels want their tensors aligned.
+        # At multiples of 64 elements, because kernels expect aligned tensors.
         starts = list(accumulate((-(-found[i].numel() // 64) * 64 for i in group), initial=0))
         flat = found[group[0]].new_empty(starts[-1])
         for i, start in zip(group, starts, strict=False):
@@ -64,7 +64,7 @@ def copies_of(found: list[Tensor]) -> list[Tensor]:
 
 
 def copy_tensors(into: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy every source into its tensor, in one launch a type. None of them may share memory."""
+    """Copy every source into its tensor, with one launch per type. The tensors must not share memory."""
     for dtype in {t.dtype for t in into}:
         group = [i for i, t in enumerate(into) if t.dtype == dtype]
         torch._foreach_copy_([into[i] for i in group], [sources[i] for i in group])

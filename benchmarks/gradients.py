@@ -50,21 +50,20 @@ from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.state_tracking.evaluate import evaluate_fresh
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
-
-def implicit(rtol: float, solver: str | None = None) -> dict[str, Any]:
-    policy = {"name": "residual", "rtol": rtol, "max_iter": 256}
-    return {"name": "implicit", "solver": solver, "convergence": policy}
-
-
 GRADIENTS: dict[str, str | dict[str, Any]] = {
     **{
         f"phantom-{steps}-{damping}": {"name": "phantom", "steps": steps, "damping": damping}
         for steps, damping in product((1, 2, 4, 8), (0.5, 0.8, 1.0))
     },
     **{f"unrolled-{n}": f"unrolled:{n}" for n in (4, 8, 16, 32)},
-    **{f"implicit-{rtol}": implicit(rtol) for rtol in (0.1, 0.01, 0.0001)},
-    **{f"implicit-{rtol}-anderson": implicit(rtol, "anderson") for rtol in (0.1, 0.01, 0.0001)},
-    "implicit-0.01-broyden": implicit(0.01, "broyden"),
+    **{
+        "-".join(filter(None, ("implicit", str(rtol), solver))): {
+            "name": "implicit",
+            "solver": solver,
+            "convergence": {"name": "residual", "rtol": rtol, "max_iter": 256},
+        }
+        for solver, rtol in [*product((None, "anderson"), (0.1, 0.01, 0.0001)), ("broyden", 0.01)]
+    },
 }
 TRAINED_QUICKLY = ["phantom-1-1.0", "phantom-4-0.8", "unrolled-4", "implicit-0.1-anderson"]
 
@@ -200,10 +199,8 @@ def train_on(
     train = partial(descend, model, stream(task, task.min_length, task.length), steps, lambda _: strategy)
     losses: list[float] = []
     seconds = common.stopwatch(lambda: losses.extend(train()), model.device.type)
-    short, long = (
-        evaluate_fresh(model, task, length, sequences, max_iter=96)
-        for length in (task.length, 2 * task.length)
-    )
+    lengths = task.length, 2 * task.length
+    short, long = (evaluate_fresh(model, task, length, sequences, max_iter=96) for length in lengths)
     return {
         "problem": None if all(map(math.isfinite, losses)) else "not finite",
         "loss": statistics.fmean(losses[-20:]),
@@ -216,16 +213,13 @@ def train_on(
 
 def draw(rows: Sequence[Row], axes: Sequence[Any]) -> None:
     """Time and memory against the error of the direction in use; a colour for each kind of strategy."""
-    names = [row["gradient"] for row in rows]
-    markers = {name: cycle("osD^v<>PX*hp") for name in dict.fromkeys(map(common.family, names))}
-    styles = [
-        {"color": f"C{list(markers).index(kind)}", "marker": next(markers[kind])}
-        for kind in map(common.family, names)
-    ]
+    kinds = dict.fromkeys(common.family(row["gradient"]) for row in rows)
     for ax, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
-        for row, style in zip(rows, styles, strict=True):
-            error = max(1 - row["median in use"], 1e-9)
-            ax.plot(row[cost], error, **style, ls="", label=row["gradient"])
+        for colour, kind in enumerate(kinds):
+            mine = [row for row in rows if common.family(row["gradient"]) == kind]
+            for row, marker in zip(mine, cycle("osD^v<>PX*hp")):
+                error = max(1 - row["median in use"], 1e-9)
+                ax.plot(row[cost], error, marker, color=f"C{colour}", label=row["gradient"])
         log_scale(ax.xaxis)
         ax.set(xlabel=cost, yscale="log")
     axes[0].set_ylabel("1 - median cosine to the exact gradient, in use")
@@ -256,9 +250,8 @@ def main() -> int:
     print(f"exact gradient of {len(problem.ids)} sequences, {error:.1e} from finite differences")
     keys = [{"gradient": name} for name in options.gradients]
     rows = common.measure_grid(output / "rows.jsonl", keys, partial(measure, problem, exact, options.device))
-    common.print_table(
-        f"\n{subject.name}, {len(problem.ids)} x {subject.ids.shape[1]} tokens, {machine}", rows
-    )
+    size = f"{len(problem.ids)} x {subject.ids.shape[1]} tokens"
+    common.print_table(f"\n{subject.name}, {size}, {machine}", rows)
     if done := [row for row in rows if "seconds" in row]:
         save_figure(output / "gradients.png", partial(draw, done), 1, 2, (9, 5.5), sharey=True)
     further: list[Row] = []

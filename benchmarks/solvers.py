@@ -132,7 +132,6 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
     window = None if key["window"] == "all" else int(key["window"])
     how = SolveOptions(solver, make_policy(options.policy, tolerance, options.max_iter), window)
     t = case.x.shape[1] * 3 // 4
-    changed = change_token(case.x, t)
     outs: list[LayerOutput] = []
 
     def solve(x: Tensor) -> None:
@@ -140,13 +139,12 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
 
     with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
         memory = common.peak_mib(partial(solve, case.x), device)
-        seconds = common.stopwatch(partial(solve, changed), device)
+        seconds = common.stopwatch(partial(solve, change_token(case.x, t)), device)
         z = outs[0].z
         fz = case.layer.backbone(z, case.layer.backbone.prepare(case.x))
     solution = outs[0].solution
     assert solution is not None
-    residual = common.relative_distance(z, fz)
-    distance = common.relative_distance(z, case.reference)
+    residual, distance = (common.relative_distance(z, exact) for exact in (fz, case.reference))
     leak = (outs[1].z - z)[:, :t].abs().max().item()
     sure = converged_so_far(outs[0]) & case.known
     slack = tolerance + 4 * torch.finfo(dtype).eps
@@ -156,7 +154,6 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
         "far": bool((distance > 3 * max(1.0, case.gain) * slack)[sure].any()),
         "leak": how.solver.causal and leak != 0,
     }
-    score = {"score": None} if case.subject is None else case.subject.score(z)
     return {
         "problem": ", ".join(name for name, found in problems.items() if found) or None,
         "evaluations": solution.iterations.double().mean().item(),
@@ -166,22 +163,20 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
         "converged": (solution.status == Status.CONVERGED).double().mean().item(),
         "residual": residual.double().mean().item(),
         "distance": distance.mean().item(),
-        **score,
+        **(case.subject.score(z) if case.subject else {"score": None}),
         "leak": leak,
     }
 
 
 def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[Row]:
     """The rows to measure. bfloat16 has the loosest tolerance only: its rounding exceeds the others."""
-    loosest = max(options.tolerances)
-    axes = (cases, options.dtypes, options.solvers, options.windows, options.tolerances)
-    names = ("case", "dtype", "solver", "window", "tolerance")
-    rows = [dict(zip(names, values, strict=True)) for values in product(*axes)]
+    names = ("case", "checksum", "dtype", "solver", "window", "tolerance")
+    axes = options.dtypes, options.solvers, options.windows, options.tolerances
     return [
-        {"case": row["case"], "checksum": cases[row["case"]].checksum, **row}
-        for row in rows
-        if (row["window"] == "all" or windowed(row["solver"]))
-        and (row["dtype"] == "float32" or row["tolerance"] == loosest)
+        dict(zip(names, (case, cases[case].checksum, dtype, solver, window, tolerance), strict=True))
+        for case, dtype, solver, window, tolerance in product(cases, *axes)
+        if (window == "all" or windowed(solver))
+        and (dtype == "float32" or tolerance == max(options.tolerances))
     ]
 
 

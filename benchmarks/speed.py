@@ -53,10 +53,6 @@ SMALL = {  # for the checks and quick runs; aligned as other packages' kernels r
 }
 
 
-def body_of(name: str) -> str:
-    return name.partition("-")[0]
-
-
 def fixed(iterations: int) -> Row:
     return {"convergence": {"name": "fixed", "iterations": iterations}}
 
@@ -97,7 +93,7 @@ class Bench(argparse.Namespace):
         return (2, 24) if self.quick else SIZES[name]
 
     def config(self, name: str, form: str = "", **changes: Any) -> ImplicitConfig:
-        small = {"backbone": SMALL[body_of(name)], "vocab_size": 64} if self.quick else {}
+        small = {"backbone": SMALL[name.partition("-")[0]], "vocab_size": 64} if self.quick else {}
         return ImplicitConfig.from_preset(f"{name}{form}", **{**small, **changes})
 
     def model(self, config: ImplicitConfig) -> ImplicitForCausalLM:
@@ -220,19 +216,18 @@ def distance(found: list[Tensor], exact: list[Tensor]) -> float:
 
 def training_step(bench: Bench, name: str, form: str, changes: Row, reference: Row) -> Row:
     """A step with aligned targets in state tracking, and on the next token otherwise."""
-    config = bench.config(name, form, **changes)
-    model = bench.model(config).train()
+    model = bench.model(bench.config(name, form, **changes)).train()
     if bench.compile and name == LLAMA:
         compile_blocks(model.model.layer.backbone)
     batch, length = bench.size(name)
-    tokens, targets = torch.randint(config.vocab_size, (2, batch, length), device=bench.device)
+    tokens, targets = torch.randint(model.config.vocab_size, (2, batch, length), device=bench.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=bench.device != "cpu")
     solved: Row = {"evaluations": 1}
 
     def loss() -> Tensor:
         with bench.autocast():
             out = model(tokens, labels=None if name == TRACKING else tokens)
-            if out.solution is not None:
+            if out.solution is not None:  # keeping the output itself would keep the logits
                 solved.update(evaluations=out.solution.nfe, iterations=out.solution.iterations)
             if name == TRACKING:
                 return F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten())
@@ -252,15 +247,17 @@ def training_step(bench: Bench, name: str, form: str, changes: Row, reference: R
 
 
 def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float, float]]:
-    """Bytes and operations of f under autocast, if each matrix product is one pass over memory, and all that
-    is between two products another. The residual stream is float32, everything else bfloat16."""
+    """Bytes and operations of f under autocast, by part.
+
+    Every matrix product passes over memory once, and so does everything between two products. The residual
+    stream is float32, everything else bfloat16.
+    """
     T, D, n = batch * length, backbone.d_model, len(backbone.layers)
     mixer = backbone.layers[0].mixer
 
-    def product(into: int, out: int, written: int | None = None) -> tuple[float, float]:
-        """Of all blocks. ``written``: columns of the result, fewer than ``out`` where a gate halves them."""
-        moved = T * (into + (out if written is None else written)) + into * out
-        return n * 2 * moved, n * 2 * T * into * out
+    def matrix(into: int, out: int, gates: int = 0) -> tuple[float, float]:
+        """A product in every block; ``gates``: columns of the result that are not written."""
+        return n * 2 * (T * (into + out - gates) + into * out), n * 2 * T * into * out
 
     def norms(count: int) -> tuple[float, float]:
         """The first norm reads the stream, the others also add to it, the last one writes float32."""
@@ -269,25 +266,23 @@ def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float,
     if hasattr(mixer, "sizes"):
         s, taps, chunk = mixer.sizes, mixer.conv1d.kernel_size[0], 64
         columns, shared = mixer.in_proj.out_features, s.n_groups * s.d_state
+        moved = 2 * (2 * columns + s.inner)  # projection and injection; y
         recurrence = 4 * s.inner * s.d_state + 2 * chunk * (shared + s.inner)
         operations = 2 * taps * s.conv_width + recurrence + 8 * s.inner
         return {
             "norms": norms(n + 1),
-            "projection in": product(D, columns),
-            "convolution, recurrence, gate, norm": (
-                n * T * 2 * (2 * columns + s.inner),  # projection and injection; y
-                n * T * operations,
-            ),
-            "projection out": product(s.inner, D),
+            "projection in": matrix(D, columns),
+            "convolution, recurrence, gate, norm": (n * T * moved, n * T * operations),
+            "projection out": matrix(s.inner, D),
         }
     qkv, hidden = (mixer.n_head + 2 * mixer.n_kv_head) * mixer.headdim, backbone.layers[0].mlp.w1.out_features
     return {
         "norms": norms(2 * n + 1),
-        "queries, keys, values": product(D, qkv),
+        "queries, keys, values": matrix(D, qkv),
         "attention": (n * T * 2 * (2 * qkv + D), n * T * 2 * length * D),  # half of the square
-        "projection out": product(D, D),
-        "MLP in, gate": product(D, 2 * hidden, written=hidden),
-        "MLP out": product(hidden, D),
+        "projection out": matrix(D, D),
+        "MLP in, gate": matrix(D, 2 * hidden, gates=hidden),
+        "MLP out": matrix(hidden, D),
     }
 
 
@@ -314,16 +309,16 @@ def evaluation(bench: Bench) -> Tables:
             times = {"bytes ms": moved / bandwidth, "operations ms": operations / peak}
             limits.append({"case": name, "part": part, **counts, **times})
         limit = max(times.values())
-        names = bench.implementations(body_of(name))
+        names = bench.implementations(name.partition("-")[0])
         rows += bench.rows(evaluate, {f"{name}, {how}": (name, how, limit, reference) for how in names})
-    measured = [{"copy TB/s": bandwidth / 1e9, "matrix product TFLOP/s": peak / 1e9}]
-    return {"device": measured, "limits of f": limits, "an evaluation of f": rows}
+    speeds = {"copy TB/s": bandwidth / 1e9, "matrix product TFLOP/s": peak / 1e9}
+    return {"device": [speeds], "limits of f": limits, "an evaluation of f": rows}
 
 
-def evaluate(bench: Bench, name: str, implementation: str, limit: float, reference: float | None) -> Row:
+def evaluate(bench: Bench, name: str, how: str, limit: float, reference: float | None) -> Row:
     backbone, z, context = bench.bare(name)
     calls = 1 if bench.quick else 8  # in a row, so that the device never waits
-    with computed_by(implementation, backbone), bench.autocast():
+    with computed_by(how, backbone), bench.autocast():
         ms = bench.milliseconds(lambda: [backbone(z, context) for _ in range(calls)]) / calls
     return {"ms": ms, **bench.against(ms, reference), "limit ms": limit, "share": limit / ms}
 
@@ -430,7 +425,8 @@ def section(bench: Bench, name: str) -> Tables:
         models = (LLAMA, 1, 110), (LLAMA, 16, None), (MAMBA2, 1, 236), (MAMBA2, 16, None)
         return {name: bench.rows(decode, {f"{m[0]}-free, batch {m[1]}": m for m in models})}
     if name == "data":
-        cases = ("A5", 64, 16), ("A5", 512, 256), ("A5xM", 64, 16), ("A5xM", 512, 256), ("S5", 512, 256)
+        a5 = [("A5", 64, 16), ("A5", 64, 64), ("A5", 4096, 64), ("A5", 512, 256)]
+        cases = [*a5, ("A5xM", 64, 16), ("A5xM", 512, 256), ("S5", 512, 256)]
         return {name: bench.rows(make_data, {"{}, {} x {}".format(*case): case for case in cases})}
     if name == "sequential":
         return {name: bench.rows(one_by_one, {f"{TRACKING}, window 1": ()})}

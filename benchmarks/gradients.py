@@ -1,14 +1,14 @@
 """What a gradient strategy costs, how close it is to the exact gradient, and how training goes with it.
 
 Implicit differentiation in float64 at a tolerance of 1e-9 gives the exact gradient of the loss of a trained
-A5 model; finite differences along a random direction check it. Every strategy then takes the gradient of
-the same loss in float32:
+A5 model; finite differences along a random direction check it. Every strategy computes the same gradient in
+float32:
 
     cosine, norm    at the exact fixed point: the strategy's own error (unrolling uses no fixed point)
-    median          cosine of the gradient at the embeddings, median over sequences: in the gradient of all
-                    parameters the few sequences with huge gradients decide
+    median          cosine of the gradient at the embeddings, median over sequences, because a few sequences
+                    with huge gradients decide the gradient of the parameters
     in use          as in training: the search starts at zero and stops at the training tolerance
-    seconds         of that: search, gradient steps, backward pass
+    seconds         of search, gradient steps and backward pass, in use
     graph MiB       what autograd keeps for the backward pass; peak MiB: of memory allocated (CUDA)
 
 With --train-steps, every strategy trains a half-trained model on S3 further, from the same weights and with

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 
 import common
 import torch
@@ -21,8 +22,6 @@ from torch import Tensor
 from deqseq import FixedIterations, Problem, SolveOptions, Solver, search
 from deqseq.backbones import Mamba2Backbone
 from deqseq.solvers import Anderson, Broyden, Picard
-
-Solve = Callable[[], Tensor]
 
 
 @torch.no_grad()
@@ -42,10 +41,9 @@ def main() -> None:
     backbone = Mamba2Backbone(options.d_model, n_layer=1).to(options.device, dtype)
     shape, n = (options.batch, options.length, options.d_model), options.iterations
     x = torch.randn(shape, device=options.device, dtype=dtype)
-    context = backbone.prepare(x)
 
-    def f(z: Tensor) -> Tensor:
-        return backbone(z, context)
+    context = backbone.prepare(x)
+    f = partial(backbone, context=context)
 
     def bare() -> Tensor:
         z = torch.zeros_like(x)
@@ -57,14 +55,23 @@ def main() -> None:
         how = SolveOptions(solver, FixedIterations(n))
         return search(Problem(backbone, context, torch.zeros_like(x), how)).z
 
-    solves: dict[str, Solve] = {
+    def theirs(name: str, **settings: int) -> Tensor:
+        from torchdeq.solver import get_solver
+
+        return get_solver(name)(f, torch.zeros_like(x), max_iter=n, tol=0.0, **settings)[0]
+
+    solves: dict[str, Callable[[], Tensor]] = {
         "picard": partial(ours, Picard()),
         "picard, damping 0.8": partial(ours, Picard(0.8)),
         "anderson, memory 5": partial(ours, Anderson(5)),
         "anderson, memory 5, sequence": partial(ours, Anderson(5, scope="sequence")),
         "broyden, memory 8": partial(ours, Broyden(8)),
-        **torchdeq_solves(f, x, n),
     }
+    if find_spec("torchdeq"):
+        solves["torchdeq fixed_point_iter"] = partial(theirs, "fixed_point_iter")
+        solves["torchdeq anderson, m 6"] = partial(theirs, "anderson", m=6)
+    else:
+        print("torchdeq is not installed: its rows are left out")
     torch.testing.assert_close(solves["picard"](), bare(), rtol=0, atol=0)
     rows = []
     for name, solve in solves.items():
@@ -74,23 +81,6 @@ def main() -> None:
         times = {"evaluations": n, "seconds": seconds, "over bare evaluations": ratio}
         rows.append({"solver": name, **times, "residual after": residual})
     common.report(f"n = {n} evaluations at {shape}, {options.dtype}", options, rows)
-
-
-def torchdeq_solves(f: Callable[[Tensor], Tensor], x: Tensor, n: int) -> dict[str, Solve]:
-    """torchdeq's own solvers on the same f; none if torchdeq is not installed."""
-    try:
-        from torchdeq.solver import get_solver
-    except ImportError:
-        print("torchdeq is not installed: its rows are left out")
-        return {}
-
-    def solve(name: str, **settings: int) -> Tensor:
-        return get_solver(name)(f, torch.zeros_like(x), max_iter=n, tol=0.0, **settings)[0]
-
-    return {
-        "torchdeq fixed_point_iter": partial(solve, "fixed_point_iter"),
-        "torchdeq anderson, m 6": partial(solve, "anderson", m=6),
-    }
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
 """Which solver, at which tolerance, in which window: what a solve costs, and how good its answer is.
 
-Every solver solves the same sequences with a model trained on A5 (state tracking), small language models
-and a random model. The script trains the models first, which takes minutes, and keeps them in --models;
---model takes others. --solvers and --policy take the names of other packages' parts, too.
+Every solver solves the same sequences, with a model trained on A5 (state tracking), small language models and
+a random model. The script trains the models first, which takes minutes, and keeps them in --models.
 
-A row has the evaluations that a token took part in, passes (calls of f over a window), time, peak memory
-(CUDA), the share of tokens that converged, the residual recomputed by one more f at the z returned,
-accuracy or perplexity, how far earlier outputs move when a later token changes ("leak"), and the distance
-to the equilibrium found in float64 at a tolerance of 1e-8.
+A row has the evaluations per token, passes (calls of f over a window), time, peak memory (CUDA), the share of
+tokens that converged, the residual of the result, accuracy or perplexity, the distance to the equilibrium
+(found in float64 at a tolerance of 1e-8), and "leak": how far outputs move when a later token changes.
 
-Every row is checked: z must be finite. Where a token and all before it converged, recomputed residual and
-distance must be in proportion to the tolerance (the distance times a factor for slow contraction). In token
-scope the leak must be exactly 0. "problem" names the checks that failed; figures show them in red. Rows are
-written when they are measured: the same command resumes an interrupted run.
+Every row is checked, and "problem" names the checks that failed (figures show them in red). z must be finite.
+Where a token and all before it converged, residual and distance must be in proportion to the tolerance (the
+distance times a factor for slow contraction). In token scope the leak must be exactly 0.
+
+Rows are written when they are measured: the same command resumes an interrupted run.
 
     python benchmarks/solvers.py --quick                       # minutes on two cores
     python benchmarks/solvers.py --device cuda --output runs/benchmarks/solvers-h100

@@ -18,7 +18,7 @@ class CompactingRunner(Runner):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # of the original batch
+        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # rows of the original batch
         self._left: list[tuple[Tensor, Solution]] = []  # rows that have left, and their solutions
 
     def proceed(self) -> None:

@@ -1,4 +1,4 @@
-"""The contract of a gradient strategy, which decides which evaluations carry a graph.
+"""The contract of a gradient strategy. A strategy decides which evaluations carry a graph.
 
 A strategy solves a problem with two calls: :func:`~deqseq.search` finds the fixed point without a graph, and
 :func:`~deqseq.steps` does a number of iterations, with a graph where gradients are enabled.

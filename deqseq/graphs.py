@@ -51,7 +51,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A capture fails if memory of the device is freed during it."""
+    """Within the block Python collects no garbage: a capture fails if device memory is freed during it."""
     enabled = gc.isenabled()
     gc.disable()
     try:

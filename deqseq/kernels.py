@@ -80,7 +80,7 @@ def use(name: str | None) -> Iterator[None]:
     _named[block] = name
     try:
         yield
-    finally:  # this block, not the last one: blocks of several threads end in any order
+    finally:  # remove this block, not the last one: blocks of several threads end in any order
         del _named[block]
 
 

@@ -28,7 +28,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 @dataclass
 class LayerOutput:
-    """What a sequence layer returns. Shapes: B sequences, L tokens, D width.
+    """The output of a sequence layer. Shapes: B sequences, L tokens, D width.
 
     Attributes:
         z: (B, L, D); zero at padding.

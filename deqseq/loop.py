@@ -4,7 +4,7 @@
 :func:`one_pass` until every token has settled. Only this loop counts evaluations, freezes tokens, detects
 non-finite values and stops processes together.
 
-A pass does not know how it is run: a :class:`Runner` runs passes one by one; :mod:`deqseq.graphs` and
+A pass does not depend on how it is run: a :class:`Runner` runs passes one by one; :mod:`deqseq.graphs` and
 :mod:`deqseq.replay` have runners that record several passes as a CUDA graph.
 
 Shapes: B sequences, L tokens, W tokens in the window (W = L without one), D width.
@@ -29,7 +29,7 @@ from deqseq.trees import map_tensors
 
 
 class Carry(NamedTuple):
-    """What one pass hands to the next."""
+    """The values that one pass hands to the next."""
 
     z: Tensor  # (B, W, D) the iterates
     proposal: Tensor  # (B, W, D) the solver's next iterates
@@ -111,7 +111,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     if start is not None:
         context, state = context.take(_places(problem, start)), carry.state
     fz, trace = evaluate(problem.map, z, context, state, problem.checkpoint)
-    fz = fz.to(z.dtype)  # autocast
+    fz = fz.to(z.dtype)  # autocast may have changed the type
     tokens = carry.tokens.counted()
     if judge:
         tokens = tokens.judged(z, fz, problem.policy)

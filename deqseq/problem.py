@@ -109,7 +109,7 @@ class Problem:
 
     @property
     def window(self) -> int | None:
-        """Tokens in the window; ``None`` if all tokens fit in."""
+        """Tokens in the window; ``None`` if all tokens fit into it."""
         window = self.options.window
         return None if window is None or window >= self.z0.shape[1] else window
 

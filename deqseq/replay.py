@@ -1,4 +1,4 @@
-"""Recorded calls of an implicit layer with one token a sequence, as in generation.
+"""Recorded calls of an implicit layer with one token per sequence, as in generation.
 
 The second call of a shape records everything from the layer's inputs to its outputs as CUDA graphs: effective
 weights, passes of the loop, the update of the state. Later calls copy their inputs into the recording's

@@ -1,4 +1,4 @@
-"""The two ways to run a solve: :func:`search` for the fixed point, or a number of :func:`steps`.
+"""The two ways to run a solve: :func:`search` finds the fixed point, :func:`steps` does some iterations.
 
 Gradient strategies are written with these two.
 

@@ -41,7 +41,7 @@ class Progress:
 
     @cached_property
     def shifting(self) -> Tensor:
-        """(B, W) bool, tokens with an unsettled token before them, whose changes also change their map."""
+        """(B, W) bool, tokens behind an unsettled token, whose changes also change their map."""
         if self.residual is None:
             return torch.zeros_like(self.settled)
         return (~self.settled).cumsum(1) > (~self.settled).long()

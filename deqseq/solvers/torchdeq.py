@@ -59,7 +59,7 @@ class TorchDEQ(Solver):
                 f"it takes: {', '.join(sorted(takes))}"
             )
         if "LBFGS_thres" in takes:
-            # torchdeq would allocate as many pairs as iterations.
+            # By default torchdeq allocates as many pairs as iterations.
             self.options = {"LBFGS_thres": 32, **options}
 
     def __repr__(self) -> str:

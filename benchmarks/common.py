@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from tabulate import tabulate
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from deqseq.tasks.common.files import write_json
-from deqseq.tasks.common.results import Column, describe_machine, provenance, table
+from deqseq.tasks.common.results import describe_machine, provenance
 
 Row = dict[str, Any]
 
@@ -29,7 +30,7 @@ def parser(text: str | None, output: str, device: str | None = None) -> argparse
 
     Args:
         text: the docstring of the script.
-        output: file or folder in ``runs/benchmarks`` to write by default.
+        output: default file or folder, in ``runs/benchmarks``.
         device: the default device; ``None``: a GPU if there is one.
     """
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -69,14 +70,13 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(2)
 
 
-def stopwatch(function: Callable[[], Any], device: str = "cpu") -> float:
+def stopwatch(function: Callable[[], Any], device: str) -> float:
     """Seconds that ``function`` takes, with the work that it queues on the device."""
-    if device != "cpu":
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
+    wait()
     start = time.perf_counter()
     function()
-    if device != "cpu":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 
@@ -88,6 +88,11 @@ def time_over(
     pairs = [(stopwatch(bare, device), stopwatch(function, device)) for _ in range(rounds)]
     ratios = [seconds / alone for alone, seconds in pairs]
     return statistics.median(seconds for _, seconds in pairs), statistics.median(ratios)
+
+
+def family(name: str) -> str:
+    """The name without its options: ``anderson`` for ``anderson-5`` and ``anderson:5``."""
+    return name.replace(":", "-").partition("-")[0]
 
 
 def relative_distance(z: Tensor, reference: Tensor) -> Tensor:
@@ -116,12 +121,9 @@ def machine_name(device: str) -> str:
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows with a column for every key of any row."""
-
-    def column(name: str) -> Column:
-        return name, lambda row: _cell(row.get(name))
-
-    names = dict.fromkeys(name for row in rows for name in row)
-    print(title, table([column(name) for name in names], rows), sep="\n")
+    cells = [{name: _cell(value) for name, value in row.items()} for row in rows]
+    text = tabulate(cells, "keys", "plain", stralign="right", missingval="-", disable_numparse=True)
+    print(title, text, sep="\n", flush=True)
 
 
 def _cell(value: Any) -> str:
@@ -139,8 +141,14 @@ def write_results(
     described = {"device": machine_name(options.device), "threads": torch.get_num_threads(), **versions}
     head = {"settings": settings, **provenance(torch.device(options.device))}
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {**head, "machine": described | dict(machine or {}), **results})
+    write_json(file, {**head, "machine": {**described, **(machine or {})}, **results})
     print(f"wrote {file}")
+
+
+def report(title: str, options: argparse.Namespace, rows: Sequence[Row]) -> None:
+    """Print the rows as a table and write them to ``--output``: all that a script has to show."""
+    print_table(f"{title}, {machine_name(options.device)}", rows)
+    write_results(options.output, options, rows=rows)
 
 
 def checksum(model: torch.nn.Module, *inputs: Tensor) -> str:
@@ -157,17 +165,16 @@ def measure_grid(
 ) -> list[Row]:
     """The rows ``{**key, **measure(key)}``, each appended to ``file`` (JSON lines) when it is measured.
 
-    Rows that are in the file are not measured again. Where a measurement raises, the error becomes the
-    ``problem`` of the row. Such a row is not written, so the next run measures it again.
+    Rows that the file already has are not measured again. If a measurement raises, its row has the error as
+    ``problem`` and is not written, so the next run measures it again.
 
     Raises:
         ValueError: the file has lines that are not rows.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    known = _read_rows(file)
-    rows = []
+    known, rows = _read_rows(file), []
     for key in (bar := tqdm(keys, unit="row")):
-        bar.set_postfix_str(" ".join(str(value) for value in key.values()))
+        bar.set_postfix_str(" ".join(map(str, key.values())))
         row = next((row for row in known if key.items() <= row.items()), None)
         if row is None:
             try:
@@ -183,8 +190,7 @@ def measure_grid(
 
 def _read_rows(file: Path) -> list[Row]:
     """The rows of ``file``. A last line that was only partly written is removed from the file."""
-    if not file.exists():
-        return []
+    file.touch()
     text = file.read_bytes()
     whole = text[: text.rfind(b"\n") + 1]
     rows = []

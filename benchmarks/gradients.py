@@ -1,14 +1,14 @@
 """What a gradient strategy costs, how close it is to the exact gradient, and how training goes with it.
 
 Implicit differentiation in float64 at a tolerance of 1e-9 gives the exact gradient of the loss of a trained
-A5 model; finite differences along a random direction check it. Every strategy then takes the gradient of
-the same loss in float32:
+A5 model; finite differences along a random direction check it. Every strategy computes the same gradient in
+float32:
 
     cosine, norm    at the exact fixed point: the strategy's own error (unrolling uses no fixed point)
-    median          cosine of the gradient at the embeddings, median over sequences: in the gradient of all
-                    parameters the few sequences with huge gradients decide
+    median          cosine of the gradient at the embeddings, median over sequences, because a few sequences
+                    with huge gradients decide the gradient of the parameters
     in use          as in training: the search starts at zero and stops at the training tolerance
-    seconds         of that: search, gradient steps, backward pass
+    seconds         of search, gradient steps and backward pass, in use
     graph MiB       what autograd keeps for the backward pass; peak MiB: of memory allocated (CUDA)
 
 With --train-steps, every strategy trains a half-trained model on S3 further, from the same weights and with
@@ -25,18 +25,19 @@ tolerance. Rows are written when they are measured: the same command resumes an 
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import common
 import torch
 import torch.nn.functional as F
 import trained
+from common import Row
 from learning import descend, stream
 from torch import Tensor
 
@@ -46,25 +47,23 @@ from deqseq.gradient import gradients
 from deqseq.solvers import Anderson
 from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.state_tracking.evaluate import evaluate, held_out
+from deqseq.tasks.state_tracking.evaluate import evaluate_fresh
 from deqseq.tasks.state_tracking.settings import TrainSettings
-
-
-def implicit(rtol: float, solver: str | None = None) -> dict[str, Any]:
-    policy = {"name": "residual", "rtol": rtol, "max_iter": 256}
-    return {"name": "implicit", "solver": solver, "convergence": policy}
-
 
 GRADIENTS: dict[str, str | dict[str, Any]] = {
     **{
         f"phantom-{steps}-{damping}": {"name": "phantom", "steps": steps, "damping": damping}
-        for steps in (1, 2, 4, 8)
-        for damping in (0.5, 0.8, 1.0)
+        for steps, damping in product((1, 2, 4, 8), (0.5, 0.8, 1.0))
     },
     **{f"unrolled-{n}": f"unrolled:{n}" for n in (4, 8, 16, 32)},
-    **{f"implicit-{rtol}": implicit(rtol) for rtol in (0.1, 0.01, 0.0001)},
-    **{f"implicit-{rtol}-anderson": implicit(rtol, "anderson") for rtol in (0.1, 0.01, 0.0001)},
-    "implicit-0.01-broyden": implicit(0.01, "broyden"),
+    **{
+        "-".join(filter(None, ("implicit", str(rtol), solver))): {
+            "name": "implicit",
+            "solver": solver,
+            "convergence": {"name": "residual", "rtol": rtol, "max_iter": 256},
+        }
+        for solver, rtol in [*product((None, "anderson"), (0.1, 0.01, 0.0001)), ("broyden", 0.01)]
+    },
 }
 TRAINED_QUICKLY = ["phantom-1-1.0", "phantom-4-0.8", "unrolled-4", "implicit-0.1-anderson"]
 
@@ -75,7 +74,7 @@ class Gradient(NamedTuple):
     parameters: Tensor  # (P,)
     x: Tensor  # (B, L * D), at the embeddings
 
-    def errors(self, exact: Gradient, suffix: str = "") -> common.Row:
+    def errors(self, exact: Gradient, suffix: str = "") -> Row:
         """Cosine and norm relative to the exact gradient; median over sequences of the cosine at x."""
         return {
             f"cosine{suffix}": F.cosine_similarity(self.parameters, exact.parameters, dim=0).item(),
@@ -84,8 +83,7 @@ class Gradient(NamedTuple):
         }
 
 
-@dataclass
-class Problem:
+class Problem(NamedTuple):
     """A model in training mode, sequences with targets (B, L), and their equilibrium z (B, L, D)."""
 
     model: ImplicitForCausalLM
@@ -134,7 +132,7 @@ def exact_gradient(
         gradient = problem.gradient(problem.z)
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(len(gradient.parameters), generator=generator, dtype=torch.float64)
-        # Smaller steps lose precision: on GPUs torch's weight_norm takes its root in float32 for any dtype.
+        # A smaller step loses precision: on GPUs torch's weight_norm takes its root in float32 for any dtype.
         direction, step = direction.to(ids.device), 1e-5
         here = torch.nn.utils.parameters_to_vector(exact.parameters())
         losses = []
@@ -144,7 +142,7 @@ def exact_gradient(
                 losses.append(problem.forward(problem.z)[0].item())
     slope = (losses[0] - losses[1]) / (2 * step)
     expected = (gradient.parameters @ direction).item()
-    return replace(problem, model=model, z=problem.z.float()), gradient, abs(slope / expected - 1)
+    return problem._replace(model=model, z=problem.z.float()), gradient, abs(slope / expected - 1)
 
 
 def graph_mib(function: Callable[[], Any]) -> tuple[Any, float]:
@@ -162,7 +160,7 @@ def graph_mib(function: Callable[[], Any]) -> tuple[Any, float]:
     return value, sum(kept.values()) / 2**20
 
 
-def measure(problem: Problem, exact: Gradient, device: str, key: Mapping[str, Any]) -> common.Row:
+def measure(problem: Problem, exact: Gradient, device: str, key: Mapping[str, Any]) -> Row:
     """Errors and costs of a strategy."""
     strategy = problem.model.model.layer.gradient = make_gradient(key["gradient"])
     at_equilibrium = dict.fromkeys(("cosine", "norm", "median"))
@@ -185,29 +183,26 @@ def make_gradient(name: str) -> Any:
     return gradients.create(GRADIENTS.get(name, name))
 
 
-def half_trained(group: str, steps: int, device: str) -> tuple[ImplicitForCausalLM, TrainSettings]:
+def half_trained(task: TrainSettings, steps: int, device: str) -> ImplicitForCausalLM:
     """A model on a small word problem after its unrolled steps; every strategy starts from it."""
-    task = TrainSettings(group=group, d_model=64, batch_size=32)
     torch.manual_seed(task.seed)
     model = ImplicitForCausalLM(task.config()).to(device).train()
     descend(model, stream(task, 2, task.unrolled_length), steps, lambda _: Unrolled(4))
-    return model, task
+    return model
 
 
 def train_on(
     start: ImplicitForCausalLM, task: TrainSettings, steps: int, sequences: int, key: Mapping[str, Any]
-) -> common.Row:
+) -> Row:
     """Loss and accuracies after ``steps`` more steps with a strategy."""
     model, strategy = copy.deepcopy(start), make_gradient(key["gradient"])
-    batches = stream(task, task.min_length, task.length)
+    train = partial(descend, model, stream(task, task.min_length, task.length), steps, lambda _: strategy)
     losses: list[float] = []
-    seconds = common.stopwatch(
-        lambda: losses.extend(descend(model, batches, steps, lambda _: strategy)), model.device.type
-    )
-    fresh = [held_out(task, length, sequences, seed=0) for length in (task.length, 2 * task.length)]
-    short, long = (evaluate(model, batch.tokens, batch.targets, max_iter=96) for batch in fresh)
+    seconds = common.stopwatch(lambda: losses.extend(train()), model.device.type)
+    lengths = task.length, 2 * task.length
+    short, long = (evaluate_fresh(model, task, length, sequences, max_iter=96) for length in lengths)
     return {
-        "problem": None if torch.isfinite(torch.tensor(losses)).all() else "not finite",
+        "problem": None if all(map(math.isfinite, losses)) else "not finite",
         "loss": statistics.fmean(losses[-20:]),
         f"accuracy at {short.length}": short.accuracy,
         f"last ten at {long.length}": long.accuracy_last10,
@@ -216,22 +211,19 @@ def train_on(
     }
 
 
-def draw(rows: Sequence[common.Row], axes: Sequence[Any]) -> None:
+def draw(rows: Sequence[Row], axes: Sequence[Any]) -> None:
     """Time and memory against the error of the direction in use; a colour for each kind of strategy."""
-    families = list(dict.fromkeys(family(row) for row in rows))
+    kinds = dict.fromkeys(common.family(row["gradient"]) for row in rows)
     for ax, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
-        for name in families:
-            for row, marker in zip((row for row in rows if family(row) == name), cycle("osD^v<>PX*hp")):
-                error, colour = max(1 - row["median in use"], 1e-9), f"C{families.index(name)}"
-                ax.plot(row[cost], error, marker, color=colour, label=row["gradient"])
+        for colour, kind in enumerate(kinds):
+            mine = [row for row in rows if common.family(row["gradient"]) == kind]
+            for row, marker in zip(mine, cycle("osD^v<>PX*hp")):
+                error = max(1 - row["median in use"], 1e-9)
+                ax.plot(row[cost], error, marker, color=f"C{colour}", label=row["gradient"])
         log_scale(ax.xaxis)
         ax.set(xlabel=cost, yscale="log")
     axes[0].set_ylabel("1 - median cosine to the exact gradient, in use")
     axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
-
-
-def family(row: Mapping[str, Any]) -> str:
-    return row["gradient"].replace(":", "-").partition("-")[0]
 
 
 def main() -> int:
@@ -258,21 +250,17 @@ def main() -> int:
     print(f"exact gradient of {len(problem.ids)} sequences, {error:.1e} from finite differences")
     keys = [{"gradient": name} for name in options.gradients]
     rows = common.measure_grid(output / "rows.jsonl", keys, partial(measure, problem, exact, options.device))
-    further: list[common.Row] = []
-    if options.train_steps:
-        start = half_trained(options.group, options.train_steps, options.device)
-        keys = [{"gradient": name} for name in options.trained]
-        train = partial(train_on, *start, options.train_steps, 4 * options.batch)
-        further = common.measure_grid(output / "trained.jsonl", keys, train)
-    common.print_table(
-        f"\n{subject.name}, {len(problem.ids)} x {subject.ids.shape[1]} tokens, {machine}", rows
-    )
+    size = f"{len(problem.ids)} x {subject.ids.shape[1]} tokens"
+    common.print_table(f"\n{subject.name}, {size}, {machine}", rows)
     if done := [row for row in rows if "seconds" in row]:
         save_figure(output / "gradients.png", partial(draw, done), 1, 2, (9, 5.5), sharey=True)
-    if further:
-        common.print_table(
-            f"\n{options.group}, {options.train_steps} steps after as many unrolled ones", further
-        )
+    further: list[Row] = []
+    if steps := options.train_steps:
+        task = TrainSettings(group=options.group, d_model=64, batch_size=32)
+        train = partial(train_on, half_trained(task, steps, options.device), task, steps, 4 * options.batch)
+        keys = [{"gradient": name} for name in options.trained]
+        further = common.measure_grid(output / "trained.jsonl", keys, train)
+        common.print_table(f"\n{options.group}, {steps} steps after as many unrolled ones", further)
     results = {"error of the exact gradient": error, "rows": rows, "trained": further}
     common.write_results(output / "results.json", options, **results)
     if error > 1e-3:

@@ -12,7 +12,6 @@ seed of the plain form.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,12 +27,10 @@ from deqseq.tasks.state_tracking.data import WordProblemStream
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
 
-def stream(task: TrainSettings, shortest: int, longest: int) -> WordProblemStream:
-    """Batches of a word problem, with lengths in [shortest, longest]."""
-    p, lengths = task.identity_probability, (shortest, longest)
-    return WordProblemStream(
-        task.algebra, lengths, identity_probability=p, seed=task.seed, batch_size=task.batch_size
-    )
+def stream(task: TrainSettings, *lengths: int) -> WordProblemStream:
+    """Batches of a word problem; ``lengths``: the shortest and the longest."""
+    sampling = {"identity_probability": task.identity_probability, "seed": task.seed}
+    return WordProblemStream(task.algebra, lengths, **sampling, batch_size=task.batch_size)
 
 
 def descend(
@@ -95,22 +92,15 @@ def main() -> None:
     runs = dict.fromkeys([*((name, 1) for name in options.kernels), ("torch", 1), ("torch", 2)])
     curves = {f"{name}, seed {seed}": curve(options, name, seed) for name, seed in runs}
     parts = 10 if options.steps >= 10 else 1
-    means = {
-        name: [part.mean().item() for part in torch.tensor(losses).tensor_split(parts)]
-        for name, losses in curves.items()
-    }
-    rows: list[dict[str, Any]] = [
-        {
-            "steps up to": round((i + 1) * options.steps / parts),
-            **{n: values[i] for n, values in means.items()},
-        }
-        for i in range(parts)
+    losses = torch.tensor(list(curves.values()), dtype=torch.float64)  # (curves, steps)
+    means = torch.stack([part.mean(1) for part in losses.tensor_split(parts, dim=1)])
+    ends = [round((i + 1) * options.steps / parts) for i in range(parts)]
+    rows = [
+        {"steps up to": end, **dict(zip(curves, row, strict=True))}
+        for end, row in zip(ends, means.tolist(), strict=True)
     ]
-    distances = {
-        name: statistics.fmean(abs(a - b) for a, b in zip(values, means[plain], strict=True))
-        for name, values in means.items()
-        if name != plain
-    }
+    away = (means - means[:, [list(curves).index(plain)]]).abs().mean(0).tolist()
+    distances = {name: mean for name, mean in zip(curves, away, strict=True) if name != plain}
     common.print_table(f"loss, {common.machine_name(options.device)}", rows)
     common.print_table(f"distance from {plain}", [{"curve": n, "mean": d} for n, d in distances.items()])
     common.write_results(options.output, options, curves=curves, distances=distances)

@@ -1,18 +1,17 @@
 """Which solver, at which tolerance, in which window: what a solve costs, and how good its answer is.
 
-Every solver solves the same sequences with a model trained on A5 (state tracking), small language models
-and a random model. The script trains the models first, which takes minutes, and keeps them in --models;
---model takes others. --solvers and --policy take the names of other packages' parts, too.
+Every solver solves the same sequences, with a model trained on A5 (state tracking), small language models and
+a random model. The script trains the models first, which takes minutes, and keeps them in --models.
 
-A row has the evaluations that a token took part in, passes (calls of f over a window), time, peak memory
-(CUDA), the share of tokens that converged, the residual recomputed by one more f at the z returned,
-accuracy or perplexity, how far earlier outputs move when a later token changes ("leak"), and the distance
-to the equilibrium found in float64 at a tolerance of 1e-8.
+A row has the evaluations per token, passes (calls of f over a window), time, peak memory (CUDA), the share of
+tokens that converged, the residual of the result, accuracy or perplexity, the distance to the equilibrium
+(found in float64 at a tolerance of 1e-8), and "leak": how far outputs move when a later token changes.
 
-Every row is checked: z must be finite. Where a token and all before it converged, recomputed residual and
-distance must be in proportion to the tolerance (the distance times a factor for slow contraction). In token
-scope the leak must be exactly 0. "problem" names the checks that failed; figures show them in red. Rows are
-written when they are measured: the same command resumes an interrupted run.
+Every row is checked, and "problem" names the checks that failed (figures show them in red). z must be finite.
+Where a token and all before it converged, residual and distance must be in proportion to the tolerance (the
+distance times a factor for slow contraction). In token scope the leak must be exactly 0.
+
+Rows are written when they are measured: the same command resumes an interrupted run.
 
     python benchmarks/solvers.py --quick                       # minutes on two cores
     python benchmarks/solvers.py --device cuda --output runs/benchmarks/solvers-h100
@@ -25,27 +24,20 @@ import argparse
 import copy
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 import torch
 import trained
+from common import Row
 from torch import Tensor
 
-from deqseq import (
-    ConvergencePolicy,
-    ImplicitSequenceLayer,
-    LayerOutput,
-    Residual,
-    SolveOptions,
-    Status,
-    kernels,
-)
+from deqseq import ConvergencePolicy, Residual, SolveOptions, Status, kernels
 from deqseq.backbones import Mamba2Backbone
+from deqseq.layer import ImplicitSequenceLayer, LayerOutput
 from deqseq.policy import policies
 from deqseq.solver import solvers
 from deqseq.solvers import Anderson, Picard
@@ -62,30 +54,19 @@ SOLVERS: dict[str, str | dict[str, Any]] = {
     **{f"torchdeq-{name}": f"torchdeq:{name}" for name in ("fixed_point_iter", "anderson", "broyden")},
 }
 CASES = ("A5", "mamba2", "llama", "random")
-MARKERS = "osD^v<>P"  # of windows
 
 
-@dataclass
-class Case:
-    """A problem with its solution.
+class Case(NamedTuple):
+    """A problem with its solution."""
 
-    Attributes:
-        layer: in evaluation mode.
-        x: (B, L, D) the input of the layer.
-        subject: the trained model of the layer; ``None`` for random weights.
-        checksum: of weights and inputs. It keeps rows of another model apart.
-        reference: (B, L, D) float64, the equilibrium.
-        known: (B, L) bool, tokens whose reference converged, as did the references of all tokens before.
-        gain: the largest distance of any token over the tolerance, where Picard iteration in float64 stops
-            at 1e-3: where contraction is slow, a small residual may be far from the equilibrium.
-    """
-
-    layer: ImplicitSequenceLayer
-    x: Tensor
-    subject: trained.Subject | None
-    checksum: str
-    reference: Tensor
-    known: Tensor
+    layer: ImplicitSequenceLayer  # in evaluation mode
+    x: Tensor  # (B, L, D) the input of the layer
+    subject: trained.Subject | None  # the trained model of the layer; ``None`` for random weights
+    checksum: str  # of weights and inputs; keeps rows of another model apart
+    reference: Tensor  # (B, L, D) float64, the equilibrium
+    known: Tensor  # (B, L) bool, the reference of the token and of all tokens before it converged
+    # The largest distance of any token over the tolerance, where Picard iteration in float64 stops at 1e-3.
+    # Where contraction is slow, a small residual may be far from the equilibrium.
     gain: float
 
 
@@ -135,29 +116,21 @@ def converged_so_far(out: LayerOutput) -> Tensor:
 
 
 def change_token(x: Tensor, t: int) -> Tensor:
-    """x (B, L, D) with noise as large as x at token t.
-
-    Raises:
-        ValueError: x is zero, so nothing changed and no leak would show.
-    """
-    noise = torch.randn(x[:, t].shape, generator=torch.Generator().manual_seed(0))
+    """x (B, L, D) with noise as large as x at token t."""
+    noise = torch.randn(x[:, t].shape, generator=torch.Generator().manual_seed(0)).to(x)
     changed = x.clone()
-    changed[:, t] = noise.to(x) * x.square().mean().sqrt()
-    if torch.equal(changed, x):
-        raise ValueError(f"token {t} must change for a leak to show")
+    changed[:, t] = noise * x.square().mean().sqrt().clamp_min(1e-6)
     return changed
 
 
 @torch.no_grad()
-def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping[str, Any]) -> common.Row:
+def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
     """Solve twice, the second time timed and with a token changed."""
     case, tolerance, device = cases[key["case"]], key["tolerance"], options.device
-    dtype = getattr(torch, key["dtype"])
-    policy = make_policy(options.policy, tolerance, options.max_iter)
+    dtype, solver = getattr(torch, key["dtype"]), SOLVERS.get(key["solver"], key["solver"])
     window = None if key["window"] == "all" else int(key["window"])
-    how = SolveOptions(SOLVERS.get(key["solver"], key["solver"]), policy, window)
+    how = SolveOptions(solver, make_policy(options.policy, tolerance, options.max_iter), window)
     t = case.x.shape[1] * 3 // 4
-    changed = change_token(case.x, t)
     outs: list[LayerOutput] = []
 
     def solve(x: Tensor) -> None:
@@ -165,13 +138,12 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
 
     with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
         memory = common.peak_mib(partial(solve, case.x), device)
-        seconds = common.stopwatch(partial(solve, changed), device)
+        seconds = common.stopwatch(partial(solve, change_token(case.x, t)), device)
         z = outs[0].z
         fz = case.layer.backbone(z, case.layer.backbone.prepare(case.x))
     solution = outs[0].solution
     assert solution is not None
-    residual = common.relative_distance(z, fz)
-    distance = common.relative_distance(z, case.reference)
+    residual, distance = (common.relative_distance(z, exact) for exact in (fz, case.reference))
     leak = (outs[1].z - z)[:, :t].abs().max().item()
     sure = converged_so_far(outs[0]) & case.known
     slack = tolerance + 4 * torch.finfo(dtype).eps
@@ -181,7 +153,6 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
         "far": bool((distance > 3 * max(1.0, case.gain) * slack)[sure].any()),
         "leak": how.solver.causal and leak != 0,
     }
-    score = {"score": None} if case.subject is None else case.subject.score(z)
     return {
         "problem": ", ".join(name for name, found in problems.items() if found) or None,
         "evaluations": solution.iterations.double().mean().item(),
@@ -191,22 +162,20 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
         "converged": (solution.status == Status.CONVERGED).double().mean().item(),
         "residual": residual.double().mean().item(),
         "distance": distance.mean().item(),
-        **score,
+        **(case.subject.score(z) if case.subject else {"score": None}),
         "leak": leak,
     }
 
 
-def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[common.Row]:
+def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[Row]:
     """The rows to measure. bfloat16 has the loosest tolerance only: its rounding exceeds the others."""
-    loosest = max(options.tolerances)
-    axes = (cases, options.dtypes, options.solvers, options.windows, options.tolerances)
-    names = ("case", "dtype", "solver", "window", "tolerance")
-    rows = [dict(zip(names, values, strict=True)) for values in product(*axes)]
+    names = ("case", "checksum", "dtype", "solver", "window", "tolerance")
+    axes = options.dtypes, options.solvers, options.windows, options.tolerances
     return [
-        {"case": row["case"], "checksum": cases[row["case"]].checksum, **row}
-        for row in rows
-        if (row["window"] == "all" or windowed(row["solver"]))
-        and (row["dtype"] == "float32" or row["tolerance"] == loosest)
+        dict(zip(names, (case, cases[case].checksum, dtype, solver, window, tolerance), strict=True))
+        for case, dtype, solver, window, tolerance in product(cases, *axes)
+        if (window == "all" or windowed(solver))
+        and (dtype == "float32" or tolerance == max(options.tolerances))
     ]
 
 
@@ -215,7 +184,7 @@ def unique(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def draw_heat(rows: Sequence[common.Row], title: str, axes: Sequence[Any]) -> None:
+def draw_heat(rows: Sequence[Row], title: str, axes: Sequence[Any]) -> None:
     """Evaluations per token, solver by window and tolerance. Red: a problem; brackets: not all converged."""
     (ax,) = axes
     names = unique(row["solver"] for row in rows)
@@ -236,37 +205,28 @@ def draw_heat(rows: Sequence[common.Row], title: str, axes: Sequence[Any]) -> No
     ax.grid(False)
 
 
-def draw_pareto(rows: Sequence[common.Row], axes: Sequence[Any]) -> None:
+def draw_pareto(rows: Sequence[Row], axes: Sequence[Any]) -> None:
     """Evaluations and seconds against the distance to the equilibrium. Hollow: not all converged."""
     from matplotlib.lines import Line2D
 
-    cases = unique(row["case"] for row in rows)
-    families = unique(family(row) for row in rows)
-    windows = unique(row["window"] for row in rows)
-    for i, (cost, case) in enumerate(product(("evaluations", "seconds"), cases)):
-        for row in (row for row in rows if row["case"] == case):
-            colour, marker = f"C{families.index(family(row))}", MARKERS[windows.index(row["window"]) % 8]
-            face = colour if row["converged"] == 1 else "none"
-            axes[i].plot(row[cost], row["distance"], marker, color=colour, markerfacecolor=face)
-        log_scale(axes[i].xaxis)
+    kinds = [common.family(row["solver"]) + ", sequence" * ("sequence" in row["solver"]) for row in rows]
+    cases, windows = (unique(row[name] for row in rows) for name in ("case", "window"))
+    colours = {kind: f"C{i}" for i, kind in enumerate(unique(kinds))}
+    markers = dict(zip(windows, cycle("osD^v<>P")))
+    costs = {"evaluations": "evaluations a token", "seconds": "seconds"}
+    for ax, (cost, case) in zip(axes, product(costs, cases), strict=True):
+        for row, kind in zip(rows, kinds, strict=True):
+            if row["case"] == case:
+                style = {"color": colours[kind], "fillstyle": "full" if row["converged"] == 1 else "none"}
+                ax.plot(row[cost], row["distance"], markers[row["window"]], **style)
+        log_scale(ax.xaxis)
         label = "distance to the equilibrium" if case == cases[0] else ""
-        axes[i].set(
-            xlabel="evaluations a token" if cost == "evaluations" else cost, ylabel=label, yscale="log"
-        )
-        axes[i].set_title(case if cost == "evaluations" else "")
-    mark = partial(Line2D, [], [], ls="")
-    marks = [mark(color=f"C{i}", marker="o", label=name) for i, name in enumerate(families)]
-    marks += [
-        mark(color="grey", marker=m, label=f"window {w}") for m, w in zip(MARKERS, windows, strict=False)
-    ]
-    marks += [mark(color="grey", marker="o", markerfacecolor="none", label="not all converged")]
+        ax.set(xlabel=costs[cost], ylabel=label, yscale="log", title=case if cost == "evaluations" else "")
+    mark = partial(Line2D, [], [], ls="", color="grey", marker="o")
+    marks = [mark(color=colour, label=kind) for kind, colour in colours.items()]
+    marks += [mark(marker=marker, label=f"window {window}") for window, marker in markers.items()]
+    marks += [mark(fillstyle="none", label="not all converged")]
     axes[0].figure.legend(handles=marks, loc="outside lower center", ncols=len(marks) // 2 + 1)
-
-
-def family(row: Mapping[str, Any]) -> str:
-    """picard, anderson, broyden, torchdeq or another package's name; with their scope."""
-    name = row["solver"].replace(":", "-").partition("-")[0]
-    return f"{name}, sequence" if "sequence" in row["solver"] else name
 
 
 def window_size(text: str) -> str:
@@ -314,17 +274,12 @@ def main() -> int:
         common.print_table(f"\n{name}, {dtype}, {options.batch} x {options.length} tokens, {machine}", shown)
         draw = partial(draw_heat, mine, f"{labels[name]}, {dtype}: evaluations a token")
         save_figure(output / f"heat-{labels[name]}-{dtype}.png", draw)
-    done = [row for row in rows if "evaluations" in row and row["dtype"] == "float32"]
-    if done:
+    if done := [row for row in rows if "evaluations" in row and row["dtype"] == "float32"]:
         count = len(unique(row["case"] for row in done))
-        save_figure(
-            output / "pareto.png", partial(draw_pareto, done), 2, count, (3.2 * count, 5), sharey="col"
-        )
-    references = {
-        name: {"share converged": case.known.float().mean().item(), "gain": case.gain}
-        for name, case in cases.items()
-    }
-    common.write_results(output / "results.json", options, references=references, rows=rows)
+        size = (3.2 * count, 5)
+        save_figure(output / "pareto.png", partial(draw_pareto, done), 2, count, size, sharey="col")
+    known = {n: {"share converged": c.known.float().mean().item(), "gain": c.gain} for n, c in cases.items()}
+    common.write_results(output / "results.json", options, references=known, rows=rows)
     if failed := sum(bool(row["problem"]) for row in rows):
         print(f"{failed} of {len(rows)} rows failed a check: see their problem", file=sys.stderr)
     return 0

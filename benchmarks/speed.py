@@ -13,6 +13,7 @@ over the reference's, below 1 where ours is faster. A case that fails is a row w
 state-tracking, llama, mamba2: a training step, AdamW included (learning rate 0: all steps are equal).
 evaluation: one evaluation of f by every implementation, and the limit that the device sets.
 loop: a solve over as many bare evaluations. decode: token by token with a cache. sequential: window 1.
+data: batches of word problems, sampling and running products together; the products are checked first.
 """
 
 from __future__ import annotations
@@ -22,68 +23,65 @@ import copy
 import gc
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import common
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
+from common import Row
 from torch import Tensor
 
 from deqseq import Backbone, Context, FixedIterations, Problem, Residual, SolveOptions, kernels, search
 from deqseq.backbone import backbones
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.solvers import Picard
+from deqseq.tasks.state_tracking.algebra import algebra, prefix_products
+from deqseq.tasks.state_tracking.data import sample
 
-Row = dict[str, Any]
 Tables = dict[str, list[Row]]
 
 TRACKING, LLAMA, MAMBA2 = "mamba2-state-tracking", "llama-130m", "mamba2-130m"
 SIZES = {TRACKING: (512, 256), LLAMA: (8, 2048), MAMBA2: (8, 2048)}  # B, L
-SMALL = {  # for the checks and quick runs; aligned as other packages' kernels want it
+SMALL = {  # for the checks and quick runs; aligned as other packages' kernels require
     "mamba2": {"name": "mamba2", "d_model": 64, "n_layer": 2, "d_state": 32, "headdim": 16},
     "llama": {"name": "llama", "d_model": 64, "n_layer": 2, "n_head": 4},
 }
-
-
-def body_of(name: str) -> str:
-    return name.partition("-")[0]
 
 
 def fixed(iterations: int) -> Row:
     return {"convergence": {"name": "fixed", "iterations": iterations}}
 
 
-# Case, form of the preset, changes to it, the reference's ms and GiB.
-STEPS: dict[str, list[tuple[str, str, Row, tuple[float | None, float | None]]]] = {
-    TRACKING: [
-        ("unrolled 4", "", {"gradient": {"name": "unrolled", "iterations": 4}}, (77, 8.2)),
-        ("fixed 17 + 4", "", fixed(17), (169, 8.4)),
-        ("residual 0.05 + 4", "", {}, (169, 8.4)),
-        ("explicit", "", {"implicit": False}, (None, None)),
-    ],
-    LLAMA: [
-        ("explicit", "-explicit", {}, (106, 19)),
-        ("bounded, 4 + 1", "-bounded", {}, (215, 22)),
-        ("free, 15 + 4", "-free", fixed(15), (712, 43)),
-        ("free, residual 0.05 + 4", "-free", {}, (712, 43)),
-    ],
-    MAMBA2: [
-        ("explicit", "-explicit", {}, (134, 18)),
-        ("bounded, 4 + 1", "-bounded", {}, (270, 20)),
-        ("free, 14 + 4", "-free", fixed(14), (950, 37)),
-        ("free, residual 0.05 + 4", "-free", {}, (950, 37)),
-    ],
+def language_model(n: int, explicit: Row, bounded: Row, free: Row) -> dict[str, tuple[str, Row, Row]]:
+    """The training steps of a language model: searches of 4 iterations, of ``n``, and to a tolerance."""
+    return {
+        "explicit": ("-explicit", {}, explicit),
+        "bounded, 4 + 1": ("-bounded", {}, bounded),
+        f"free, {n} + 4": ("-free", fixed(n), free),
+        "free, residual 0.05 + 4": ("-free", {}, free),
+    }
+
+
+# By case: form of the preset, changes to it, the reference's time and memory.
+STEPS: dict[str, dict[str, tuple[str, Row, Row]]] = {
+    TRACKING: {
+        "unrolled 4": ("", {"gradient": {"name": "unrolled", "iterations": 4}}, {"ms": 77, "GiB": 8.2}),
+        "fixed 17 + 4": ("", fixed(17), {"ms": 169, "GiB": 8.4}),
+        "residual 0.05 + 4": ("", {}, {"ms": 169, "GiB": 8.4}),
+        "explicit": ("", {"implicit": False}, {}),
+    },
+    LLAMA: language_model(15, {"ms": 106, "GiB": 19}, {"ms": 215, "GiB": 22}, {"ms": 712, "GiB": 43}),
+    MAMBA2: language_model(14, {"ms": 134, "GiB": 18}, {"ms": 270, "GiB": 20}, {"ms": 950, "GiB": 37}),
 }
 
 
-@dataclass(frozen=True)
-class Bench:
-    """The settings of all sections."""
+class Bench(argparse.Namespace):
+    """The options of the command line, and what all sections use."""
 
     device: str
     quick: bool
@@ -95,7 +93,7 @@ class Bench:
         return (2, 24) if self.quick else SIZES[name]
 
     def config(self, name: str, form: str = "", **changes: Any) -> ImplicitConfig:
-        small = {"backbone": SMALL[body_of(name)], "vocab_size": 64} if self.quick else {}
+        small = {"backbone": SMALL[name.partition("-")[0]], "vocab_size": 64} if self.quick else {}
         return ImplicitConfig.from_preset(f"{name}{form}", **{**small, **changes})
 
     def model(self, config: ImplicitConfig) -> ImplicitForCausalLM:
@@ -103,7 +101,6 @@ class Bench:
         with torch.device(self.device):
             return ImplicitForCausalLM(config)
 
-    @torch.no_grad()
     def bare(self, name: str) -> tuple[Backbone, Tensor, Context]:
         """The map of a model, an iterate, and the context of an input."""
         torch.manual_seed(0)
@@ -116,7 +113,7 @@ class Bench:
         return torch.autocast(self.device, torch.bfloat16)
 
     def implementations(self, body: str) -> list[str]:
-        """The implementations that run here. Of Llama only the norms have kernels, which are ours."""
+        """The implementations that run here. In Llama only the norms have kernels, all of them ours."""
         names = [n for n in self.kernels if kernels.available(n)] if self.device != "cpu" else ["torch"]
         if body == "llama":
             names = [n for n in names if n in ("triton", "torch")] + ["compiled"] * self.compile
@@ -142,19 +139,21 @@ class Bench:
         reference = None if self.quick else reference
         return {"reference ms": reference, "over reference": reference and ms / reference}
 
-    def row(self, case: str, measure: Callable[[], Row]) -> Row:
-        """A row of a table, or the reason why the case failed. Frees memory afterwards."""
-        try:
-            row = {"case": case, **measure()}
-        except Exception as error:
-            failed = "out of memory" if isinstance(error, torch.OutOfMemoryError) else repr(error)[:100]
-            row = {"case": case, "failed": failed}
-        gc.collect()
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
-        if self.compile:
-            torch.compiler.reset()
-        return row
+    def rows(self, measure: Callable[..., Row], cases: Mapping[str, tuple[Any, ...]]) -> list[Row]:
+        """``measure(bench, *case)`` of every case, or the reason why it failed. Frees memory afterwards."""
+        rows = []
+        for case, arguments in cases.items():
+            try:
+                rows.append({"case": case, **measure(self, *arguments)})
+            except Exception as error:
+                failed = "out of memory" if isinstance(error, torch.OutOfMemoryError) else repr(error)[:100]
+                rows.append({"case": case, "failed": failed})
+            gc.collect()
+            if self.device != "cpu":
+                torch.cuda.empty_cache()
+            if self.compile:
+                torch.compiler.reset()
+        return rows
 
 
 def compile_blocks(backbone: Backbone) -> None:
@@ -183,26 +182,23 @@ def correctness(bench: Bench) -> Tables:
         original = backbones.create(options).to(bench.device)
         z, x, weight = torch.randn(3, 2, 301, original.d_model, device=bench.device)
         exact = value_and_gradients(copy.deepcopy(original).double(), z.double(), x.double(), weight)
-        for name in bench.implementations(body):
-            # Other packages' kernels multiply float32 as TF32.
-            single = 1e-2 if name in ("mamba_ssm", "fla") else 1e-4
-            types = {"float32": single, "bfloat16": 3e-2}
-            if (body, name) == ("mamba2", "triton") and bench.device != "cpu":
-                del types["float32"]  # exact products take Triton minutes to compile; the tests compare them
-            for dtype, limit in types.items():
-                backbone = copy.deepcopy(original)
-                cast = bench.autocast() if dtype == "bfloat16" else nullcontext()
-                try:
-                    with computed_by(name, backbone), cast:
-                        found = value_and_gradients(backbone, z, x, weight)
-                except RuntimeError as error:  # another package may not support this device
-                    rows.append({"f": f"{body}, {name}", "type": dtype, "failed": str(error)[:100]})
-                    continue
-                value, *gradients = (distance([a], [b]) for a, b in zip(found, exact, strict=True))
-                together, worst = distance(found[1:], exact[1:]), max(gradients)
-                row = {"f": f"{body}, {name}", "type": dtype, "of values": value, "of gradients": together}
-                right = all(error < limit for error in (value, together, worst / 5))  # NaN is wrong
-                rows.append({**row, "of the worst": worst, "limit": limit, "right": right})
+        for name, dtype in product(bench.implementations(body), ("float32", "bfloat16")):
+            if (body, name, dtype) == ("mamba2", "triton", "float32") and bench.device != "cpu":
+                continue  # exact products take Triton minutes to compile; the tests compare them
+            tf32 = name in ("mamba_ssm", "fla")  # other packages' kernels multiply float32 as TF32
+            limit = 3e-2 if dtype == "bfloat16" else 1e-2 if tf32 else 1e-4
+            row, backbone = {"f": f"{body}, {name}", "type": dtype}, copy.deepcopy(original)
+            try:
+                with computed_by(name, backbone), bench.autocast() if dtype == "bfloat16" else nullcontext():
+                    found = value_and_gradients(backbone, z, x, weight)
+            except RuntimeError as error:  # another package may not support this device
+                rows.append({**row, "failed": str(error)[:100]})
+                continue
+            value, *gradients = (distance([a], [b]) for a, b in zip(found, exact, strict=True))
+            together, worst = distance(found[1:], exact[1:]), max(gradients)
+            right = all(error < limit for error in (value, together, worst / 5))  # NaN is wrong
+            errors = {"of values": value, "of gradients": together, "of the worst": worst}
+            rows.append({**row, **errors, "limit": limit, "right": right})
     return {"errors": rows}
 
 
@@ -218,30 +214,20 @@ def distance(found: list[Tensor], exact: list[Tensor]) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def training(bench: Bench, name: str) -> Tables:
-    """Steps with aligned targets in state tracking, and on the next token otherwise."""
-    rows = []
-    for case, form, changes, reference in STEPS[name]:
-        measure = partial(training_step, bench, name, bench.config(name, form, **changes), *reference)
-        rows.append(bench.row(case, measure))
-    return {f"training step, {name}": rows}
-
-
-def training_step(
-    bench: Bench, name: str, config: ImplicitConfig, reference_ms: float | None, reference_gib: float | None
-) -> Row:
-    model = bench.model(config).train()
+def training_step(bench: Bench, name: str, form: str, changes: Row, reference: Row) -> Row:
+    """A step with aligned targets in state tracking, and on the next token otherwise."""
+    model = bench.model(bench.config(name, form, **changes)).train()
     if bench.compile and name == LLAMA:
         compile_blocks(model.model.layer.backbone)
     batch, length = bench.size(name)
-    tokens, targets = torch.randint(config.vocab_size, (2, batch, length), device=bench.device)
+    tokens, targets = torch.randint(model.config.vocab_size, (2, batch, length), device=bench.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=bench.device != "cpu")
     solved: Row = {"evaluations": 1}
 
     def loss() -> Tensor:
         with bench.autocast():
             out = model(tokens, labels=None if name == TRACKING else tokens)
-            if out.solution is not None:
+            if out.solution is not None:  # keeping the output itself would keep the logits
                 solved.update(evaluations=out.solution.nfe, iterations=out.solution.iterations)
             if name == TRACKING:
                 return F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten())
@@ -253,23 +239,25 @@ def training_step(
         optimizer.zero_grad()
 
     ms = bench.milliseconds(step)
-    memory = {"GiB": bench.peak(), "reference GiB": None if bench.quick else reference_gib}
+    memory = {"GiB": bench.peak(), "reference GiB": None if bench.quick else reference.get("GiB")}
     if "iterations" in solved:
         solved["iterations"] = solved["iterations"].float().mean().item()
-    tokens_per_second = round(1e3 * batch * length / ms)
-    return {"ms": ms, **bench.against(ms, reference_ms), "tokens/s": tokens_per_second, **memory, **solved}
+    speed = {"ms": ms, **bench.against(ms, reference.get("ms")), "tokens/s": round(1e3 * batch * length / ms)}
+    return {**speed, **memory, **solved}
 
 
 def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float, float]]:
-    """Bytes and operations of f under autocast, if each matrix product is one pass over memory, and all that
-    is between two products another. The residual stream is float32, everything else bfloat16."""
+    """Bytes and operations of f under autocast, by part.
+
+    Every matrix product passes over memory once, and so does everything between two products. The residual
+    stream is float32, everything else bfloat16.
+    """
     T, D, n = batch * length, backbone.d_model, len(backbone.layers)
     mixer = backbone.layers[0].mixer
 
-    def product(into: int, out: int, written: int | None = None) -> tuple[float, float]:
-        """Of all blocks. ``written``: columns of the result, fewer than ``out`` where a gate halves them."""
-        moved = T * (into + (out if written is None else written)) + into * out
-        return n * 2 * moved, n * 2 * T * into * out
+    def matrix(into: int, out: int, gates: int = 0) -> tuple[float, float]:
+        """A product in every block; ``gates``: columns of the result that are not written."""
+        return n * 2 * (T * (into + out - gates) + into * out), n * 2 * T * into * out
 
     def norms(count: int) -> tuple[float, float]:
         """The first norm reads the stream, the others also add to it, the last one writes float32."""
@@ -278,25 +266,23 @@ def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float,
     if hasattr(mixer, "sizes"):
         s, taps, chunk = mixer.sizes, mixer.conv1d.kernel_size[0], 64
         columns, shared = mixer.in_proj.out_features, s.n_groups * s.d_state
+        moved = 2 * (2 * columns + s.inner)  # projection and injection; y
         recurrence = 4 * s.inner * s.d_state + 2 * chunk * (shared + s.inner)
         operations = 2 * taps * s.conv_width + recurrence + 8 * s.inner
         return {
             "norms": norms(n + 1),
-            "projection in": product(D, columns),
-            "convolution, recurrence, gate, norm": (
-                n * T * 2 * (2 * columns + s.inner),  # projection and injection; y
-                n * T * operations,
-            ),
-            "projection out": product(s.inner, D),
+            "projection in": matrix(D, columns),
+            "convolution, recurrence, gate, norm": (n * T * moved, n * T * operations),
+            "projection out": matrix(s.inner, D),
         }
     qkv, hidden = (mixer.n_head + 2 * mixer.n_kv_head) * mixer.headdim, backbone.layers[0].mlp.w1.out_features
     return {
         "norms": norms(2 * n + 1),
-        "queries, keys, values": product(D, qkv),
+        "queries, keys, values": matrix(D, qkv),
         "attention": (n * T * 2 * (2 * qkv + D), n * T * 2 * length * D),  # half of the square
-        "projection out": product(D, D),
-        "MLP in, gate": product(D, 2 * hidden, written=hidden),
-        "MLP out": product(hidden, D),
+        "projection out": matrix(D, D),
+        "MLP in, gate": matrix(D, 2 * hidden, gates=hidden),
+        "MLP out": matrix(hidden, D),
     }
 
 
@@ -323,30 +309,23 @@ def evaluation(bench: Bench) -> Tables:
             times = {"bytes ms": moved / bandwidth, "operations ms": operations / peak}
             limits.append({"case": name, "part": part, **counts, **times})
         limit = max(times.values())
-        for implementation in bench.implementations(body_of(name)):
-            measure = partial(evaluate, bench, name, implementation, limit, reference)
-            rows.append(bench.row(f"{name}, {implementation}", measure))
-    measured = [{"copy TB/s": bandwidth / 1e9, "matrix product TFLOP/s": peak / 1e9}]
-    return {"device": measured, "limits of f": limits, "an evaluation of f": rows}
+        names = bench.implementations(name.partition("-")[0])
+        rows += bench.rows(evaluate, {f"{name}, {how}": (name, how, limit, reference) for how in names})
+    speeds = {"copy TB/s": bandwidth / 1e9, "matrix product TFLOP/s": peak / 1e9}
+    return {"device": [speeds], "limits of f": limits, "an evaluation of f": rows}
 
 
-def evaluate(bench: Bench, name: str, implementation: str, limit: float, reference: float | None) -> Row:
+def evaluate(bench: Bench, name: str, how: str, limit: float, reference: float | None) -> Row:
     backbone, z, context = bench.bare(name)
     calls = 1 if bench.quick else 8  # in a row, so that the device never waits
-    with computed_by(implementation, backbone), bench.autocast():
+    with computed_by(how, backbone), bench.autocast():
         ms = bench.milliseconds(lambda: [backbone(z, context) for _ in range(calls)]) / calls
     return {"ms": ms, **bench.against(ms, reference), "limit ms": limit, "share": limit / ms}
 
 
 @torch.no_grad()
-def loop(bench: Bench) -> Tables:
-    """A solve of 16 iterations by Picard over 16 bare evaluations, timed in turn."""
-    cases = [(name, how) for name in (TRACKING, MAMBA2) for how in ("fixed", "residual", "torchdeq")]
-    rows = [bench.row(", ".join(case), partial(solve_over_bare, bench, *case)) for case in cases]
-    return {"loop": rows}
-
-
 def solve_over_bare(bench: Bench, name: str, how: str, n: int = 16) -> Row:
+    """A solve of ``n`` iterations by Picard over ``n`` bare evaluations, timed in turn."""
     backbone, z0, context = bench.bare(name)
     z0 = torch.zeros_like(z0)
     # The tolerance is never met.
@@ -380,17 +359,8 @@ def solve_over_bare(bench: Bench, name: str, how: str, n: int = 16) -> Row:
 
 
 @torch.no_grad()
-def decode(bench: Bench) -> Tables:
+def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
     """Greedy decoding after a prompt of 16 tokens."""
-    rows = []
-    for name, reference in ((LLAMA, 110), (MAMBA2, 236)):
-        for batch in (1, 16):
-            measure = partial(decode_tokens, bench, name, batch, reference if batch == 1 else None)
-            rows.append(bench.row(f"{name}-free, batch {batch}", measure))
-    return {"decode": rows}
-
-
-def decode_tokens(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
     model = bench.model(bench.config(name, "-free")).bfloat16().eval()
     prompt = torch.randint(model.config.vocab_size, (batch, 16), device=bench.device)
     count = 4 if bench.quick else 32
@@ -411,12 +381,8 @@ def decode_tokens(bench: Bench, name: str, batch: int, reference: float | None) 
 
 
 @torch.no_grad()
-def sequential(bench: Bench) -> Tables:
-    """State tracking one token at a time, each sequence at its own pace."""
-    return {"sequential": [bench.row(f"{TRACKING}, window 1", partial(one_by_one, bench))]}
-
-
 def one_by_one(bench: Bench) -> Row:
+    """State tracking one token at a time, each sequence at its own pace."""
     rule = {"name": "residual", "rtol": 0.05, "max_iter": 32}
     model = bench.model(bench.config(TRACKING, eval_convergence=rule)).eval()
     batch, length = bench.size(TRACKING)
@@ -434,40 +400,65 @@ def one_by_one(bench: Bench) -> Row:
     return {"ms a token": ms, **bench.against(ms, 36.6), **found}
 
 
-SECTIONS: dict[str, Callable[[Bench], Tables]] = {
-    "state-tracking": partial(training, name=TRACKING),
-    "llama": partial(training, name=LLAMA),
-    "mamba2": partial(training, name=MAMBA2),
-    "evaluation": evaluation,
-    "loop": loop,
-    "decode": decode,
-    "sequential": sequential,
-}
+def make_data(bench: Bench, name: str, batch: int, length: int) -> Row:
+    """Batches of word problems of the algebra ``name``."""
+    chosen, generator = algebra(name), torch.Generator(bench.device).manual_seed(0)
+    draw = partial(sample, chosen, batch, length, identity_probability=0.5, generator=generator)
+    tokens, targets = draw()
+    if not torch.equal(prefix_products(chosen, tokens.cpu()), targets.cpu()):
+        raise RuntimeError("wrong targets")
+    calls = 1 if bench.quick else max(1, 2**18 // (batch * length))  # about as many tokens in all cases
+    ms = bench.milliseconds(lambda: [draw() for _ in range(calls)]) / calls
+    return {"ms a batch": ms, "Mtokens/s": batch * length / ms / 1e3}
+
+
+def section(bench: Bench, name: str) -> Tables:
+    """The tables of one section."""
+    if name == "correctness":
+        return correctness(bench)
+    if name == "evaluation":
+        return evaluation(bench)
+    if name == "loop":
+        solves = product((TRACKING, MAMBA2), ("fixed", "residual", "torchdeq"))
+        return {name: bench.rows(solve_over_bare, {", ".join(solve): solve for solve in solves})}
+    if name == "decode":
+        models = (LLAMA, 1, 110), (LLAMA, 16, None), (MAMBA2, 1, 236), (MAMBA2, 16, None)
+        return {name: bench.rows(decode, {f"{m[0]}-free, batch {m[1]}": m for m in models})}
+    if name == "data":
+        a5 = [("A5", 64, 16), ("A5", 64, 64), ("A5", 4096, 64), ("A5", 512, 256)]
+        cases = [*a5, ("A5xM", 64, 16), ("A5xM", 512, 256), ("S5", 512, 256)]
+        return {name: bench.rows(make_data, {"{}, {} x {}".format(*case): case for case in cases})}
+    if name == "sequential":
+        return {name: bench.rows(one_by_one, {f"{TRACKING}, window 1": ()})}
+    model = TRAINING[name]
+    steps = {case: (model, *step) for case, step in STEPS[model].items()}
+    return {f"training step, {model}": bench.rows(training_step, steps)}
+
+
+TRAINING = {"state-tracking": TRACKING, "llama": LLAMA, "mamba2": MAMBA2}
+SECTIONS = [*TRAINING, "evaluation", "loop", "decode", "sequential", "data"]
 
 
 def main() -> None:
     made = common.parser(__doc__, "speed.json")
     add = made.add_argument
-    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     add("--repeats", type=int, default=5)
     add("--quick", action="store_true", help="tiny sizes: does everything run?")
     add("--kernels", nargs="+", choices=kernels.NAMES, default=list(kernels.NAMES),
         help="implementations of f to compare (default: all that can be imported; mamba_ssm and fla tune "
         "themselves for minutes on a fresh machine)")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, help="compile Llama's blocks (default: on a GPU)")
-    options = made.parse_args()
-    if options.compile is None:
-        options.compile = options.device != "cpu"
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-    bench = Bench(options.device, options.quick, options.repeats, options.compile, options.kernels)
+    bench = made.parse_args(namespace=Bench())
+    if bench.compile is None:
+        bench.compile = bench.device != "cpu"
+    machine = {"implementations": bench.implementations("mamba2")}
     sections: dict[str, Tables] = {}
-    for name in ("correctness", *options.sections):
-        sections[name] = correctness(bench) if name == "correctness" else SECTIONS[name](bench)
+    for name in ("correctness", *bench.sections):
+        sections[name] = section(bench, name)
         for title, rows in sections[name].items():
-            common.print_table(f"\n{title}, {common.machine_name(options.device)}", rows)
-        machine = {"implementations": bench.implementations("mamba2")}
-        common.write_results(options.output, options, machine, sections=sections)
+            common.print_table(f"\n{title}, {common.machine_name(bench.device)}", rows)
+        common.write_results(bench.output, bench, machine, sections=sections)
         if not all(row.get("right", True) for row in sections["correctness"]["errors"]):
             sys.exit("an implementation is wrong: nothing is timed")
 

@@ -10,30 +10,28 @@ same equilibrium: the script checks that the accuracies are equal. Run `make dem
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import product
 
 import common
 import torch
 import trained
+from common import Row
 
 from deqseq import Residual, SolveOptions
+from deqseq.statistics import SolveStatistics
 
 
 @torch.no_grad()
-def decode(subject: trained.Subject, solve: SolveOptions) -> dict[str, Any]:
+def decode(subject: trained.Subject, solve: SolveOptions) -> Row:
     """Feed the tokens one by one: accuracy, cost and residual of the solves."""
-    cache, right, iterations, residual = None, [], [], []
+    cache, right, solves = None, [], SolveStatistics()
     for token, target in zip(subject.ids.split(1, dim=1), subject.targets.unbind(1), strict=True):
         out = subject.model(token, past_key_values=cache, use_cache=True, solve=solve)
         cache = out.past_key_values
         right.append(out.logits[:, 0].argmax(-1) == target)
-        iterations.append(out.solution.iterations)
-        residual.append(out.solution.residual)
-    return {
-        "accuracy": torch.stack(right).float().mean().item(),
-        "evaluations a token": torch.cat(iterations).float().mean().item(),
-        "residual": torch.cat(residual).mean().item(),
-    }
+        solves.add(out.solution)
+    means, accuracy = solves.read(), torch.stack(right).float().mean().item()
+    return {"accuracy": accuracy, "evaluations a token": means["iterations"], "residual": means["residual"]}
 
 
 def main() -> int:
@@ -46,23 +44,20 @@ def main() -> int:
     options = made.parse_args()
 
     subject = trained.load_word_problem(options.run, options.sequences, options.length, options.device)
-    rows: list[dict[str, Any]] = []
-    equal = True
-    for rtol in options.tolerances:
+    rows: list[Row] = []
+    for rtol, guess in product(options.tolerances, ("zero", "previous")):
         policy = Residual(rtol=rtol, max_iter=options.max_iter)
         solve = replace(subject.model.model.layer.eval_solve, convergence=policy)
-        for guess in ("zero", "previous"):
-            subject.model.config.initial_guess = guess
-            row: dict[str, Any] = {"tolerance": rtol, "initial guess": guess}
-            seconds = common.stopwatch(lambda: row.update(decode(subject, solve)), options.device)  # noqa: B023
-            rows.append({**row, "seconds": seconds})
-        equal &= abs(rows[-1]["accuracy"] - rows[-2]["accuracy"]) <= 2e-3
-    machine = common.machine_name(options.device)
-    common.print_table(f"{options.sequences} sequences of {subject.name}, {machine}", rows)
-    common.write_results(options.output, options, rows=rows)
-    if not equal:
+        subject.model.config.initial_guess = guess
+        row: Row = {"tolerance": rtol, "initial guess": guess}
+        seconds = common.stopwatch(lambda: row.update(decode(subject, solve)), options.device)  # noqa: B023
+        rows.append({**row, "seconds": seconds})
+    common.report(f"{options.sequences} sequences of {subject.name}", options, rows)
+    pairs = zip(rows[::2], rows[1::2], strict=True)
+    if any(abs(zero["accuracy"] - previous["accuracy"]) > 2e-3 for zero, previous in pairs):
         print("accuracy depends on the initial guess: more than one equilibrium, or too loose a tolerance")
-    return 0 if equal else 1
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Backbone(nn.Module, ABC):
     A subclass implements :meth:`prepare` and :meth:`evaluate`. With :meth:`initial_state` and :meth:`advance`
     it also carries state across windows and calls. Token t of the result depends only on the tokens up to t
     of z, on the context and on the state. A backbone needs no masks: the layer moves the real tokens of every
-    sequence to the front, and later tokens cannot influence them.
+    sequence to the front, and the padding behind them cannot influence them.
 
     Attributes:
         d_model: width D of z and x; ``None`` if every width works.
@@ -91,8 +91,8 @@ class Backbone(nn.Module, ABC):
             backbone that does not.
         rewinds: whether lowering ``State.seen`` takes a state back to fewer tokens. True for states with a
             slot for every token (keys and values), false for recurrent ones.
-        capturable: whether ``prepare``, ``evaluate`` and ``advance`` read nothing on the host, so that they
-            can be recorded as a CUDA graph.
+        capturable: whether ``prepare``, ``evaluate`` and ``advance`` never make the host wait for the
+            device, so that they can be recorded as a CUDA graph.
     """
 
     d_model: int | None = None
@@ -113,9 +113,9 @@ class Backbone(nn.Module, ABC):
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         """One evaluation: f(z) (B, W, D) of the tokens that follow ``state``, and its trace.
 
-        From the trace, :meth:`advance` computes the state after tokens with exactly these z, without a
-        further evaluation. Without a state the trace may be ``None``. The result must not alias ``z``: a
-        solve without a graph may overwrite it.
+        :meth:`advance` computes from the trace the state after consuming these z, without evaluating f again.
+        Without a state the trace may be ``None``. The result must not alias ``z``, because a solve without a
+        graph may overwrite ``z``.
         """
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
@@ -124,8 +124,8 @@ class Backbone(nn.Module, ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the backbone can carry state across windows and calls. A wrapper returns that of its inner
-        one."""
+        """Whether the backbone can carry state across windows and calls. A wrapper returns the value
+        of the backbone that it wraps."""
         return type(self).initial_state is not Backbone.initial_state
 
     def initial_state(
@@ -136,18 +136,17 @@ class Backbone(nn.Module, ABC):
     ) -> State:
         """The state before the first token."""
         raise ValueError(
-            f"{type(self).__name__} keeps no state, so it runs without a window only (window=None)"
+            f"{type(self).__name__} keeps no state, which a window and decoding need: use window=None"
         )
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """The state with capacity for the tokens of ``z`` (B, L, D), if states grow with the sequence."""
+        """The state with capacity for the tokens of ``z`` (B, L, D). By default states do not grow."""
         return state
 
     def keep_last(self, state: State, tokens: int) -> State:
-        """The state of the last ``tokens`` tokens only, if it has a slot for every token.
+        """The state with the slots of the last ``tokens`` tokens only.
 
-        Afterwards ``seen`` counts the kept tokens only, as if they had come first. Recurrent states, whose
-        size does not grow, stay as they are.
+        Afterwards ``seen`` counts only the tokens that were kept. States of constant size stay as they are.
         """
         return state
 

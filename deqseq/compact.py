@@ -1,4 +1,4 @@
-"""Removing settled sequences from the batch of a search, which spares their evaluations."""
+"""Searches that remove settled sequences from the batch, so that f is no longer evaluated for them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class CompactingRunner(Runner):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # in the whole batch
+        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # rows of the original batch
         self._left: list[tuple[Tensor, Solution]] = []  # rows that have left, and their solutions
 
     def proceed(self) -> None:
         if self.passes and self.passes % self.check_every == 0:
             settled = self.carry.tokens.settled.all(1)
-            if 2 * int(settled.sum()) >= len(settled):  # fewer are not worth the copies
+            if 2 * int(settled.sum()) >= len(settled):  # removing fewer costs more than it saves
                 self._remove(settled)
         super().proceed()
 

@@ -22,12 +22,12 @@ class Stage:
     """One stage of training.
 
     Attributes:
-        until: share of the steps after which it ends, in (0, 1].
+        until: the stage ends after this share of all steps, in (0, 1].
         gradient: gradient strategy, as a name or mapping.
-        convergence: policy of the search, as a name or mapping; ``None``: the policy of the stage before, and
-            in the first stage the layer's.
+        convergence: policy of the search, as a name or mapping; ``None``: that of the previous stage, and in
+            the first stage the layer's.
         window: tokens solved at a time; all by default.
-        eval_convergence: policy in evaluation; ``None``: likewise.
+        eval_convergence: policy of evaluation; ``None`` as for ``convergence``.
     """
 
     until: float
@@ -41,13 +41,13 @@ class Curriculum:
     """Stages in order; the last one ends at 1.
 
     Raises:
-        ValueError: no stages, ends that do not grow to 1, unknown parts or options.
+        ValueError: no stages; values of ``until`` that do not increase to 1; unknown parts or options.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         ends = [stage.until for stage in stages]
         if not ends or ends != sorted(set(ends)) or ends[0] <= 0 or ends[-1] != 1:
-            raise ValueError(f"stages must end at growing shares of training up to 1, got {ends}")
+            raise ValueError(f"stages must end at growing shares of training, the last one at 1, got {ends}")
         for stage in stages:
             gradients.create(stage.gradient)
             for policy in (stage.convergence, stage.eval_convergence):
@@ -57,7 +57,7 @@ class Curriculum:
                 check_count("window", stage.window)
         self.stages: list[Stage] = []
         policies_now: dict[str, Any] = {"convergence": None, "eval_convergence": None}
-        for stage in stages:  # written out, so that a stage does not depend on which were applied before
+        for stage in stages:  # fill in inherited policies: a stage must not depend on those applied before
             own = {name: getattr(stage, name) for name in policies_now}
             policies_now |= {name: policy for name, policy in own.items() if policy is not None}
             self.stages.append(replace(stage, **policies_now))

@@ -1,4 +1,4 @@
-"""The contract of a gradient strategy: which evaluations carry a graph.
+"""The contract of a gradient strategy. A strategy decides which evaluations carry a graph.
 
 A strategy solves a problem with two calls: :func:`~deqseq.search` finds the fixed point without a graph, and
 :func:`~deqseq.steps` does a number of iterations, with a graph where gradients are enabled.
@@ -39,8 +39,8 @@ class GradientStrategy(ABC):
     def exact(self, problem: Problem) -> bool:
         """Whether autograd records the whole solve, so that derivatives of every order are right.
 
-        If not, the layer lets a second derivative through ``solution.z`` raise ``RuntimeError``: a search has
-        no graph, so that derivative would be wrong.
+        If not, a second derivative through ``solution.z`` raises ``RuntimeError``: it would be wrong, because
+        the search has no graph.
         """
         return False
 
@@ -55,7 +55,7 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # Autograd enables gradients inside a backward pass exactly when a graph of it is asked for.
+        # Gradients are enabled inside a backward pass only with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"the second derivative through {ctx.strategy} would be wrong, because its search has no "

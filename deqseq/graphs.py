@@ -1,8 +1,8 @@
 """CUDA graphs of passes.
 
-Where a pass computes little, launching its kernels takes longer than running them. A CUDA graph launches them
-all at once. It reads and writes the memory it was recorded with, so whatever goes from one replay to the next
-lives in buffers.
+In a small pass, launching the kernels takes longer than running them. A CUDA graph launches them all at once.
+Every replay reads and writes the memory of the recording, so values that pass from one replay to the next are
+kept in fixed buffers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PASSES_OF_A_WINDOW = 4
 
 
 def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[], None]]:
-    """Record ``steps`` as CUDA graphs; calling a graph replays it. A step may read what an earlier one left.
+    """Record ``steps`` as CUDA graphs, and return a function for each that replays it.
 
-    The steps must read nothing on the host. Each runs once here, which compiles and loads its kernels. A CPU
-    has no graphs: the steps themselves are returned.
+    A step may read results of earlier steps. No step may make the host wait for the device. Each step also
+    runs once here, which compiles and loads its kernels. On the CPU the steps themselves are returned.
     """
     if device.type != "cuda":
         for step in steps:
@@ -35,7 +35,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
     side.wait_stream(torch.cuda.current_stream(device))
     pool = torch.cuda.graph_pool_handle()
     graphs = []
-    # Autocast would keep the weights it casts in the graphs' memory, which may be freed before them.
+    # Autocast's cache of cast weights would lie in the graphs' memory, and outlive it.
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with torch.autocast("cuda", dtype, enabled, cache_enabled=False), _no_garbage_collection():
         with torch.cuda.stream(side):
@@ -51,7 +51,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A capture fails if memory of the device is freed during it."""
+    """Within the block Python collects no garbage: a capture fails if device memory is freed during it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -62,7 +62,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def recordable(problem: Problem) -> bool:
-    """Whether passes of ``problem`` may be recorded, and recording them pays."""
+    """Whether passes of ``problem`` can be recorded as a CUDA graph."""
     parts = (problem.map, problem.solver, problem.policy)
     return (
         problem.z0.is_cuda

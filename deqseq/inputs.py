@@ -1,9 +1,9 @@
 """The inputs of a layer without padding: every sequence in a row of its own, its tokens first.
 
-Rows that hold several sequences are split. What is left of padding stands behind all tokens of a sequence,
-where it cannot matter because the map is causal. So backbones and solvers need no masks.
+Rows that hold several sequences are split. Padding moves behind the tokens of its sequence, where it cannot
+influence them, because the map is causal. So backbones and solvers need no masks.
 
-Shapes: B rows of L columns as the caller has them, R sequences of up to C tokens as they are solved, D width.
+Shapes: B rows of L tokens in the caller's batch, R sequences of up to C tokens in the packed batch, D width.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from deqseq.backbone import State
 
 
 class Inputs(NamedTuple):
-    """The inputs of a solve: every sequence in a row of its own, its tokens first."""
+    """The tensors of a solve, which :func:`take_inputs` makes."""
 
     x: Tensor
     z0: Tensor | None
     position_ids: Tensor
     lengths: Tensor  # (R,) number of tokens to solve
-    unsolvable: Tensor  # (R, C) bool, the tokens from a sequence's first non-finite one on
+    unsolvable: Tensor  # (R, C) bool, tokens from a sequence's first non-finite input on
     state: State | None
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a batch go.
+    """The places of the caller's tokens in the packed batch, in which every row is one sequence.
 
     Attributes:
-        source: (R, C) int64, the token (its number in the B * L of the batch) that goes to each place.
-        target: (B, L) int64, the place (its number in R * C) that each token goes to.
+        source: (R, C) int64; for each place of the packed batch, the index (of B * L) of its token.
+        target: (B, L) int64; for each token, the index (of R * C) of its place in the packed batch.
         real: (B, L) bool, tokens that are not padding.
         lengths: (R,) int64, number of tokens of each sequence.
     """
@@ -46,7 +46,7 @@ class Packing:
 
     @classmethod
     def of(cls, real: Tensor) -> Packing:
-        """One sequence a row; ``real`` (B, L) is non-zero for tokens, which may stand anywhere."""
+        """One sequence per row; ``real`` (B, L) is non-zero at tokens, zero at padding."""
         real = real.bool()
         order = torch.argsort(~real, dim=1, stable=True)
         first = torch.arange(real.shape[0], device=real.device)[:, None] * real.shape[1]
@@ -54,7 +54,7 @@ class Packing:
 
     @classmethod
     def of_packed(cls, real: Tensor, starts: Tensor) -> Packing:
-        """Several sequences a row: one begins at every token of ``starts`` (B, L) bool."""
+        """Several sequences per row; ``starts`` (B, L) bool is true at the first token of each."""
         flat = real.flatten().nonzero()[:, 0]  # the tokens, row by row
         begins = starts.flatten()[flat]
         sequence = begins.cumsum(0) - 1
@@ -69,11 +69,11 @@ class Packing:
         return cls(source, target.view(real.shape), real, lengths)
 
     def pack(self, values: Tensor) -> Tensor:
-        """(B, L, ...) as the caller has it -> (R, C, ...); what stands behind a sequence is arbitrary."""
+        """Values (B, L, ...) -> (R, C, ...); values behind the end of a sequence are arbitrary."""
         return values.flatten(0, 1)[self.source]
 
     def unpack(self, values: Tensor, padding: float = 0) -> Tensor:
-        """The inverse of :meth:`pack`, with ``padding`` where no token is."""
+        """The inverse of :meth:`pack`, with the value ``padding`` at padding."""
         real = self.real.view(*self.real.shape, *[1] * (values.dim() - 2))
         return values.flatten(0, 1)[self.target].where(real, values.new_full((), padding))
 
@@ -86,14 +86,15 @@ def real_tokens(attention_mask: Tensor) -> Tensor:
     """
     if attention_mask.dtype != torch.bool and not bool((attention_mask >= 0).all()):
         raise ValueError(
-            "attention_mask is 1 for tokens and 0 for padding; this one has values below 0 or NaN, as "
-            "additive masks do"
+            "attention_mask must be 1 for tokens and 0 for padding; got values below 0 or NaN, as in an "
+            "additive mask"
         )
     return attention_mask.bool()
 
 
 def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bool:
-    """Whether a row holds several sequences, by where ``position_ids`` (B, L) start anew. Reads the host."""
+    """Whether ``position_ids`` (B, L) restart inside a row, which then holds several sequences. Waits for the
+    device."""
     if position_ids.shape[1] == 1:
         return False
     real = torch.ones_like(position_ids, dtype=torch.bool)
@@ -102,14 +103,14 @@ def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bo
 
 
 def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
-    """(B, L) bool, the tokens at which a sequence begins; ``None`` if every row has one sequence at most.
+    """(B, L) bool, the tokens at which a sequence begins; ``None`` if no row has more than one.
 
-    A sequence begins at a row's first token and wherever ``position_ids`` start anew at 0. Reads the host.
+    A sequence begins at a row's first token and wherever ``position_ids`` restart at 0. Waits for the device.
 
     Raises:
-        ValueError: positions that fall to something else than 0.
+        ValueError: positions that repeat, or decrease to a value other than 0.
     """
-    # The position of the token before, skipping padding; -1 before the first.
+    # The position of the previous token, skipping padding; -1 for the first token.
     rank = real.cumsum(1)
     line = position_ids.new_full((real.shape[0], real.shape[1] + 1), -1)
     line.scatter_(1, rank * real, position_ids.where(real, line.new_full((), -1)))
@@ -119,7 +120,7 @@ def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     anew = real & ~first & (position_ids <= before)
     found, wrong = torch.stack([anew.any(), (anew & (position_ids != 0)).any()]).tolist()
     if wrong:
-        raise ValueError("position_ids must rise within a sequence, and start anew at 0 with the next one")
+        raise ValueError("position_ids must increase within a sequence and start anew at 0 in the next one")
     return (first & real) | anew if found else None
 
 
@@ -134,8 +135,8 @@ def take_inputs(
     """Check the arguments of a layer's call, remove padding and number the tokens.
 
     Returns:
-        The inputs of the solve, and the packing that :meth:`Packing.unpack` undoes; ``None`` if nothing
-        moved.
+        The inputs of the solve, and the packing whose :meth:`Packing.unpack` restores the caller's places;
+        ``None`` if no token moved.
 
     Raises:
         ValueError: shapes or positions that do not fit.
@@ -161,8 +162,8 @@ def take_inputs(
         x, lengths = packing.pack(x), packing.lengths
         z0 = None if z0 is None else packing.pack(z0)
         position_ids = None if position_ids is None else packing.pack(position_ids)
-    # A sequence ends before its first token that is not finite: no later token can be right, and one NaN in a
-    # matrix product would reach the tokens before it (0 * NaN is NaN).
+    # Solve a sequence up to its first non-finite token only. Later tokens depend on it, and a NaN in a matrix
+    # product would reach earlier tokens as well (0 * NaN is NaN).
     place = torch.arange(x.shape[1], device=x.device)
     finite = torch.isfinite(x).all(-1)
     end = torch.where(finite | (place >= lengths[:, None]), x.shape[1], place).amin(1)
@@ -183,7 +184,7 @@ def take_inputs(
 def _packing(
     x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, state: State | None
 ) -> Packing | None:
-    """How the tokens of a call go into rows of their own; ``None`` if they already are."""
+    """The packing of a call's tokens; ``None`` if every row already is one sequence without padding."""
     real = None if attention_mask is None else real_tokens(attention_mask)
     if position_ids is not None and (x.shape[1] > 1 or state is not None):
         tokens = torch.ones_like(position_ids, dtype=torch.bool) if real is None else real
@@ -191,12 +192,12 @@ def _packing(
         if starts is not None:
             if state is not None:
                 raise ValueError(
-                    "position_ids start anew inside a row: several sequences in a row have no common state, "
-                    "so give no state, or one sequence a row"
+                    "position_ids start anew inside a row, so the row holds several sequences, which cannot "
+                    "share a state: pass no state, or one sequence per row"
                 )
             return Packing.of_packed(tokens, starts)
         if state is not None and bool((tokens & (position_ids < state.seen[:, None])).any()):
             raise ValueError(
-                f"position_ids must go on from the {state.seen.tolist()} tokens that the state has seen"
+                f"position_ids must go on from the state, which has seen {state.seen.tolist()} tokens"
             )
     return None if real is None else Packing.of(real)

@@ -10,13 +10,13 @@
 ``"fla"``
     the recurrence and the convolution of ``fla-core`` (flash-linear-attention).
 
-On a GPU the default is the first of triton, mamba_ssm and fla that imports, elsewhere torch. The environment
-variable ``DEQSEQ_KERNELS``, or :func:`use`, names another. Torch computes in float64, and whatever the named
-implementation lacks. Matrix products in float32 are computed by torch too unless another is named: exact ones
-compile and run slowly in Triton, and other packages round to TF32.
+The default on a GPU is the first of triton, mamba_ssm and fla that can be imported; elsewhere it is torch.
+The environment variable ``DEQSEQ_KERNELS``, or :func:`use`, names another. Torch always computes float64, and
+all operations that the named implementation lacks. Unless one is named, torch also computes float32 matrix
+products: exact ones compile and run slowly in Triton, and other packages round to TF32.
 
-A backbone asks once a forward pass (:func:`choose`, in ``prepare``) and keeps the answer in the context. All
-evaluations with this context use it, also when gradient checkpointing repeats them in the backward pass.
+A backbone chooses once per forward pass (:func:`choose`, in ``prepare``) and keeps the choice in the context.
+All evaluations with this context use it, even when gradient checkpointing repeats them in the backward pass.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
 @functools.cache
 def available(name: str) -> bool:
-    """Whether the packages of an implementation import. The log names the one that does not, once."""
+    """Whether the packages of an implementation can be imported. Logs the first one that cannot, once."""
     for package in _PACKAGES[name]:
         try:
             importlib.import_module(package)
@@ -67,12 +67,12 @@ def available(name: str) -> bool:
 
 @contextmanager
 def use(name: str | None) -> Iterator[None]:
-    """Within the block, compute by the implementation ``name``; ``None``: by the default.
+    """Within the block, compute with the implementation ``name``; ``None``: with the default.
 
-    For backbones the block has to contain ``prepare``.
+    A backbone chooses in ``prepare``, so the block must contain that call.
 
     Raises:
-        ValueError: no implementation has this name, or its packages do not import.
+        ValueError: no implementation has this name, or its packages cannot be imported.
     """
     if name is not None:
         _check(name)
@@ -80,13 +80,13 @@ def use(name: str | None) -> Iterator[None]:
     _named[block] = name
     try:
         yield
-    finally:  # this block, not the last one: blocks of several threads end in any order
+    finally:  # remove this block, not the last one: blocks of several threads end in any order
         del _named[block]
 
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Within the block, compute by torch, also with contexts that were prepared for kernels outside of it."""
+    """Within the block, compute with torch, even with contexts prepared for kernels outside of it."""
     token = _twice.set(True)
     try:
         with use("torch"):
@@ -106,25 +106,25 @@ def implementation(x: Tensor, products: bool = False) -> str:
 
 
 def choose(x: Tensor) -> Choice:
-    """The implementations for a forward pass on ``x``, whose matrix products have autocast's type."""
+    """The implementations for a forward pass on ``x``. Its matrix products have autocast's type."""
     dtype = autocast_dtype(x)
     return Choice(_implementation(dtype, x.is_cuda, True), _implementation(x.dtype, x.is_cuda, False))
 
 
 def in_force(choice: Choice) -> Choice:
-    """The implementations for an evaluation with a context that has ``choice``."""
+    """``choice``, or torch inside :func:`twice_differentiable`."""
     if torch.compiler.is_compiling():  # the compiler cannot read context variables
         return choice
     return Choice("torch", "torch") if _twice.get() else choice
 
 
 def fused(x: Tensor) -> bool:
-    """Whether Triton computes what has no backward pass: never while gradients are recorded."""
+    """Whether to use Triton kernels without a backward pass: never while gradients are recorded."""
     return implementation(x) == "triton" and not torch.is_grad_enabled()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type in which autocast uses ``x``, an input or a weight of a linear map: float64 stays."""
+    """The type to which autocast casts ``x``, an input or a weight of a linear map; it leaves float64."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == float64:
         return x.dtype
@@ -151,19 +151,19 @@ def _check(name: str) -> None:
     if name not in NAMES:
         raise ValueError(f"unknown kernels {name!r}; known: {', '.join(NAMES)}")
     if not available(name):
-        raise ValueError(f"kernels {name!r} need {' and '.join(_PACKAGES[name])}, which do not import here")
+        packages = " and ".join(_PACKAGES[name])
+        raise ValueError(f"kernels {name!r} need {packages}, which cannot be imported here")
 
 
 def first_derivative_only() -> None:
-    """Refuse a second derivative: backward passes in kernels leave no graph of what they do.
+    """Raise in a backward pass with ``create_graph=True``: kernels leave no graph for a second derivative.
 
     Raises:
         RuntimeError: the caller wants a graph of the backward pass.
     """
-    if torch.is_grad_enabled():  # in a backward pass, only if a graph of it is wanted
+    if torch.is_grad_enabled():  # in a backward pass: only with create_graph=True
         raise RuntimeError(
-            "fused kernels have no second derivative: compute what is differentiated twice under "
-            "deqseq.kernels.use('torch')"
+            "fused kernels have no second derivative: run the forward pass inside deqseq.kernels.use('torch')"
         )
 
 
@@ -171,7 +171,7 @@ _compiled: dict[Hashable, Any] = {}
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Within the block, kernels and CUDA graphs run on the device of ``x``, whichever was current."""
+    """Within the block, the device of ``x`` is current: kernels and CUDA graphs run on it."""
     if not x.is_cuda or torch.compiler.is_compiling():  # compiled code names its devices
         return nullcontext()
     return torch.cuda.device(x.device)
@@ -180,7 +180,7 @@ def device_of(x: Tensor) -> AbstractContextManager[Any]:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
 ) -> None:
-    """Run a Triton kernel. From the second time on this takes the host half as long as Triton's own launch.
+    """Run a Triton kernel. After the first call, this takes the host half as long as Triton's own launch.
 
     Small models are bound by launches, and Triton takes longer to look up the compiled form of a kernel than
     to launch it.
@@ -197,7 +197,7 @@ def launch(
     if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
         kernel[grid](*args, **constants)  # Triton's interpreter
         return
-    # Triton compiles a form for every combination of these: types, alignment, values taken for constants.
+    # Triton compiles a form for every combination of types, alignments and numbers (which may be constants).
     kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (type(a), a) for a in args]
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *kinds, *constants.values())
     compiled = _compiled.get(key)

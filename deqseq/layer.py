@@ -28,7 +28,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 @dataclass
 class LayerOutput:
-    """What a sequence layer returns. Shapes: B sequences, L tokens, D width.
+    """The output of a sequence layer. Shapes: B sequences, L tokens, D width.
 
     Attributes:
         z: (B, L, D); zero at padding.
@@ -42,7 +42,7 @@ class LayerOutput:
 
 
 def _on_its_device(forward: Forward) -> Forward:
-    """``forward`` with its kernels and CUDA graphs on the device of its input, whichever is current."""
+    """``forward`` with the device of its input as the current device, for kernels and CUDA graphs."""
 
     @wraps(forward)
     def on_device(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
@@ -53,12 +53,11 @@ def _on_its_device(forward: Forward) -> Forward:
 
 
 class SequenceLayer(nn.Module):
-    """The common part of implicit and explicit layers: a backbone, and inputs without padding.
+    """The common part of implicit and explicit layers.
 
     Attributes:
-        gradient_checkpointing: recompute every evaluation that carries a graph in the backward pass, instead
-            of storing its activations, whatever the gradient strategy. transformers'
-            ``gradient_checkpointing_enable`` sets this attribute.
+        gradient_checkpointing: store no activations of evaluations with a graph, and recompute them in the
+            backward pass. transformers' ``gradient_checkpointing_enable`` sets this attribute.
     """
 
     def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
@@ -86,15 +85,15 @@ class ImplicitSequenceLayer(SequenceLayer):
             tokens in parallel.
         causal: refuse, in training, solvers and policies through which a token's value could depend on later
             tokens. ``False`` allows them.
-        compact: in searches without a window and a state, settled sequences leave the batch once they are
-            half of it. That saves their evaluations. Results are then equal up to rounding only, because
-            matrix products of another number of rows round differently. Context tokens of the backbone and
-            the solver's state must have the batch first.
-        group: process group in which all ranks must evaluate f equally often (FSDP); they then stop together.
+        compact: remove settled sequences from the batch once they are half of it, which saves their
+            evaluations. Only searches with neither a window nor a state do this. Results change by rounding,
+            because matrix products with fewer rows round differently. ``Context.tokens`` and the solver's
+            state must have the batch first.
+        group: process group whose ranks stop together, because all must evaluate f equally often (FSDP).
 
     Attributes:
         train_solve: the :class:`~deqseq.SolveOptions` of training: solver, policy and window.
-        eval_solve: those of evaluation.
+        eval_solve: the options of evaluation.
 
     Raises:
         ValueError: unknown names or options; a window below 1.
@@ -132,7 +131,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         self._recordings = Recordings()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitSequenceLayer:
-        """A copy that belongs to the same process group, which cannot be copied."""
+        """A copy that shares the process group, which cannot be copied."""
         memo[id(self.group)] = self.group
         copy = self.__class__.__new__(self.__class__)
         memo[id(self)] = copy
@@ -159,24 +158,24 @@ class ImplicitSequenceLayer(SequenceLayer):
 
         Args:
             x: (B, L, D) input.
-            attention_mask: (B, L), non-zero for real tokens; padding may stand anywhere.
-            position_ids: (B, L) int64; by default each sequence's real tokens count on from ``state``. Where
-                the positions start anew at 0 inside a row, another sequence begins. It is solved
-                independently of the sequences before it in the row.
+            attention_mask: (B, L), non-zero for real tokens; padding may be anywhere.
+            position_ids: (B, L) int64; by default the real tokens are numbered from 0, or from
+                ``state.seen``. Where positions start anew at 0 inside a row, another sequence begins, which
+                is solved independently.
             state: backbone state before the first token; the output then has the state after the last one.
-            z0: (B, L, D) initial guess; zero by default, and where it is not finite.
+            z0: (B, L, D) initial guess; zero by default. Non-finite tokens are replaced by zero.
             window: replaces the window of the options for this call.
             solve: replaces the layer's options for this call.
 
         Raises:
-            ValueError: shapes that do not fit; a part that is not causal, in training.
+            ValueError: shapes that do not fit; in training, a solver or policy that is not causal.
         """
         options = self.solve if solve is None else solve
         if window != "layer":
             options = replace(options, window=window)
         self._check_causal(options)
         inputs, packing = take_inputs(self.backbone.d_model, x, attention_mask, position_ids, state, z0)
-        # Such a call may be recorded, and a recording cannot check the capacity of the state.
+        # Calls with one token may be recorded. A recording cannot check the state's capacity: reserve it now.
         one_token = state is not None and inputs.x.shape[1] == 1 and not torch.is_grad_enabled()
         if one_token and state is not None:
             inputs = inputs._replace(state=self.backbone.reserve(state, inputs.x))
@@ -278,7 +277,7 @@ def _finished(solution: Solution, inputs: Inputs) -> Solution:
 
 
 def _state_after(state: State | None, unsolvable: Tensor) -> State | None:
-    """The state after the ``unsolvable`` (B, L) tokens too: NaN in sequences that have any."""
+    """The state after the ``unsolvable`` (B, L) tokens as well: NaN for sequences that have such tokens."""
     if state is None:
         return None
     affected = unsolvable.any(1)

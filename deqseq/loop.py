@@ -1,10 +1,10 @@
 """The one loop that evaluates f.
 
 :func:`drive` runs every solve: forward and backward, training, evaluation and generation. It repeats
-:func:`one_pass` until every token has settled. So evaluations are counted, tokens frozen, values that are not
-finite caught, and processes stopped together in one place.
+:func:`one_pass` until every token has settled. Only this loop counts evaluations, freezes tokens, detects
+non-finite values and stops processes together.
 
-A pass does not know how it is run: a :class:`Runner` runs passes one by one; :mod:`deqseq.graphs` and
+A pass does not depend on how it is run: a :class:`Runner` runs passes one by one; :mod:`deqseq.graphs` and
 :mod:`deqseq.replay` have runners that record several passes as a CUDA graph.
 
 Shapes: B sequences, L tokens, W tokens in the window (W = L without one), D width.
@@ -29,19 +29,19 @@ from deqseq.trees import map_tensors
 
 
 class Carry(NamedTuple):
-    """What one pass hands to the next."""
+    """The values that one pass hands to the next."""
 
     z: Tensor  # (B, W, D) the iterates
     proposal: Tensor  # (B, W, D) the solver's next iterates
     tokens: Tokens
     memory: SolverState
-    # All tokens together:
+    # Without a window:
     fz: Tensor | None = None  # (B, L, D) the last evaluation, and its trace
     trace: Trace = None
-    # In a window:
+    # With a window:
     state: State | None = None  # of the backbone, after the tokens that have left the window
-    start: Tensor | None = None  # (B,) place of the window's first token in the sequence
-    leaving: Tensor | None = None  # (B,) settled tokens at the window's front, which ``start`` has passed
+    start: Tensor | None = None  # (B,) position of the window's first token
+    leaving: Tensor | None = None  # (B,) number of tokens that leave next; ``start`` counts them
     results: tuple[Tensor, ...] = ()  # (B, L + W, ...) z, iterations, residual, status of every token
 
 
@@ -73,14 +73,14 @@ def begin(problem: Problem) -> Carry:
 def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
     """One pass: take the proposed iterates, evaluate f, judge the evaluation, propose the next iterates.
 
-    In a window, settled tokens leave on the left and as many enter on the right. The trace of the evaluation
-    that settled them moves the backbone's state on, at no further evaluation.
+    With a window, settled tokens leave on the left and as many enter on the right. The backbone's state
+    advances by the trace of the evaluation that settled them, so f is not evaluated again.
 
-    Without a graph, a pass may overwrite the proposal of its ``carry``, which must not be used again. It
-    reads nothing on the host.
+    Without a graph, a pass may overwrite the proposal of ``carry``: do not use ``carry`` afterwards. A pass
+    never makes the host wait for the device.
 
     Args:
-        judge: ``False`` leaves out the verdict; a fixed number of iterations needs one at its end only.
+        judge: whether the policy judges the evaluation; for fixed iterations only the last pass needs this.
     """
     z = carry.proposal
     if not problem.fixed or problem.window is not None:
@@ -111,7 +111,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     if start is not None:
         context, state = context.take(_places(problem, start)), carry.state
     fz, trace = evaluate(problem.map, z, context, state, problem.checkpoint)
-    fz = fz.to(z.dtype)  # autocast
+    fz = fz.to(z.dtype)  # autocast may have changed the type
     tokens = carry.tokens.counted()
     if judge:
         tokens = tokens.judged(z, fz, problem.policy)
@@ -141,12 +141,12 @@ def evaluate(
 
 
 def _places(problem: Problem, start: Tensor) -> Tensor:
-    """Places (B, W) in the sequence of the window's tokens; behind the end, the last token again."""
+    """(B, W) int64, positions of the window's tokens; positions past the end repeat the last one."""
     return (start[:, None] + problem.offsets).clamp_max(problem.z0.shape[1] - 1)
 
 
 def _inside(problem: Problem, start: Tensor) -> Tensor:
-    """(B, W) bool, tokens of the window that exist."""
+    """(B, W) bool, places of the window that are not past the end."""
     return start[:, None] + problem.offsets < problem.ends[:, None]
 
 
@@ -187,7 +187,7 @@ class Runner:
 
     Attributes:
         passes: how many have been run.
-        check_every: passes between two reads of the device by the host.
+        check_every: the host waits for the device after this many passes, to see whether the solve has ended.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -205,14 +205,14 @@ class Runner:
         self.carry = one_pass(self.problem, self.carry, judge)
 
     def ends(self) -> bool:
-        """Whether the solve has ended, on all processes of the group. Reads the device every few passes."""
+        """Whether the solve has ended, on all processes of the group."""
         if self.problem.window is None and (self.problem.fixed or self._at_budget):
-            return self._at_budget  # all tokens were in all passes
+            return self._at_budget  # every token was in every pass
         if self.passes % self.check_every:
             return False
         finished = self.settled()
         if self.problem.group is not None:
-            # Processes that stop at different passes would wait for each other's collectives for ever.
+            # Processes that stop at different passes would wait for ever in each other's collectives.
             finished = finished.to(torch.int32)
             dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self.problem.group)
         return bool(finished)
@@ -233,9 +233,8 @@ def drive(runner: Runner) -> Solution:
     """Run passes until every token has settled.
 
     A token settles when it and every token before it have converged in the same evaluation, or when its
-    budget has ended. From then on its input z is frozen. The solve returns f(z) at that z, so a token's
-    result does not depend on later tokens. With :class:`~deqseq.FixedIterations` it returns the last iterate
-    instead.
+    budget is used up. From then on its z is frozen. The solve returns f(z) at that z, so a token's result
+    does not depend on later tokens. With :class:`~deqseq.FixedIterations` the solve returns the last iterate.
 
     Evaluations carry a graph if gradients are enabled.
     """

@@ -1,7 +1,7 @@
 """The contract of a convergence policy: when a token has converged, and how much may be spent on it.
 
-A policy judges one evaluation on the device. It never changes z and never reads the host. Training,
-evaluation and generation differ in the policy object only.
+A policy judges one evaluation on the device. It never changes z and never makes the host wait for the device.
+Training, evaluation and generation differ in their policies only.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
@@ -22,12 +22,12 @@ from deqseq.registry import Registry
 
 
 class Judgement(NamedTuple):
-    """A verdict on every token by itself.
+    """The verdict on every token.
 
     Attributes:
         residual: (B, W) float32, relative.
         converged: (B, W) bool, the tolerance is met.
-        done: (B, W) bool, nothing more is to be spent; ``None``: the same as ``converged``.
+        done: (B, W) bool, the token needs no further evaluation; ``None``: the same as ``converged``.
     """
 
     residual: Tensor
@@ -45,11 +45,12 @@ class ConvergencePolicy(ABC):
 
     Attributes:
         max_iter: evaluations a token may take part in.
-        causal: whether the verdict on a token depends on nothing later in its sequence.
-        check_every: passes between two looks of the host at the device; ``None``: every pass on the CPU,
-            where looking is free, every fourth elsewhere. Settled tokens are frozen, so the interval
-            never changes a result.
-        capturable: whether ``judge`` reads nothing on the host, so that a CUDA graph of it is right.
+        causal: whether the verdict on a token is independent of later tokens.
+        check_every: the host checks after this many passes whether all tokens have settled; ``None``: after
+            every pass on the CPU, where the check is free, after every fourth elsewhere. Settled tokens are
+            frozen, so the interval never changes a result.
+        capturable: whether ``judge`` never makes the host wait for the device, so that it can be recorded as
+            a CUDA graph.
     """
 
     max_iter: int
@@ -83,8 +84,8 @@ class ConvergencePolicy(ABC):
 class FixedIterations(ConvergencePolicy):
     """Every token takes part in exactly ``iterations`` evaluations; no residual is tested.
 
-    Combined with another policy it sets a bound: ``Residual(rtol=1e-3) & FixedIterations(4)`` does at
-    least four.
+    Combined with another policy it sets a bound: ``Residual(rtol=1e-3) & FixedIterations(4)`` does at least
+    four iterations, and with ``|`` at most four.
 
     Raises:
         ValueError: ``iterations`` below 1.

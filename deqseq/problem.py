@@ -30,8 +30,8 @@ class SolveOptions:
 
     Args:
         solver: proposes iterates; an object, a registered name, or a mapping ``{"name": ..., **options}``.
-        convergence: decides when to stop; likewise. By default a relative residual of 5 % in at most 32
-            iterations, the paper's setting for training language models.
+        convergence: decides when to stop; given in the same ways. By default a relative residual of 5 % in at
+            most 32 iterations, the paper's setting for training language models.
         window: tokens solved at a time; ``None``: all of them together.
 
     Raises:
@@ -64,7 +64,7 @@ class Map(Protocol):
     """
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        """f(z), and the trace that moves the state on."""
+        """f(z), and the trace from which the backbone computes its next state."""
         ...
 
 
@@ -83,9 +83,8 @@ class Problem:
         state_has_capacity: the state already has capacity for all tokens; skip the check, which would read
             from the GPU.
         returns_state: return the state after the last token, if the solve starts from one.
-        compact: remove settled sequences from the batch, once they are half of it.
-        checkpoint: recompute evaluations that carry a graph in the backward pass instead of storing their
-            activations.
+        compact: remove settled sequences from the batch once they are half of it.
+        checkpoint: store no activations of evaluations with a graph, and recompute them in the backward pass.
         group: process group whose members stop together; ``None``: each stops on its own.
     """
 
@@ -111,13 +110,13 @@ class Problem:
 
     @property
     def window(self) -> int | None:
-        """Tokens in the window; ``None`` if all tokens fit in."""
+        """Tokens in the window; ``None`` if all tokens fit into it."""
         window = self.options.window
         return None if window is None or window >= self.z0.shape[1] else window
 
     @property
     def fixed(self) -> bool:
-        """Whether a fixed number of iterations is asked for; the result is then the last iterate."""
+        """Whether the policy is a fixed number of iterations; the result is then the last iterate."""
         return isinstance(self.policy, FixedIterations)
 
     @property

@@ -26,11 +26,11 @@ class Registry(Generic[Part]):
     """Builds the parts of one kind from names.
 
     Args:
-        kind: what a part is called in error messages, e.g. ``"solver"``.
-        group: the entry-point group in which other packages announce theirs.
+        kind: the word for a part in error messages, e.g. ``"solver"``.
+        group: the entry-point group in which other packages announce their parts.
         builtin: our own parts, ``name -> "module:attribute"``; imported on first use.
-        base: what every part is an instance of.
-        hint: what to say to those who give something else.
+        base: the class of all parts.
+        hint: text to append to the error for an object of another class.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Registry(Generic[Part]):
         """The class registered under ``name``.
 
         Raises:
-            ValueError: no part of that name, and the message lists the known ones; several packages that
-                announce one; or one that announces what cannot be imported.
+            ValueError: an unknown name (the message lists the known ones), a name that several packages
+                announce, or a part that cannot be imported.
         """
         if name in self._builtin:
             module, _, attribute = self._builtin[name].partition(":")
@@ -91,11 +91,11 @@ class Registry(Generic[Part]):
         return spec
 
     def check(self, spec: str | Mapping[str, Any]) -> None:
-        """Raise what :meth:`create` would for a wrong name or option, without building anything."""
+        """Raise the error of :meth:`create` for a wrong name or option, without building the part."""
         self._bound(*self._read(spec))
 
     def takes(self, spec: str | Mapping[str, Any], option: str) -> bool:
-        """Whether the part that ``spec`` names has such an option.
+        """Whether the part that ``spec`` names takes this option.
 
         Raises:
             ValueError: no part of that name.

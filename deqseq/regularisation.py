@@ -27,7 +27,7 @@ def jacobian_penalty(
     (Bai et al., *Stabilizing Equilibrium Models by Jacobian Regularization*, 2021, arXiv 2106.14342.)
 
     Args:
-        f: the map, (B, L, D) -> (B, L, D); gradients of the penalty reach what it closes over.
+        f: the map, (B, L, D) -> (B, L, D); gradients of the penalty reach the tensors that it closes over.
         z: (B, L, D) where to take the Jacobian, usually the equilibrium; taken as a constant.
         samples: Gaussian probes; one vector-Jacobian product each.
         generator: of the probes, on z's device.
@@ -36,7 +36,7 @@ def jacobian_penalty(
         ValueError: ``samples`` below 1.
     """
     check_count("samples", samples)
-    # Neither fused attention nor our kernels have a second derivative, which training on the penalty takes.
+    # Neither fused attention nor our kernels have a second derivative, which training on the penalty needs.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.twice_differentiable():
         z = z.detach().requires_grad_()
         fz = f(z)
@@ -54,12 +54,12 @@ def spectral_radius(
     iterations: int = 20,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Estimate by the power method of the spectral radius of df/dz of every sequence, (B,).
+    """Estimate the spectral radius of df/dz for every sequence, (B,), by the power method.
 
-    Iteration z <- f(z) contracts near a fixed point if and only if the radius is below 1. The estimate is
-    the mean growth over the second half of the iterations, so that complex leading eigenvalues, whose
-    growth oscillates, average out. For a causal map the matrix is block-triangular: its eigenvalues are
-    those of the single tokens' Jacobians, but growth of up to L steps can precede the asymptotic rate.
+    The iteration z <- f(z) contracts near a fixed point if and only if the radius is below 1. The estimate is
+    the mean growth over the second half of the iterations, because growth oscillates for complex leading
+    eigenvalues. For a causal map the matrix is block-triangular: its eigenvalues are those of the single
+    tokens' Jacobians. An iteration may still grow for up to L steps before it contracts at this rate.
 
     Args:
         f: the map, (B, L, D) -> (B, L, D), with sequences independent of each other.

@@ -1,12 +1,13 @@
-"""Recorded calls of an implicit layer with one token a sequence, as in generation.
+"""Recorded calls of an implicit layer with one token per sequence, as in generation.
 
 The second call of a shape records everything from the layer's inputs to its outputs as CUDA graphs: effective
-weights, passes of the loop, the step of the state. Later calls copy their inputs into the recording's buffers
-and replay it. Passes after the last one needed change nothing, because settled tokens are frozen, so results
-are those of the plain loop.
+weights, passes of the loop, the update of the state. Later calls copy their inputs into the recording's
+buffers and replay it. A replay may run more passes than needed; they change nothing, because settled tokens
+are frozen. So results equal those of the plain loop.
 
-Weights are read where they lie, so training between two calls takes effect. So does replacing a module, a
-hook, a solver or a policy. Changing an attribute of a solver, policy or module in place is not detected.
+A replay reads the layer's present weights, so training between two calls takes effect. So does replacing a
+module, a hook, a solver or a policy. Changing an attribute of a solver, policy or module in place is not
+detected.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from deqseq.trees import Copier, copied, overwrite
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 64
-"""Largest batch of one-token sequences to record; above it the work outweighs the launches."""
+"""Largest batch of one-token sequences to record; in larger ones launches take a small share of the time."""
 PASSES_OF_A_CALL = 2
 """Passes in one graph, after which the host reads whether all tokens have settled."""
 MAX_RECORDINGS = 4
@@ -47,12 +48,12 @@ _PER_TOKEN = ("z", "residual", "iterations", "status")
 
 
 class _Entry(NamedTuple):
-    parts: tuple[object, ...]  # kept alive, so that no other object takes their identity
+    parts: tuple[object, ...]  # kept alive, so that no other object gets their id()
     recording: Recording | None  # ``None`` after the first call of a shape
 
 
 class Recordings:
-    """A layer's recordings. Copies of the layer, and what is saved of it, start without any."""
+    """A layer's recordings. Copied and loaded layers start without any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # all threads share the buffers of a recording
@@ -79,9 +80,9 @@ class Recordings:
         Args:
             layer: the solve depends on its parameters and modules.
             options: solver, policy and window of the solve.
-            inputs: of the call.
-            make_problem: makes the problem from the inputs; it must not read their values.
-            make_result: makes the result from the solution and the inputs; likewise.
+            inputs: the inputs of the call.
+            make_problem: makes the problem from the inputs, without reading their values on the host.
+            make_result: makes the result from the solution and the inputs, in the same way.
         """
         flat = _flat(inputs)
         parts = (options.solver, options.convergence, getattr(layer, "group", None))
@@ -132,9 +133,8 @@ class Fingerprint:
     """
 
     def __init__(self) -> None:
-        self._layer: Callable[[], nn.Module | None] = lambda: (
-            None
-        )  # weak, because the layer holds this object
+        # A weak reference, because the layer holds this object.
+        self._layer: Callable[[], nn.Module | None] = lambda: None
         self._modules: list[nn.Module] = []  # below the layer
         self._subtrees: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
@@ -143,7 +143,7 @@ class Fingerprint:
         self._walked: object = None
 
     def of(self, layer: nn.Module) -> Hashable:
-        """Equal as long as nothing of ``layer`` is replaced."""
+        """A value that stays equal until a part of ``layer`` is replaced."""
         if self._layer() is not layer or self._ids() != self._children:
             self._walked = object()
             self._layer = weakref.ref(layer)
@@ -154,9 +154,8 @@ class Fingerprint:
             self._hooks = [d for m in every for d in (m._forward_hooks, m._forward_pre_hooks)]
             self._children = self._ids()
         memory = [0 if t is None else t.data_ptr() for t in _values(self._tensors)]
-        hooked = (
-            object() if any(self._hooks) else None
-        )  # hooks must be called, so a layer with hooks never matches
+        # A replay would not call hooks, so a layer with hooks never matches.
+        hooked = object() if any(self._hooks) else None
         training = (layer.training, *[m.training for m in self._modules])
         return self._walked, training, tuple(memory), hooked
 
@@ -179,7 +178,8 @@ class Recording(Runner):
         device = inputs.x.device
         steps = self._record_begin, self._record_passes, self._record_end
         self._begin, self._passes, self._end = graphs.capture(device, *steps)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # the outputs of the last call
+        # Marks that the outputs of the last call are copied.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def _record_begin(self) -> None:
         self.problem = self._make_problem(self._inputs)
@@ -201,8 +201,8 @@ class Recording(Runner):
         self._sizes = [len(layer) for layer in result.state.layers]
 
     def run(self, inputs: list[Tensor]) -> Solution:
-        """Solve for other inputs of the shape, given in order."""
-        if self._copied is not None:  # perhaps by another stream
+        """Solve for new inputs of the recorded shapes."""
+        if self._copied is not None:  # the last call may have used another stream
             torch.cuda.current_stream().wait_event(self._copied)
         self._into.overwrite(inputs)
         solution = drive(self)

@@ -1,4 +1,4 @@
-"""The two ways to run a solve: :func:`search` for the fixed point, or a number of :func:`steps`.
+"""The two ways to run a solve: :func:`search` finds the fixed point, :func:`steps` does some iterations.
 
 Gradient strategies are written with these two.
 
@@ -46,13 +46,12 @@ def steps(
     Evaluations carry a graph if gradients are enabled.
 
     Args:
-        problem: its policy and window play no part.
+        problem: its policy and window are not used.
         count: iterations, each an evaluation of f on all tokens.
-        start: the solution of a search: the steps start at its z, and the result keeps its residual,
-            iterations, status and state. Tokens from a sequence's first non-finite one on take no part and
-            keep its z: a NaN in a matrix product would reach the tokens before it (0 * NaN is NaN). By
-                default the steps start
-            at the problem's initial guess.
+        start: the solution of a search. The steps start at its z, and the result keeps its residual,
+            iterations, status and state. Tokens from a sequence's first non-finite one on are left out and
+            keep their z: a NaN in a matrix product would reach earlier tokens (0 * NaN is NaN). By default
+            the steps start at the problem's initial guess.
         solver: proposes the iterates; the problem's by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
     """
@@ -73,7 +72,7 @@ def steps(
 
 
 def _excluded(found: Solution) -> Tensor | None:
-    """(B, L) bool, tokens from the first non-finite one on; ``None`` if there are none. Reads the host."""
+    """(B, L) bool, tokens from the first non-finite one on; ``None`` without any. Waits for the device."""
     excluded = (found.status == Status.NON_FINITE).cumsum(1) > 0
     return excluded if bool(excluded.any()) else None
 

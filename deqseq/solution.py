@@ -22,7 +22,7 @@ class Solution:
 
     Attributes:
         z: (B, L, D) the equilibrium.
-        residual: (B, L) float32, relative, ``||f(z) - z|| / ||f(z)||`` where the search ended.
+        residual: (B, L) float32, relative: ``||f(z) - z|| / ||f(z)||`` in the token's last evaluation.
         iterations: (B, L) int64, evaluations each token took part in while it was unsettled.
         status: (B, L) int64 codes of :class:`Status`.
         nfe: number of function evaluations: calls of f over all tokens of a window, gradient steps
@@ -30,7 +30,7 @@ class Solution:
         state: backbone state after the last token, detached; ``None`` unless the solve started from one.
         adjoint: the solution of the backward system, after the backward pass of
             :class:`~deqseq.ImplicitDifferentiation`. If the call had padding or packed rows, the
-            adjoint has the sequences as they were solved: one a row, its tokens first.
+            adjoint's rows are single sequences, tokens first.
     """
 
     z: Tensor

@@ -18,7 +18,7 @@ from deqseq.registry import Registry
 
 @dataclass
 class Progress:
-    """The loop's knowledge of the tokens at a step. Every tensor is (B, W).
+    """The record of the tokens that a solver receives at each step. Every tensor is (B, W).
 
     Attributes:
         residual: float32, relative residual of the evaluation; ``None`` for a fixed number of iterations.
@@ -41,7 +41,7 @@ class Progress:
 
     @cached_property
     def shifting(self) -> Tensor:
-        """(B, W) bool, tokens with an unsettled token before them: their map will still change."""
+        """(B, W) bool, tokens behind an unsettled token, whose changes also change their map."""
         if self.residual is None:
             return torch.zeros_like(self.settled)
         return (~self.settled).cumsum(1) > (~self.settled).long()
@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def fresh(self) -> Tensor:
-        """(B, W) bool, tokens whose history is of another map than their present one."""
+        """(B, W) bool, tokens whose history must be forgotten, because it belongs to another map."""
         return self.entered | self.shifting
 
 
@@ -66,12 +66,12 @@ class Solver(ABC):
     """Proposes the next iterate from evaluations of f.
 
     Attributes:
-        causal: whether token t's iterate depends on tokens up to t only. Solvers that are not causal are
-            refused in training unless asked for (``ImplicitSequenceLayer(causal=False)``).
+        causal: whether token t's iterate depends on tokens up to t only. Training refuses other solvers,
+            unless ``ImplicitSequenceLayer(causal=False)`` allows them.
         differentiable: whether autograd through ``step`` is exact.
-        windowed: whether its state can slide with a window.
-        capturable: whether ``step`` reads nothing on the host and the state holds tensors only, so that steps
-            can be recorded as a CUDA graph.
+        windowed: whether the state can slide with a window.
+        capturable: whether ``step`` never makes the host wait for the device and the state holds tensors
+            only, so that steps can be recorded as a CUDA graph.
     """
 
     causal: bool = True

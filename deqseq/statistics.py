@@ -1,4 +1,4 @@
-"""Statistics of solves: sums over tokens stay on the device and are read once.
+"""Statistics of solves. Sums over tokens stay on the device until they are read.
 
 Shapes: B sequences, L tokens.
 """
@@ -34,8 +34,8 @@ class SolveStatistics:
     it belongs to. Sums are float64 (float32 on devices without it).
 
     Args:
-        tail: also report ``residual_p99``, the residual that 99 % of the last solve's tokens are below
-            (estimated from at most 4,096 of them).
+        tail: also report ``residual_p99``, the 99th percentile of the last solve's residuals (estimated from
+            at most 4,096 tokens).
 
     Attributes:
         solves: how many were added.
@@ -76,11 +76,11 @@ class SolveStatistics:
             self._residuals = residual.flatten()[::every].clone()
 
     def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """The means by name: ``nfe`` per solve; ``iterations``, ``residual`` and ``share_...`` of every final
-        status per token. Empty if there was no solve.
+        """The means by name: ``nfe`` per solve; per token ``iterations``, ``residual`` and the share of every
+        final status (``share_...``). Empty if there was no solve.
 
         Args:
-            reduce: sum of a tensor over processes; all of them must call this method.
+            reduce: sums a tensor over processes; every process must then call this method.
         """
         if not self.solves:
             return {}
@@ -96,9 +96,8 @@ class SolveStatistics:
         return found | ({"residual_p99": tails[0] / solves} if tails else {})
 
     def by_position(self, name: str) -> Tensor:
-        """One of the means at every position: (L,) on the CPU; NaN where no token was counted.
-
-        L is that of the longest solve.
+        """One of the means at every position, (L,) on the CPU, with the L of the longest solve; NaN where no
+        token was counted.
         """
         sums = self._sums.cpu()
         return sums[1 + _MEANS.index(name)] / sums[0]

@@ -22,7 +22,7 @@ class Status(enum.IntEnum):
 
 _MESSAGES = {
     Status.RUNNING: "The token is still being iterated.",
-    Status.CONVERGED: "The residual of the token met the tolerance, when all tokens before it had settled.",
+    Status.CONVERGED: "The residual of the token met the tolerance, and all tokens before it had settled.",
     Status.BUDGET_EXHAUSTED: (
         "The evaluation budget ended above the tolerance: raise max_iter, loosen the tolerance, use a "
         "smaller window, damp the solver, or train with more iterations or Jacobian regularisation."

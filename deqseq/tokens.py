@@ -1,4 +1,4 @@
-"""The loop's knowledge of the tokens it solves: which have settled, after how many evaluations, and why.
+"""The tokens of a solve: which have settled, after how many evaluations, and why.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
@@ -53,7 +53,7 @@ class Tokens(NamedTuple):
         return self._replace(residual=residual, settled=settled, status=status, frozen=frozen)
 
     def progress(self, policy: ConvergencePolicy) -> Progress:
-        """What a solver is told."""
+        """The record for a solver's step."""
         residual = None if isinstance(policy, FixedIterations) else self.residual
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 

@@ -22,7 +22,7 @@ class Phantom(GradientStrategy):
     Args:
         steps: iterations with a graph, each an evaluation of f on all tokens.
         damping: in (0, 1].
-        checkpoint: recompute every step in the backward pass instead of storing its activations.
+        checkpoint: store no activations of the steps, and recompute them in the backward pass.
 
     Raises:
         ValueError: ``steps`` below 1, ``damping`` outside (0, 1].

@@ -15,13 +15,13 @@ from deqseq.solution import Solution
 class Unrolled(GradientStrategy):
     """Back-propagation through ``iterations`` steps of the layer's solver from the initial guess.
 
-    There is no search: the layer's policy and window are not used while gradients are wanted. The
-        coefficients
-    of Anderson and Broyden count as constants; with these solvers a second derivative raises.
+    There is no search: the layer's policy and window are not used while gradients are enabled. The
+    coefficients of Anderson and Broyden are treated as constants, so a second derivative raises with these
+    solvers.
 
     Args:
         iterations: evaluations of f on all tokens, each with a graph.
-        checkpoint: recompute every step in the backward pass instead of storing its activations.
+        checkpoint: store no activations of the iterations, and recompute them in the backward pass.
 
     Raises:
         ValueError: ``iterations`` below 1.

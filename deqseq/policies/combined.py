@@ -24,7 +24,7 @@ class _Combined(ConvergencePolicy):
 class Both(_Combined):
     """Converged when both policies say so; the larger budget counts. Written ``first & second``.
 
-    A number of iterations has no tolerance, so the other policy alone says which tokens have converged.
+    ``FixedIterations`` has no tolerance: the other policy alone then decides which tokens have converged.
     """
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:

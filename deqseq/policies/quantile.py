@@ -13,8 +13,8 @@ from deqseq.policy import ConvergencePolicy, Judgement, policies
 class Quantile(ConvergencePolicy):
     """A sequence is done when ``share`` of its tokens have converged by the inner policy.
 
-    The few slow tokens then do not hold up the rest. When they are cut depends on later tokens, so
-    training refuses it unless asked (``ImplicitSequenceLayer(causal=False)``).
+    The slowest tokens then do not delay the rest. When they stop depends on later tokens, so training refuses
+    this policy unless ``ImplicitSequenceLayer(causal=False)`` allows it.
 
     Args:
         policy: the inner policy, an object, a name or a mapping.

@@ -22,8 +22,8 @@ class Residual(ConvergencePolicy):
         atol: absolute tolerance. At least one of the two is positive.
         max_iter: evaluations a token may take part in.
         scope: ``"token"``: every token has its own norm. ``"sequence"``: one norm over the tokens of a
-            sequence (the reference implementation's rule); a token's last iteration then depends on
-            later tokens, so training refuses it unless asked (``ImplicitSequenceLayer(causal=False)``).
+            sequence (the reference implementation's rule); when a token stops then depends on later
+            tokens, so training refuses it unless ``ImplicitSequenceLayer(causal=False)`` allows it.
         check_every: see :class:`ConvergencePolicy`.
 
     Raises:

@@ -31,17 +31,17 @@ class Anderson(HistorySolver):
 
     z <- z + β r - Σ γ_i (Δz_i + β Δr_i),  γ = argmin ||r - Σ γ_i Δr_i||² + λ Σ ||Δr_i||² γ_i².
 
-    A token's history counts from when all tokens before it move far less than it does itself. Until then its
-    map changes from pass to pass, and mixing steps of different maps slows the search down. The small systems
-    are solved in float32 or better whatever the dtype of z. A token whose step is non-finite or huge takes a
-    damped Picard step instead.
+    A token uses its history only while all earlier tokens move far less than the token itself. Otherwise its
+    map changes from pass to pass, and mixing steps of different maps slows the search. The small systems are
+    solved in float32 or better for every dtype of z. A token whose step is non-finite or huge takes a damped
+    Picard step instead.
 
     Args:
         memory: differences kept, at least 1.
         damping: β in (0, 1].
         regularisation: λ, relative to the size of the differences.
-        scope: ``"token"``, or ``"sequence"``: the tokens of a sequence share their coefficients, which leaks
-            the future and is refused in causal training.
+        scope: ``"token"``, or ``"sequence"``: the tokens of a sequence share their coefficients. That leaks
+            the future, so causal training refuses it.
 
     Raises:
         ValueError: a value outside these ranges.

@@ -1,4 +1,4 @@
-"""Best-so-far as a wrapper around any solver."""
+"""A wrapper that returns the best iterate of any solver."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class _State(NamedTuple):
 class BestIterate(Solver):
     """Spend the last evaluation of the budget on the iterate with the smallest residual so far.
 
-    Iterations that do not converge wander; this returns the best of what they saw, re-evaluated.
+    An iteration that does not converge may end far from its best iterate.
 
     Args:
         solver: the solver to wrap, an object or a name.
-        scope: ``"token"``: best of each token, counted from when the tokens before it had settled;
-            ``"sequence"``: best of the whole sequence (the reference implementation's rule), which leaks
-            the future and is refused in causal training.
+        scope: ``"token"``: the best iterate of each token since all tokens before it settled;
+            ``"sequence"``: the best of the whole sequence (the reference implementation's rule). That leaks
+            the future, so causal training refuses it.
 
     Raises:
         ValueError: an unknown solver or scope.

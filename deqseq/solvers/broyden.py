@@ -27,13 +27,13 @@ class Broyden(HistorySolver):
     """Broyden's quasi-Newton method on g(z) = f(z) - z (Broyden, 1965; Kelley, 1995, ch. 7).
 
     z <- z - B g with B = -I + Σ u_i v_i^T, which grows by one rank a step. A token restarts from B = -I when
-    its memory is full, and while its map changes because tokens before it move. The first step is Picard's,
-    and so is a step that would be non-finite or huge.
+    its memory is full, and while earlier tokens move, which changes its map. The first step is a Picard step.
+    So is any step that would otherwise be non-finite or huge.
 
     Args:
         memory: rank of the update kept, at least 1.
-        scope: ``"token"``, or ``"sequence"``: one inverse Jacobian for all tokens of a sequence, which leaks
-            the future and is refused in causal training.
+        scope: ``"token"``, or ``"sequence"``: one inverse Jacobian for all tokens of a sequence. That leaks
+            the future, so causal training refuses it.
 
     Raises:
         ValueError: a value outside these ranges.

@@ -1,10 +1,9 @@
 """The common part of solvers with a memory: slots, dot products, restarts, a guarded step.
 
 The memory is a list of M slots, each a tensor (B, W, D), the latest first. Every token has an age: the number
-of slots that are valid for it. A token that restarts has age zero; the small systems mask the other slots
-out. Because the slots are a list instead of one buffer, a step copies nothing and writes nothing in place, so
-it can be unrolled with a graph. Because no counter on the host says which slot is next, it can be recorded as
-a CUDA graph.
+of slots that are valid for it, zero after a restart. The small systems mask out all other slots. A step makes
+a new list instead of writing into a buffer, so it can be unrolled with a graph. It needs no counter on the
+host, so it can be recorded as a CUDA graph.
 
 Shapes: B sequences, W tokens in the window, D width, M memory.
 """
@@ -19,17 +18,17 @@ from deqseq.checks import Scope, check_count, check_scope
 from deqseq.solver import Progress, Solver
 
 MAX_STEP = 100.0
-"""Longest step, in lengths of the residual; at a contraction rate ρ Newton's has length 1 / (1 - ρ)."""
+"""Longest step, as a multiple of the residual; a Newton step has 1 / (1 - ρ) at contraction rate ρ."""
 STEADY_SHARE = 0.3
-"""A token's history counts only while earlier tokens' residuals are below this share of its own."""
+"""A token uses its history only while earlier tokens' residuals are below this share of its own."""
 
 
 class HistorySolver(Solver):
-    """A solver that combines its last steps, with the coefficients of a token or of a whole sequence.
+    """A solver that combines its last steps.
 
-    In token scope every token has coefficients of its own, so its iterates depend on earlier tokens only. In
-    sequence scope all tokens of a sequence share them. That leaks the future and is refused in causal
-    training; it is there to compare with.
+    In token scope every token has its own coefficients, so its iterates depend on earlier tokens only. In
+    sequence scope all tokens of a sequence share coefficients. That leaks the future, so causal training
+    refuses it; this scope exists for comparison.
 
     Attributes:
         memory: slots.
@@ -67,11 +66,10 @@ class HistorySolver(Solver):
         return torch.arange(self.memory, device=age.device) < age[..., None]
 
     def restarted(self, progress: Progress) -> Tensor:
-        """(B, W) bool, tokens whose history does not count.
+        """(B, W) bool, tokens that restart: their history is not used.
 
-        A token restarts while an earlier token still moves nearly as much as it does itself, because then its
-        map is still changing. A sequence restarts only when other tokens enter the window: it solves for all
-        its tokens at once.
+        A token restarts while an earlier token moves nearly as much as the token itself, because its map is
+        then still changing. In sequence scope, all tokens restart when new ones enter the window.
         """
         entered = progress.entered
         if self.causal:

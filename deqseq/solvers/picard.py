@@ -40,5 +40,5 @@ class Picard(Solver):
 
 
 def damped(z: Tensor, fz: Tensor, damping: float) -> Tensor:
-    """z + damping (f(z) - z), without the arithmetic where damping is 1."""
+    """z + damping (f(z) - z); f(z) itself if ``damping`` is 1."""
     return fz if damping == 1 else torch.lerp(z, fz, damping)

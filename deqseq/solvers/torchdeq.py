@@ -19,12 +19,12 @@ _NEVER = 1_000_000
 class TorchDEQ(Solver):
     """A torchdeq solver inside our loop: ``solver="torchdeq:anderson"``.
 
-    torchdeq's solvers have their own loop and call f. Here such a solver is a coroutine: it is suspended at
-    every call of f, and our loop evaluates f, judges and counts as for any other solver. Only the algebra is
-    torchdeq's; its tolerance never stops it.
+    torchdeq's solvers have their own loop and call f. Here such a solver is a coroutine, suspended at every
+    call of f, while our loop evaluates f, judges and counts as for any other solver. torchdeq's own tolerance
+    never stops the solver.
 
-    torchdeq mixes whole sequences, so an early token's iterates depend on later tokens. Causal training
-    refuses it, and so does a window. It cannot be unrolled with a graph.
+    torchdeq mixes whole sequences, so an early token's iterates depend on later tokens. Therefore causal
+    training and windows refuse these solvers. They cannot be unrolled with a graph.
 
     Args:
         method: ``"fixed_point_iter"``, ``"anderson"``, ``"broyden"``, or a name registered with torchdeq.
@@ -59,7 +59,7 @@ class TorchDEQ(Solver):
                 f"it takes: {', '.join(sorted(takes))}"
             )
         if "LBFGS_thres" in takes:
-            # torchdeq would allocate as many pairs as iterations.
+            # By default torchdeq allocates as many pairs as iterations.
             self.options = {"LBFGS_thres": 32, **options}
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class TorchDEQ(Solver):
     ) -> tuple[Tensor, SolverState]:
         if fz.requires_grad:
             raise ValueError(f"{self} cannot be unrolled with a graph: use Picard or Anderson")
-        # torchdeq knows no padding: tokens that never take part count as solved.
+        # torchdeq has no padding: make tokens that are never evaluated look solved.
         fz = torch.where((progress.iterations == 0)[..., None], z, fz)
         dtype = torch.promote_types(z.dtype, torch.float32)
         if state is None:
@@ -98,7 +98,7 @@ class _Coroutine:
             return fz
 
         def run() -> None:
-            solve(f)  # returns to the caller without an iterate
+            solve(f)  # when it ends, the caller gets None
 
         self._solver, self._getcurrent = greenlet(run), getcurrent
         self._resume()  # the first call of f, at the initial guess, which the loop has evaluated already
@@ -109,6 +109,6 @@ class _Coroutine:
 
     def _resume(self, *values: Tensor) -> Tensor | None:
         self._solver.parent = self._getcurrent()
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # a suspended solver leaves its own mode behind
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # the solver changes this mode
             iterate: Tensor | None = self._solver.switch(*values)
         return iterate

@@ -60,13 +60,6 @@ def test_learning(tmp_path: Path) -> None:
     assert found["distances"]["torch, seed 2"] > 0
 
 
-def test_data_speed(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    done = run("data_speed.py", "--seconds", "0.01", "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    assert all(row["Mtokens/s"] > 0 for row in json.loads(output.read_text())["rows"])
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
@@ -185,7 +178,7 @@ def test_warm_start(trained: Path, tmp_path: Path) -> None:
 
 def test_speed(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
-    chosen = ["state-tracking", "evaluation", "loop", "decode"]
+    chosen = ["state-tracking", "evaluation", "loop", "decode", "data"]
     small = ["--quick", "--device", "cpu", "--repeats", "1", "--sections", *chosen]
     done = run("speed.py", *small, "--output", str(output))
     assert done.returncode == 0, done.stderr
@@ -197,6 +190,7 @@ def test_speed(tmp_path: Path) -> None:
     (steps,) = sections["state-tracking"].values()
     assert [row["evaluations"] for row in steps[:2]] == [4, 21]
     assert all(row["ms"] > 0 and row["tokens/s"] > 0 for row in steps)
+    assert all(row["Mtokens/s"] > 0 for row in sections["data"]["data"])
     limits = sections["evaluation"]["limits of f"]
     for case in {row["case"] for row in limits}:
         *counted, total = [row["GB"] for row in limits if row["case"] == case]

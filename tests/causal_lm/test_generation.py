@@ -287,7 +287,7 @@ def test_packed_sequences_equal_separate_ones(
     with pytest.raises(ValueError, match="start anew"):
         model(ids, attention_mask=mask, position_ids=position, use_cache=True)
     position[0, 6 if layout == "left" else 4] = 1
-    with pytest.raises(ValueError, match="rise"):
+    with pytest.raises(ValueError, match="must increase"):
         model(ids, attention_mask=mask, position_ids=position)
 
 

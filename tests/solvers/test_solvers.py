@@ -20,7 +20,6 @@ from deqseq import (
 )
 from deqseq.backbones import ModuleBackbone
 from deqseq.solvers import Anderson, BestIterate, Broyden, Picard
-from deqseq.solvers.history import restarted
 
 Pointwise = Callable[[Tensor], ModuleBackbone]
 MakeProgress = Callable[..., Progress]
@@ -198,9 +197,9 @@ def test_history_counts_behind_tokens_that_are_calm_or_settled() -> None:
     residual = torch.tensor([[0.2, 1.0, 0.5, 1.0, float("nan"), 1.0]])
     no = torch.zeros(1, 6, dtype=torch.bool)
     told = Progress(residual, ~no, torch.full((1, 6), 3), no, budget=9)
-    assert restarted(told, "token").tolist() == [[False, False, True, True, True, True]]
+    assert Anderson().restarted(told).tolist() == [[False, False, True, True, True, True]]
     told.settled = torch.tensor([[True, True, False, False, False, False]])
-    assert restarted(told, "token").tolist() == [[False, False, False, True, True, True]]
+    assert Anderson().restarted(told).tolist() == [[False, False, False, True, True, True]]
 
 
 @pytest.mark.parametrize("name", ["anderson", "broyden"])

@@ -189,7 +189,7 @@ def half_trained(group: str, steps: int, device: str) -> tuple[ImplicitForCausal
     """A model on a small word problem after its unrolled steps; every strategy starts from it."""
     task = TrainSettings(group=group, d_model=64, batch_size=32)
     torch.manual_seed(task.seed)
-    model = ImplicitForCausalLM(task.config()).to(device).train()
+    model = task.model().to(device).train()
     descend(model, stream(task, 2, task.unrolled_length), steps, lambda _: Unrolled(4))
     return model, task
 

@@ -280,7 +280,7 @@ def test_resumed_run_equals_uninterrupted_run(
         context.setattr(StreamTrainer, "compute_loss", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(settings, tmp_path / "cut", save_steps=2, progress=False)
-    with pytest.raises(ValueError, match="not finished"):
+    with pytest.raises(ValueError, match="no finished run"):
         load_run(tmp_path / "cut")
     resumed = weights(train(settings, tmp_path / "cut", save_steps=2, progress=False))
     assert json.loads((tmp_path / "cut" / "training.json").read_text())["resumed"]
@@ -453,7 +453,7 @@ def test_other_data_need_the_vocabulary_of_the_run(run: Path, data: CatBabi, tmp
     assert len(renamed.vocabulary) == len(data.vocabulary)
     with pytest.raises(ValueError, match="must have the vocabulary"):
         evaluate(trained, renamed)
-    older = trained._replace(trained_on=replace(trained.trained_on, vocabulary=None))
+    older = trained._replace(trained_on={**trained.trained_on, "vocabulary": None})
     evaluate(older, data)
     with pytest.raises(ValueError, match="checksum not recorded"):
         evaluate(older, moved)

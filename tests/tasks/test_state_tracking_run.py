@@ -20,7 +20,7 @@ from deqseq.tasks.state_tracking import __main__ as command_line
 from deqseq.tasks.state_tracking import study as study_module
 from deqseq.tasks.state_tracking.__main__ import main
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out, load
-from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings, load_settings
+from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings
 from deqseq.tasks.state_tracking.study import STUDIES, conduct, load_study, summary
 from deqseq.tasks.state_tracking.train import _Batches, train
 
@@ -62,7 +62,7 @@ def test_resumed_run_equals_uninterrupted_run(
 ) -> None:
     whole = weights(train(small(), tmp_path / "whole", save_steps=2, progress=False))
     interrupt(monkeypatch, stopped_at, tmp_path / "cut")
-    with pytest.raises(ValueError, match="not finished"):
+    with pytest.raises(ValueError, match="no finished run"):
         load(tmp_path / "cut")
     resumed = weights(train(small(), tmp_path / "cut", save_steps=2, progress=False))
     assert json.loads((tmp_path / "cut" / "training.json").read_text())["resumed"]
@@ -201,12 +201,12 @@ def test_evaluate_refuses_wrong_input(run: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncate", "foreign", "config"])
 def test_damaged_checkpoint_is_reported(run: Path, tmp_path: Path, damage: str) -> None:
-    for file in ("settings.json", "config.json", "model.safetensors"):
+    for file in ("settings.json", "training.json", "config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((run / file).read_bytes())
     if damage == "truncate":
         (tmp_path / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes()[:100])
     elif damage == "foreign":
-        other = ImplicitForCausalLM(small(n_layer=2).config())
+        other = small(n_layer=2).model()
         other.save_pretrained(tmp_path / "other")
         (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
     else:
@@ -332,7 +332,7 @@ def test_a_run_file_gives_defaults_that_flags_change(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump({**SMALL, "learning_rate": 1e-3}))
     assert main(["train", "--run", str(file), "--output", str(tmp_path / "run"), "--steps", "2"]) == 0
-    found = load_settings(tmp_path / "run")
+    _, found = load(tmp_path / "run")
     assert asdict(found) == asdict(small(steps=2, learning_rate=1e-3))
     assert build(TrainSettings, read_yaml("a5xm", RUNS)).group == "A5xM"
 

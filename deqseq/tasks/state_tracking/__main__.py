@@ -18,8 +18,7 @@ from deqseq.tasks.common.settings import (
     build_changed,
     read_yaml,
 )
-from deqseq.tasks.state_tracking.algebra import algebra
-from deqseq.tasks.state_tracking.data import WordProblemDataset, algebra_of_csv, read_csv, write_csv
+from deqseq.tasks.state_tracking.data import algebra_of_csv, generate, read_csv, write_csv
 from deqseq.tasks.state_tracking.demo import demo
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, evaluate_fresh, load, save, table
 from deqseq.tasks.state_tracking.jacobian import report
@@ -187,14 +186,12 @@ def _data(
             raise ValueError(f"{file} must hold sequences of {length}, they are of {tokens.shape[1]}")
         print(f"{file}: {len(tokens)} sequences of {tokens.shape[1]}, all products right")
         return
-    fresh = WordProblemDataset.generate(
-        algebra(group.name), sequences=sequences, length=length, identity_probability=identity_probability,
-        seed=seed,
-    )  # fmt: skip
     if file.exists():
         raise ValueError(f"{file} exists: choose another name")
-    write_csv(file, fresh.tokens, fresh.targets, seed)
-    print(f"wrote {len(fresh)} sequences of {length} to {file}")
+    p = identity_probability
+    fresh = generate(group, sequences=sequences, length=length, identity_probability=p, seed=seed)
+    write_csv(file, *fresh, seed)
+    print(f"wrote {sequences} sequences of {length} to {file}")
 
 
 def _jacobian(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,11 +21,10 @@ from deqseq.tasks.common import results
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.models import implicit_layer, solve_options
 from deqseq.tasks.common.results import Column, column
-from deqseq.tasks.state_tracking.data import WordProblemDataset
+from deqseq.tasks.common.two_stages import load_settings
+from deqseq.tasks.state_tracking.data import WordProblems, generate
 from deqseq.tasks.state_tracking.lstm import LSTM
-from deqseq.tasks.state_tracking.settings import TrainSettings, load_settings
-
-logger = logging.getLogger(__name__)
+from deqseq.tasks.state_tracking.settings import TrainSettings
 
 
 @dataclass
@@ -72,19 +69,12 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM | LSTM, TrainSettings]:
     Raises:
         ValueError: no run there, one that is not finished, or a checkpoint that cannot be read.
     """
-    settings = load_settings(path)
-    if not (Path(path) / "model.safetensors").exists():
-        raise ValueError(f"the run in {path} is not finished: it has no model.safetensors yet")
+    settings, _ = load_settings(TrainSettings, path)
+    kind: Any = LSTM if settings.backbone == "lstm" else ImplicitForCausalLM
     try:
-        kind: Any = LSTM if settings.backbone == "lstm" else ImplicitForCausalLM
         model = kind.from_pretrained(path)
-    except (OSError, RuntimeError, json.JSONDecodeError) as error:
+    except Exception as error:  # transformers and safetensors have many classes of errors
         raise ValueError(f"the checkpoint in {path} cannot be read: {error}") from error
-    except Exception as error:
-        # safetensors has its own class of errors for damaged files.
-        if type(error).__module__.startswith("safetensors"):
-            raise ValueError(f"the checkpoint in {path} is damaged: {error}") from error
-        raise
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), settings
 
 
@@ -176,19 +166,13 @@ def evaluate_fresh(
     """
     p = settings.identity_probability if identity_probability is None else identity_probability
     fresh = held_out(replace(settings, identity_probability=p), length, sequences, seed)
-    found = evaluate(model, fresh.tokens, fresh.targets, **options)
-    return replace(found, identity_probability=p)
+    return replace(evaluate(model, *fresh, **options), identity_probability=p)
 
 
-def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblemDataset:
+def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblems:
     """Fresh sequences of the model's task, at any length."""
-    return WordProblemDataset.generate(
-        settings.algebra,
-        sequences=sequences,
-        length=length,
-        identity_probability=settings.identity_probability,
-        seed=seed,
-    )
+    p = settings.identity_probability
+    return generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)
 
 
 _measure = partial(column, of=itemgetter(1))

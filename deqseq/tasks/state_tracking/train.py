@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -77,15 +78,9 @@ class _Batches(IterableDataset[Batch]):
         )
         self.ends = [round(end * s.steps) for end, _, _ in stages]
         self.rehearsal = s.rehearsal
+        sizes: Any = {"seed": s.seed, "batch_size": s.batch_size, "device": device}
         self.streams = [
-            WordProblemStream(
-                s.algebra,
-                lengths,
-                identity_probability=probability,
-                seed=s.seed,
-                batch_size=s.batch_size,
-                device=device,
-            )
+            WordProblemStream(s.algebra, lengths, identity_probability=probability, **sizes)
             for _, lengths, probability in stages
         ]
 

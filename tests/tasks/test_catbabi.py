@@ -471,7 +471,7 @@ def test_evaluations_of_other_data_or_tasks_are_not_compared(
 ) -> None:
     one = Evaluation("test", "abc", 9, 4, 0.5, {1: 0.5, 2: 0.5}, None, 3.0, 0.1, 1.0, 2.0)
     for name, found in (("a", one), ("b", replace(one, **change))):
-        compare.save(found, compare.file_of(tmp_path / name, "test"))
+        compare.save(found, tmp_path / name)
     assert main(["compare", *(str(tmp_path / name) for name in "ab"), "--output", str(tmp_path / "x")]) == 2
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
     assert not (tmp_path / "x").exists()

@@ -76,7 +76,7 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
     except Exception as error:  # datasets and the hub have many classes of errors
         raise ValueError(f"{name} has no {config}-qa{task}, {split}, that can be loaded: {error}") from error
     try:
-        return [_of_row(row["story"]) for row in rows]
+        return [[word for line in _lines(row["story"]) for word in _words(*line)] for row in rows]
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"a row of {name} must have a story of lines with text and answer, got the columns "
@@ -84,14 +84,11 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
         ) from error
 
 
-def _of_row(lines: Any) -> Story:
-    """The words of lines given as a list of mappings or, by ``datasets``, as a mapping of lists."""
-    pairs: Iterable[tuple[str, str]]
-    if isinstance(lines, dict):
-        pairs = zip(lines["text"], lines["answer"], strict=True)
-    else:
-        pairs = ((line["text"], line["answer"]) for line in lines)
-    return [word for text, answer in pairs for word in _words(text, answer)]
+def _lines(story: Any) -> Iterable[tuple[str, str]]:
+    """Texts and answers, given as a list of mappings or, by ``datasets``, as a mapping of lists."""
+    if isinstance(story, dict):
+        return zip(story["text"], story["answer"], strict=True)
+    return ((line["text"], line["answer"]) for line in story)
 
 
 def _words(sentence: str, answer: str) -> Story:

@@ -130,7 +130,7 @@ class TwoStageSettings:
 
     def _backbone(self) -> Tree:
         sizes = ("n_layer", "d_state", "expand", "headdim", "dt_min", "dt_max")
-        options = {name: getattr(self, name) for name in sizes if hasattr(self, name)}
+        options = {name: value for name, value in vars(self).items() if name in sizes}
         found = {"d_model": self.d_model, **_filled(backbones, self.backbone, **options)}
         if backbones.takes(found, "n_head") and "n_head" not in found:
             if self.d_model % self.headdim:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -112,10 +112,8 @@ def evaluate(
     if not tokens.numel():
         raise ValueError("there is nothing to evaluate: no sequences, or no tokens in them")
     for extreme in (int(tokens.min()), int(tokens.max())):
-        if not 0 <= extreme < model.config.vocab_size:
-            raise ValueError(
-                f"token {extreme} is outside the model's vocabulary of {model.config.vocab_size}"
-            )
+        if not 0 <= extreme < (size := model.config.vocab_size):
+            raise ValueError(f"token {extreme} is outside the model's vocabulary of {size}")
     model.eval()
     options: dict[str, Any] = {}
     if implicit_layer(model) is not None:
@@ -123,11 +121,11 @@ def evaluate(
     solves = SolveStatistics()
     parts = []
     start = time.perf_counter()
-    batches = range(0, len(tokens), batch_size)
+    batches = list(zip(tokens.split(batch_size), targets.split(batch_size), strict=True))
     description = f"length {tokens.shape[1]}, window {window or 'all'}"
-    for i in tqdm(batches, desc=description, leave=False, disable=not progress):
-        out = model(tokens[i : i + batch_size].to(model.device), **options)
-        parts.append(out.logits.argmax(-1) == targets[i : i + batch_size].to(model.device))
+    for inputs, expected in tqdm(batches, desc=description, leave=False, disable=not progress):
+        out = model(inputs.to(model.device), **options)
+        parts.append(out.logits.argmax(-1) == expected.to(model.device))
         if out.solution is not None:
             solves.add(out.solution)
     right = torch.cat(parts).cpu().double()
@@ -195,7 +193,7 @@ def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
     return results.table(_COLUMNS, rows)
 
 
-def save(rows: Sequence[tuple[str, Evaluation]], path: Path, asked: Mapping[str, Any] | None = None) -> None:
+def save(rows: Sequence[tuple[str, Evaluation]], path: Path, **asked: Any) -> None:
     """Write the evaluations as JSON, each with the options ``asked`` for."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, [{"model": name, **(asked or {}), **asdict(found)} for name, found in rows])
+    write_json(path, [{"model": name, **asked, **asdict(found)} for name, found in rows])

@@ -9,11 +9,7 @@ import torch
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.curriculum import Curriculum
-from deqseq.tasks.common.settings import (
-    ClosedUnitInterval,
-    PositiveFinite,
-    PositiveInt,
-)
+from deqseq.tasks.common.settings import ClosedUnitInterval, PositiveFinite, PositiveInt
 from deqseq.tasks.common.two_stages import TwoStageSettings
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra
 from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig

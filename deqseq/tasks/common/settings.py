@@ -66,8 +66,6 @@ def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
     """The settings of class ``kind`` with the fields in ``tree``; text becomes numbers where it must.
 
     Args:
-        kind: the dataclass.
-        tree: values of fields, such as a YAML file has them.
         prefix: what error messages put before a field's name.
 
     Raises:
@@ -176,8 +174,6 @@ def add_parameters(
     bool without a value means true, ``--no_NAME`` false.
 
     Args:
-        parser: gets the arguments.
-        source: the function or class.
         required: whether parameters without a default must be given.
         skip: names of parameters to leave out.
     """

@@ -177,7 +177,7 @@ class AlignedTrainer(CurriculumTrainer):
         folder.finish(record)
 
 
-def short_run_arguments(settings: Any, output: Path, save_steps: int, progress: bool) -> TrainingArguments:
+def short_run_arguments(settings: Any, output: Path, save_steps: int) -> TrainingArguments:
     """Arguments of a run on one device: the learning rate rises over the first 5 % of the steps and falls to
     zero over the last 30 %.
 
@@ -205,5 +205,4 @@ def short_run_arguments(settings: Any, output: Path, save_steps: int, progress: 
         report_to="none",
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        disable_tqdm=not progress,
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
 from itertools import pairwise, permutations, product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ class Algebra:
         elements: the N elements in token order: permutations as 0-based tuples, integers for
             Z_n, letters for M, tuples of components for products.
         table: (N, N) int64 on the CPU; ``table[a, b]`` is the index of a·b.
-        identity: index of the identity.
         factors: the factors of a direct product from left to right, empty otherwise.
+        identity: index of the identity, which is the first element.
 
     Compared and hashed by identity, so that derived tables can be cached.
     """
@@ -40,8 +40,8 @@ class Algebra:
     name: str
     elements: tuple[Any, ...]
     table: Tensor
-    identity: int
     factors: tuple["Algebra", ...] = ()
+    identity: ClassVar[int] = 0
 
     def __len__(self) -> int:
         return len(self.elements)
@@ -58,12 +58,11 @@ class Algebra:
         The first tensor lists the elements that are the identity in every factor that is not a
         group, the second those that are the identity in every factor that is one. Both are int64
         on the CPU and sorted. Every element is the product of one of each, with index
-        ``group + monoid - identity``, because indices are left-major.
+        ``group + monoid``, because indices are left-major.
         """
         group = monoid = torch.zeros(1, dtype=torch.int64)
         for factor in self.factors or (self,):
-            every = torch.arange(len(factor))
-            only = torch.tensor([factor.identity])
+            every, only = torch.arange(len(factor)), torch.tensor([self.identity])
             group_digit, monoid_digit = (every, only) if factor.is_group else (only, every)
             group = (group[:, None] * len(factor) + group_digit).flatten()
             monoid = (monoid[:, None] * len(factor) + monoid_digit).flatten()
@@ -94,7 +93,7 @@ def _permutation_group(name: str, n: int) -> Algebra:
     table = torch.empty(len(elements), len(elements), dtype=torch.int64)
     for row, left in zip(table, elements, strict=True):  # by rows, to keep intermediates small
         row.copy_(torch.searchsorted(keys, (left[elements] * place_values).sum(dim=1)))
-    return Algebra(name, tuple(map(tuple, elements.tolist())), table, identity=0)
+    return Algebra(name, tuple(map(tuple, elements.tolist())), table)
 
 
 def _direct_product(factors: Sequence[Algebra]) -> Algebra:
@@ -106,7 +105,6 @@ def _direct_product(factors: Sequence[Algebra]) -> Algebra:
         name="x".join(factor.name for factor in factors),
         elements=tuple(product(*(factor.elements for factor in factors))),
         table=reduce(multiply, (factor.table for factor in factors)),
-        identity=reduce(lambda before, factor: before * len(factor) + factor.identity, factors, 0),
         factors=tuple(factors),
     )
 
@@ -135,11 +133,11 @@ def _build(names: tuple[str, ...]) -> Algebra:
     if name == "M":  # X is absorbing: A·A = A·B = X, and products with X are X
         rows = ("EABX", "AXXX", "BABX", "XXXX")
         table = torch.tensor([["EABX".index(entry) for entry in row] for row in rows])
-        return Algebra(name, tuple("EABX"), table, identity=0)
+        return Algebra(name, tuple("EABX"), table)
     n = int(name[1:])
     if name[0] == "Z":
         indices = torch.arange(n)
-        return Algebra(name, tuple(range(n)), (indices[:, None] + indices) % n, identity=0)
+        return Algebra(name, tuple(range(n)), (indices[:, None] + indices) % n)
     return _permutation_group(name, n)
 
 

@@ -27,10 +27,7 @@ Batch = dict[str, Tensor]
 
 @cache
 def _parts(algebra: Algebra, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The group part with its identity moved to the front, and the monoid part."""
     group, monoid = algebra.parts
-    is_identity = group == algebra.identity
-    group = torch.cat((group[is_identity], group[~is_identity]))
     return group.to(device), monoid.to(device)
 
 
@@ -56,7 +53,7 @@ def sample(
 
     # Both parts of a token come from one uniform number, whose 53 bits suffice.
     uniform = torch.rand(batch_size, length, dtype=torch.float64, generator=generator, device=device)
-    token = torch.full((batch_size * length,), algebra.identity, device=device)
+    token = torch.zeros(batch_size * length, dtype=torch.int64, device=device)
     if len(monoid) > 1:
         uniform *= len(monoid)
         choice = uniform.to(torch.int32)
@@ -69,8 +66,7 @@ def sample(
         uniform -= identity_probability
         uniform *= others / max(1.0 - identity_probability, 1e-300)
         choice = uniform.add_(1.0).clamp_(0.0, others).to(torch.int32)
-        moves = group.index_select(0, choice.flatten())
-        token = token.add_(moves).sub_(algebra.identity)
+        token += group.index_select(0, choice.flatten())  # both parts' identity is 0
     tokens = token.view(batch_size, length)
     return tokens, prefix_products(algebra, tokens)
 

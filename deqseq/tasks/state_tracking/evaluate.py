@@ -163,7 +163,7 @@ def evaluate_fresh(
         options: of :func:`evaluate`.
     """
     p = settings.identity_probability if identity_probability is None else identity_probability
-    fresh = held_out(replace(settings, identity_probability=p), length, sequences, seed)
+    fresh = generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)
     return replace(evaluate(model, *fresh, **options), identity_probability=p)
 
 

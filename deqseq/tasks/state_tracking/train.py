@@ -24,9 +24,7 @@ from deqseq.tasks.state_tracking.settings import TrainSettings
 logger = logging.getLogger(__name__)
 
 
-def train(
-    settings: TrainSettings, output: str | Path, save_steps: int = 500, progress: bool = True
-) -> ImplicitForCausalLM | LSTM:
+def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM | LSTM:
     """Train in folder ``output``; an interrupted run is resumed from its last checkpoint.
 
     Writes the model (``config.json``, ``model.safetensors``), ``settings.json`` and ``training.json``
@@ -36,7 +34,6 @@ def train(
     Args:
         output: folder of the run.
         save_steps: steps between checkpoints.
-        progress: show a progress bar.
 
     Raises:
         ValueError: ``output`` holds another run.
@@ -48,13 +45,10 @@ def train(
     folder.start()
     set_seed(settings.seed)
     model = settings.model()
-    arguments = short_run_arguments(settings, folder.path, save_steps, progress)
+    arguments = short_run_arguments(settings, folder.path, save_steps)
+    batches = _Batches(settings, arguments.device)
     trainer = AlignedTrainer(
-        arguments,
-        _Batches(settings, arguments.device),
-        settings.label_smoothing,
-        model=model,
-        curriculum=settings.curriculum(),
+        arguments, batches, settings.label_smoothing, model=model, curriculum=settings.curriculum()
     )
     trainer.train_in(folder)
     return load(folder.path)[0]

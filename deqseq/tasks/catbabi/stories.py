@@ -7,7 +7,7 @@ Supporting facts are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +34,22 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
         raise ValueError(
             f"{folder} must hold one file qa{task}_{split}.txt, found {len(found)}: take bAbI's en-valid-10k"
         )
-    return list(_stories(found[0]))
+    return _stories(found[0])
 
 
-def _stories(file: Path) -> Iterator[Story]:
-    story: Story | None = None
+def _stories(file: Path) -> list[Story]:
+    stories: list[Story] = []
     for place, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         number, _, text = line.strip().partition(" ")
-        if not number.isdigit() or not text or (number != "1" and story is None):
+        if not number.isdigit() or not text or (number != "1" and not stories):
             raise ValueError(
                 f"{file}, line {place}: must be a number and a sentence, from 1 on, got {line!r}"
             )
         if number == "1":
-            if story is not None:
-                yield story
-            story = []
-        assert story is not None
+            stories.append([])
         sentence, *rest = text.split("\t")
-        story += _words(sentence, rest[0] if rest else "")
-    if story is not None:
-        yield story
+        stories[-1] += _words(sentence, rest[0] if rest else "")
+    return stories
 
 
 def read_dataset(name: str, config: str, split: str, task: int, revision: str | None = None) -> list[Story]:

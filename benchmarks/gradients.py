@@ -186,7 +186,7 @@ def make_gradient(name: str) -> Any:
 def half_trained(task: TrainSettings, steps: int, device: str) -> ImplicitForCausalLM:
     """A model on a small word problem after its unrolled steps; every strategy starts from it."""
     torch.manual_seed(task.seed)
-    model = ImplicitForCausalLM(task.config()).to(device).train()
+    model = task.model().to(device).train()
     descend(model, stream(task, 2, task.unrolled_length), steps, lambda _: Unrolled(4))
     return model
 

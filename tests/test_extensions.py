@@ -1,4 +1,4 @@
-"""Parts of other packages work by name: in the layer, in the tasks and in benchmarks/solvers.py.
+"""Parts of other packages work by name: in the layer, in every task and in benchmarks/solvers.py.
 
 The folders in extensions/ are packages with one part each.
 """
@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ from deqseq.gradient import gradients
 from deqseq.policy import policies
 from deqseq.registry import Registry
 from deqseq.solver import solvers
+from deqseq.tasks.catbabi.__main__ import main as catbabi
+from deqseq.tasks.catbabi.data import build
+from deqseq.tasks.pretrain import main as pretrain
+from deqseq.tasks.state_tracking.__main__ import main as state_tracking
 
 EXTENSIONS = Path(__file__).parent / "extensions"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -142,3 +147,84 @@ def test_in_the_benchmark_of_solvers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [row["solver"] for row in found["rows"]] == ["momentum"] * 2 + ["momentum:0.2"] * 2
     for row in found["rows"]:
         assert row["problem"] is None and row["converged"] == 1 and row["leak"] == 0
+
+
+SMALL = ["--d_model", "8", "--steps", "2", "--batch_size", "2", "--max_iter", "4", "--eval_max_iter", "4"]
+TINY = [*SMALL, "--headdim", "8", "--group", "S3"]
+KINDS = {"solver": "momentum", "convergence": "largest_change", "gradient": "jfb", "backbone": "memory"}
+CHOICES = [*KINDS.items(), ("backbone", "pointwise")]
+
+
+def config(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return found
+
+
+def name_of(part: Any) -> str:
+    return str(part["name"] if isinstance(part, dict) else part)
+
+
+@pytest.mark.parametrize(("kind", "name"), CHOICES)
+def test_in_state_tracking(kind: str, name: str, tmp_path: Path) -> None:
+    assert state_tracking(["train", "--output", str(tmp_path), *TINY, f"--{kind}", name]) == 0
+    assert name_of(config(tmp_path)[kind]) == name
+    windows = ["all"] if name == "pointwise" else ["all", "2"]
+    test = ["evaluate", str(tmp_path), "--sequences", "2", "--length", "4", "--window", *windows]
+    assert state_tracking(test) == 0
+
+
+def test_options_of_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "--output", str(tmp_path), *TINY, "--backbone", "memory", "--solver", "momentum"]
+    parts = [
+        "--convergence",
+        "{name: largest_change, rtol: 0.3}",
+        "--gradient",
+        "jfb",
+        "--solver.beta",
+        "0.2",
+    ]
+    assert state_tracking([*train, *parts]) == 0
+    found = config(tmp_path)
+    assert found["backbone"] == {"name": "memory", "d_model": 8}
+    assert found["solver"] == {"name": "momentum", "beta": 0.2}
+    assert found["convergence"] == {"name": "largest_change", "rtol": 0.3, "max_iter": 4}
+    assert found["gradient"] == {"name": "jfb"}
+    for wrong, message in (
+        (["--damping", "0.3"], "damping is Picard's, got 0.3 with solver momentum"),
+        (["--solver.btea", "0.2"], "it takes (beta=0.1)"),
+    ):
+        assert state_tracking([*train, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_in_catbabi(tmp_path: Path) -> None:
+    story = ["mary", "moved", "to", "the", "garden", ".", "where", "is", "mary", "?", "garden"]
+    build(lambda split, task: [story] * 4, tmp_path / "data")
+    run = tmp_path / "run"
+    parts = [word for kind, name in KINDS.items() for word in (f"--{kind}", name)]
+    command = ["train", "--data", str(tmp_path / "data"), "--output", str(run), "--cut", "5", *SMALL]
+    assert catbabi([*command, *parts]) == 0
+    assert {kind: config(run)[kind]["name"] for kind in KINDS} == KINDS
+    assert catbabi(["evaluate", str(run)]) == 0
+
+
+@pytest.mark.parametrize(("kind", "name"), CHOICES)
+def test_in_pretraining(
+    kind: str, name: str, token_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"backbone": "memory", "solver": "picard", "gradient": "phantom", "convergence": "residual"}
+    parts[kind] = name
+    options = {
+        "--model": f"{{vocab_size: 300, backbone: {{name: {parts['backbone']}, d_model: 8}}, "
+        f"solver: {parts['solver']}}}",
+        "--stages.0.until": "0.5", "--stages.1.gradient": parts["gradient"],
+        "--stages.1.convergence": f"{{name: {parts['convergence']}, rtol: 0.1, max_iter: 4}}",
+        "--length": "16", "--batch_tokens": "32", "--per_device_batch_size": "2", "--steps": "2",
+        "--data": str(token_folder), "--eval_rows": "2", "--log_steps": "1",
+    }  # fmt: skip
+    words = [word for pair in options.items() for word in pair]
+    command = ["llama-tiny", "--output", str(tmp_path / "run"), *words]
+    assert pretrain([*command, "--dry-run"]) == 0
+    assert f"implicit {parts['backbone']}" in capsys.readouterr().out
+    assert pretrain(command) == 0
+    assert name_of(config(tmp_path / "run" / "model")[kind]) == name

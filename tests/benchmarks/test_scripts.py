@@ -67,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         group="S3", length=8, min_length=4, unrolled_length=4, d_model=16, d_state=4, headdim=8,
         steps=150, batch_size=16, max_iter=10,
     )  # fmt: skip
-    train(settings, folder, progress=False)
+    train(settings, folder)
     return folder
 
 

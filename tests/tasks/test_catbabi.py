@@ -263,7 +263,7 @@ def test_resumed_run_equals_uninterrupted_run(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backbone: Any, stopped_at: int
 ) -> None:
     settings = small(built, backbone=backbone, steps=6)
-    trained = train(settings, tmp_path / "whole", save_steps=2, progress=False)
+    trained = train(settings, tmp_path / "whole", save_steps=2)
     assert not trained.training and type(trained).forward.__get__(trained) == trained.forward
     whole = weights(trained)
     original = StreamTrainer.compute_loss
@@ -279,10 +279,10 @@ def test_resumed_run_equals_uninterrupted_run(
     with monkeypatch.context() as context:
         context.setattr(StreamTrainer, "compute_loss", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train(settings, tmp_path / "cut", save_steps=2, progress=False)
-    with pytest.raises(ValueError, match="not finished"):
+            train(settings, tmp_path / "cut", save_steps=2)
+    with pytest.raises(ValueError, match="no finished run"):
         load_run(tmp_path / "cut")
-    resumed = weights(train(settings, tmp_path / "cut", save_steps=2, progress=False))
+    resumed = weights(train(settings, tmp_path / "cut", save_steps=2))
     assert json.loads((tmp_path / "cut" / "training.json").read_text())["resumed"]
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -296,7 +296,7 @@ def test_state_is_carried_in_training(built: Path, tmp_path: Path, monkeypatch: 
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(StreamTrainer, "compute_loss", watched)
-    train(small(built, steps=3), tmp_path, progress=False)
+    train(small(built, steps=3), tmp_path)
     assert seen == [[], [10] * 4, [20] * 4]
 
 
@@ -304,7 +304,7 @@ def test_a_batch_that_asks_nothing_moves_nothing(built: Path, tmp_path: Path) ->
     settings = small(built, batch_size=1, cut=1, steps=1)  # the first token is <eos>
     set_seed(settings.seed)
     before = weights(ImplicitForCausalLM(settings.config(len(load(built).vocabulary))))
-    after = weights(train(settings, tmp_path, progress=False))
+    after = weights(train(settings, tmp_path))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -312,7 +312,7 @@ def test_a_batch_that_asks_nothing_moves_nothing(built: Path, tmp_path: Path) ->
 def run(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "implicit"
     changes = {"learning_rate": 2e-2, "steps": 60, "batch_size": 8, "cut": 20}
-    train(small(built, **changes, max_grad_norm=1.0), folder, progress=False)
+    train(small(built, **changes, max_grad_norm=1.0), folder)
     return folder
 
 
@@ -453,7 +453,7 @@ def test_other_data_need_the_vocabulary_of_the_run(run: Path, data: CatBabi, tmp
     assert len(renamed.vocabulary) == len(data.vocabulary)
     with pytest.raises(ValueError, match="must have the vocabulary"):
         evaluate(trained, renamed)
-    older = trained._replace(trained_on=replace(trained.trained_on, vocabulary=None))
+    older = trained._replace(trained_on={**trained.trained_on, "vocabulary": None})
     evaluate(older, data)
     with pytest.raises(ValueError, match="checksum not recorded"):
         evaluate(older, moved)
@@ -471,7 +471,7 @@ def test_evaluations_of_other_data_or_tasks_are_not_compared(
 ) -> None:
     one = Evaluation("test", "abc", 9, 4, 0.5, {1: 0.5, 2: 0.5}, None, 3.0, 0.1, 1.0, 2.0)
     for name, found in (("a", one), ("b", replace(one, **change))):
-        compare.save(found, compare.file_of(tmp_path / name, "test"))
+        compare.save(found, tmp_path / name)
     assert main(["compare", *(str(tmp_path / name) for name in "ab"), "--output", str(tmp_path / "x")]) == 2
     assert re.search(message, capsys.readouterr().err.splitlines()[-1])
     assert not (tmp_path / "x").exists()

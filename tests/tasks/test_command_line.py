@@ -10,7 +10,6 @@ import pytest
 from deqseq.tasks import generate, prepare, pretrain
 from deqseq.tasks.catbabi import __main__ as catbabi
 from deqseq.tasks.common import command_line
-from deqseq.tasks.common.command_line import run
 from deqseq.tasks.evaluate import __main__ as evaluate
 from deqseq.tasks.pretraining.trainer import Diverged
 from deqseq.tasks.state_tracking import __main__ as state_tracking
@@ -55,14 +54,23 @@ def test_every_program_ends_with_one_line(
     assert line.startswith(said)
 
 
+def _read(*, number: str) -> None:
+    """Read a number."""
+    {"two": 2}[number] if number.isalpha() else int(number)
+
+
+def _main(number: str) -> int:
+    return command_line.main("read", "", {"read": _read}, ["read", "--number", number], interrupted="nothing")
+
+
 def test_faults_of_ours_show_where() -> None:
     with pytest.raises(KeyError):
-        run(lambda: {}["missing"], interrupted="nothing was written")
+        _main("missing")
 
 
 def test_one_process_speaks_for_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert run(lambda: int("two"), interrupted="nothing was written") == 2
+    assert _main("1.5") == 2
     assert capsys.readouterr().err == ""

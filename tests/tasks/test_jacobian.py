@@ -55,7 +55,7 @@ def tiny(**changes: Any) -> TrainSettings:
 
 
 def test_an_lstm_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tiny(backbone="lstm", explicit=True), tmp_path / "mine", progress=False)
+    train(tiny(backbone="lstm", explicit=True), tmp_path / "mine")
     assert state_tracking.main(["jacobian", str(tmp_path / "mine"), "--length", "1"]) == 2
     assert "mine must have one block of Mamba2, got an LSTM" in capsys.readouterr().err
 
@@ -63,7 +63,7 @@ def test_an_lstm_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tiny(), tmp_path / "run", progress=False)
+    train(tiny(), tmp_path / "run")
     for same in ("run-2", "other/run-2"):
         shutil.copytree(tmp_path / "run", tmp_path / same)
     runs = [str(tmp_path / name) for name in ("run", "run-2", "other/run-2")]

@@ -11,10 +11,11 @@ import torch
 
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra, prefix_products
 from deqseq.tasks.state_tracking.data import (
-    WordProblemDataset,
+    WordProblems,
     WordProblemStream,
     algebra_of_csv,
     batch_seed,
+    generate,
     read_csv,
     sample,
     write_csv,
@@ -154,20 +155,6 @@ class TestPrefixProducts:
         assert torch.equal(prefix_products(chosen, tokens.t().contiguous().t()), expected)
         assert torch.equal(tokens, before)
 
-    @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
-    def test_empty(self, shape: tuple[int, int]) -> None:
-        assert prefix_products(algebra("A5"), torch.zeros(shape, dtype=torch.int64)).shape == shape
-
-    @pytest.mark.parametrize("bad", [-1, 60, -100])
-    def test_rejects_foreign_tokens(self, bad: int) -> None:
-        with pytest.raises(ValueError, match=rf"{bad}.*must lie in \[0, 60\)"):
-            prefix_products(algebra("A5"), torch.tensor([[0, bad]]))
-
-    @pytest.mark.parametrize("tokens", [torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64)])
-    def test_rejects_what_is_no_integer_matrix(self, tokens: torch.Tensor) -> None:
-        with pytest.raises(ValueError, match="must be"):
-            prefix_products(algebra("A5"), tokens)
-
 
 class TestSample:
     @pytest.mark.parametrize("name", ["A5", "Z2xS3", "A4xM", "MxZ5", "Z2xMxZ3", "M", "MxM"])
@@ -212,17 +199,17 @@ class TestSample:
 
     @pytest.mark.parametrize("p", [-0.1, 1.1, math.nan])
     def test_rejects_probabilities(self, p: float) -> None:
-        with pytest.raises(ValueError, match=r"must lie in \[0, 1\]"):
-            sample(algebra("A5"), 2, 2, identity_probability=p)
+        with pytest.raises(ValueError, match=r"must be in \[0, 1\]"):
+            sample(algebra("A5"), 2, 2, identity_probability=p, generator=torch.Generator())
 
     @pytest.mark.parametrize(("batch", "length"), [(0, 4), (4, 0), (4, -1)])
     def test_rejects_sizes(self, batch: int, length: int) -> None:
-        with pytest.raises(ValueError, match="must be at least 1"):
-            sample(algebra("A5"), batch, length, identity_probability=0.5)
+        with pytest.raises(ValueError, match="must be a whole number >= 1"):
+            sample(algebra("A5"), batch, length, identity_probability=0.5, generator=torch.Generator())
 
 
-def make_stream(length: int | tuple[int, int] = (3, 9), seed: int = 5) -> WordProblemStream:
-    return WordProblemStream(algebra("A5xM"), length, identity_probability=0.5, seed=seed, batch_size=4)
+def make_stream(lengths: tuple[int, int] = (3, 9), seed: int = 5) -> WordProblemStream:
+    return WordProblemStream(algebra("A5xM"), lengths, identity_probability=0.5, seed=seed, batch_size=4)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -258,25 +245,15 @@ class TestStream:
         # Fixed for good: saved runs rely on it.
         assert [batch_seed(0, 0), batch_seed(1, 2)] == [0, 779996176]
 
-    def test_errors(self) -> None:
-        with pytest.raises(ValueError, match="range"):
-            make_stream((5, 4))
-        with pytest.raises(ValueError, match="at least 1"):
-            make_stream((0, 4))
-        with pytest.raises(ValueError, match="seed is -1"):
-            make_stream(seed=-1)
-
 
 class TestDataset:
     @staticmethod
-    def make(seed: int = 1) -> WordProblemDataset:
-        return WordProblemDataset.generate(
-            algebra("A5xM"), sequences=6, length=9, identity_probability=0.9, seed=seed
-        )
+    def make(seed: int = 1) -> WordProblems:
+        return generate(algebra("A5xM"), sequences=6, length=9, identity_probability=0.9, seed=seed)
 
     def test_determined_by_the_arguments(self) -> None:
         dataset = self.make()
-        assert len(dataset) == 6 and dataset.tokens.shape == (6, 9)
+        assert dataset.tokens.shape == (6, 9)
         assert torch.equal(dataset.targets, prefix_products(algebra("A5xM"), dataset.tokens))
         assert torch.equal(self.make().tokens, dataset.tokens)
         assert not torch.equal(self.make(seed=2).tokens, dataset.tokens)
@@ -348,7 +325,3 @@ class TestCsv:
         with pytest.raises(ValueError):
             algebra_of_csv(Path("folder") / name)
         assert algebra_of_csv("folder/A4_x_Z5=20.csv") is algebra("A4xZ5")
-
-    def test_write_rejects_shapes(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="must both be"):
-            write_csv(tmp_path / "x.csv", torch.zeros(2, 3).long(), torch.zeros(2, 4).long(), 0)

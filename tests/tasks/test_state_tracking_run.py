@@ -20,7 +20,7 @@ from deqseq.tasks.state_tracking import __main__ as command_line
 from deqseq.tasks.state_tracking import study as study_module
 from deqseq.tasks.state_tracking.__main__ import main
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out, load
-from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings, load_settings
+from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings
 from deqseq.tasks.state_tracking.study import STUDIES, conduct, load_study, summary
 from deqseq.tasks.state_tracking.train import _Batches, train
 
@@ -53,25 +53,25 @@ def interrupt(patch: pytest.MonkeyPatch, step: int, output: Path) -> None:
     with patch.context() as context:
         context.setattr(AlignedTrainer, "compute_loss", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train(small(), output, save_steps=2, progress=False)
+            train(small(), output, save_steps=2)
 
 
 @pytest.mark.parametrize("stopped_at", [3, 7, 11])
 def test_resumed_run_equals_uninterrupted_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
 ) -> None:
-    whole = weights(train(small(), tmp_path / "whole", save_steps=2, progress=False))
+    whole = weights(train(small(), tmp_path / "whole", save_steps=2))
     interrupt(monkeypatch, stopped_at, tmp_path / "cut")
-    with pytest.raises(ValueError, match="not finished"):
+    with pytest.raises(ValueError, match="no finished run"):
         load(tmp_path / "cut")
-    resumed = weights(train(small(), tmp_path / "cut", save_steps=2, progress=False))
+    resumed = weights(train(small(), tmp_path / "cut", save_steps=2))
     assert json.loads((tmp_path / "cut" / "training.json").read_text())["resumed"]
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
 
 
 def test_torn_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = weights(train(small(), tmp_path / "whole", save_steps=2, progress=False))
+    whole = weights(train(small(), tmp_path / "whole", save_steps=2))
     interrupt(monkeypatch, 8, tmp_path / "cut")
     torn = tmp_path / "cut" / "checkpoint-6"
     (torn / "trainer_state.json").unlink()
@@ -79,13 +79,13 @@ def test_torn_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
     assert RunFolder(tmp_path / "cut", asdict(small())).last_checkpoint() == str(
         tmp_path / "cut" / "checkpoint-4"
     )
-    resumed = weights(train(small(), tmp_path / "cut", save_steps=2, progress=False))
+    resumed = weights(train(small(), tmp_path / "cut", save_steps=2))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_training_learns_and_logs_the_search(tmp_path: Path) -> None:
     settings = small(group="Z3", steps=60, batch_size=16, learning_rate=2e-2, label_smoothing=0.0)
-    train(settings, tmp_path / "run", progress=False)
+    train(settings, tmp_path / "run")
     record = json.loads((tmp_path / "run" / "training.json").read_text())
     logged = [entry for entry in record["log"] if "loss" in entry]
     assert logged[-1]["loss"] < 1.0 < torch.tensor(3.0).log().item()
@@ -93,9 +93,9 @@ def test_training_learns_and_logs_the_search(tmp_path: Path) -> None:
 
 
 def test_finished_run_is_loaded_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = weights(train(small(), tmp_path / "run", progress=False))
+    first = weights(train(small(), tmp_path / "run"))
     monkeypatch.setattr(AlignedTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
-    second = weights(train(small(), tmp_path / "run", progress=False))
+    second = weights(train(small(), tmp_path / "run"))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -148,7 +148,7 @@ def test_short_sequences_are_as_long_as_unrolled_ones() -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    train(small(steps=60), folder, progress=False)
+    train(small(steps=60), folder)
     return folder
 
 
@@ -201,12 +201,12 @@ def test_evaluate_refuses_wrong_input(run: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncate", "foreign", "config"])
 def test_damaged_checkpoint_is_reported(run: Path, tmp_path: Path, damage: str) -> None:
-    for file in ("settings.json", "config.json", "model.safetensors"):
+    for file in ("settings.json", "training.json", "config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((run / file).read_bytes())
     if damage == "truncate":
         (tmp_path / "model.safetensors").write_bytes((run / "model.safetensors").read_bytes()[:100])
     elif damage == "foreign":
-        other = ImplicitForCausalLM(small(n_layer=2).config())
+        other = small(n_layer=2).model()
         other.save_pretrained(tmp_path / "other")
         (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
     else:
@@ -332,7 +332,7 @@ def test_a_run_file_gives_defaults_that_flags_change(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump({**SMALL, "learning_rate": 1e-3}))
     assert main(["train", "--run", str(file), "--output", str(tmp_path / "run"), "--steps", "2"]) == 0
-    found = load_settings(tmp_path / "run")
+    _, found = load(tmp_path / "run")
     assert asdict(found) == asdict(small(steps=2, learning_rate=1e-3))
     assert build(TrainSettings, read_yaml("a5xm", RUNS)).group == "A5xM"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import read_dataset, read_folder
 from deqseq.tasks.catbabi.train import train
 from deqseq.tasks.common import command_line
+from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.models import Window, quiet_transformers, solve_options
 from deqseq.tasks.common.results import column, table
 from deqseq.tasks.common.runs import read_record
@@ -34,12 +34,7 @@ tokens at a time and carries its state; in qa mode it learns the answers, in lm 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     quiet_transformers()
-    commands: dict[str, command_line.Command] = {
-        "build": _build,
-        "train": _train,
-        "evaluate": _evaluate,
-        "compare": _compare,
-    }
+    commands: dict[str, Any] = {"build": _build, "train": _train, "evaluate": _evaluate, "compare": _compare}
     return command_line.main(
         "python -m deqseq.tasks.catbabi", _ABOUT, commands, arguments,
         interrupted="train goes on from its last checkpoint", log_level=logging.INFO,
@@ -126,13 +121,12 @@ def _evaluate(
     for name in split:
         found = evaluate(trained, stories, name, batch_size, solve, progress=True)
         compare.save(
-            found, compare.file_of(run, name), vocabulary=stories.vocabulary_sum,
+            found, run, vocabulary=stories.vocabulary_sum,
             settings=asdict(settings), policy=None if solve is None else repr(solve.convergence),
             window=window, batch_size=batch_size, device=str(model.device),
         )  # fmt: skip
         rows.append((f"{run.name} {name}", found))
-    print(compare.by_task(rows))
-    print(compare.summary(rows))
+    print(compare.tables(rows))
 
 
 def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("runs/catbabi-compare")) -> None:
@@ -151,14 +145,13 @@ def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("ru
         raise ValueError(f"runs need different folder names, got {', '.join(map(str, runs))}")
     compare.check_comparable(rows)
     above = compare.better(rows)
-    print(compare.by_task(rows))
-    print(compare.summary(rows))
+    print(compare.tables(rows))
     for name, others in above.items():
         for other, tasks in others.items():
             print(f"{name} is above {other} on {len(tasks)} tasks: {', '.join(map(str, tasks)) or 'none'}")
     output.mkdir(parents=True, exist_ok=True)
     record = {"split": split, "runs": {name: asdict(e) for name, e in rows}, "above": above}
-    (output / "compare.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_json(output / "compare.json", record)
     compare.plot(rows, output / "compare.png")
     print(f"wrote {output}")
 

@@ -25,15 +25,15 @@ _SUMMARY: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def file_of(run: str | Path, split: str) -> Path:
-    """Where the evaluation of a run on a split is kept."""
-    return Path(run) / "evaluation" / f"{split}.json"
-
-
-def save(found: Evaluation, file: Path, **more: Any) -> None:
-    """Write an evaluation as JSON, with ``more`` about how it was made."""
+def save(found: Evaluation, run: Path, **more: Any) -> None:
+    """Write the evaluation of a run as JSON, with ``more`` about how it was made."""
+    file = _file(run, found.split)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {**asdict(found), **more})
+
+
+def _file(run: str | Path, split: str) -> Path:
+    return Path(run) / "evaluation" / f"{split}.json"
 
 
 def read(run: str | Path, split: str) -> Named:
@@ -42,9 +42,8 @@ def read(run: str | Path, split: str) -> Named:
     Raises:
         ValueError: no evaluation there, or one that cannot be read.
     """
-    file = file_of(run, split)
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(_file(run, split).read_text())
         values = {name: found[name] for name in Evaluation.__dataclass_fields__}
         values["accuracy_by_task"] = {int(task): x for task, x in values["accuracy_by_task"].items()}
     except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -57,55 +56,48 @@ def read(run: str | Path, split: str) -> Named:
 
 def check_comparable(rows: Sequence[Named]) -> None:
     """Raise ``ValueError`` unless all evaluations read the same data and tasks."""
-    (first, expected), *others = rows
+    (first, expected), *others = ((name, (e.data, sorted(e.accuracy_by_task))) for name, e in rows)
     for name, found in others:
-        for what, one, other in (
-            ("data", expected.data, found.data),
-            ("tasks", sorted(expected.accuracy_by_task), sorted(found.accuracy_by_task)),
-        ):
+        for what, one, other in zip(("data", "tasks"), expected, found, strict=True):
             if one != other:
                 raise ValueError(
                     f"runs must be evaluated on the same {what}: {first} on {one}, {name} on {other}"
                 )
 
 
-def summary(rows: Sequence[Named]) -> str:
-    """A table with a line for every evaluation."""
-    return table(_SUMMARY, rows)
-
-
-def by_task(rows: Sequence[Named]) -> str:
-    """A table with a line for every task and a column for every evaluation."""
-    tasks = sorted({task for _, e in rows for task in e.accuracy_by_task})
+def tables(rows: Sequence[Named]) -> str:
+    """A table with a line for every task and a column for every evaluation, then one of the means."""
 
     def accuracy(name: str, found: Evaluation) -> Column:
         shares = found.accuracy_by_task
         return name, lambda task: f"{shares[task]:.4f}" if task in shares else "-"
 
     columns: list[Column] = [("task", str), *(accuracy(*row) for row in rows)]
-    return table(columns, tasks)
+    return f"{table(columns, _tasks(rows))}\n{table(_SUMMARY, rows)}"
+
+
+def _tasks(rows: Sequence[Named]) -> list[int]:
+    return sorted({task for _, e in rows for task in e.accuracy_by_task})
 
 
 def better(rows: Sequence[Named]) -> dict[str, dict[str, list[int]]]:
     """For every implicit run, by name, and every explicit run: the tasks on which the implicit is better."""
-    explicit = [row for row in rows if row[1].iterations is None]
+    implicit, explicit = (
+        {name: e.accuracy_by_task for name, e in rows if (e.iterations is None) == is_explicit}
+        for is_explicit in (False, True)
+    )
     return {
         name: {
-            other: [
-                task
-                for task, accuracy in found.accuracy_by_task.items()
-                if task in twin.accuracy_by_task and accuracy > twin.accuracy_by_task[task]
-            ]
-            for other, twin in explicit
+            other: [task for task, share in found.items() if share > twin.get(task, 1)]
+            for other, twin in explicit.items()
         }
-        for name, found in rows
-        if found.iterations is not None
+        for name, found in implicit.items()
     }
 
 
 def plot(rows: Sequence[Named], path: Path) -> bool:
     """Write a PNG with a group of bars for every task; returns whether matplotlib is installed."""
-    tasks = sorted({task for _, e in rows for task in e.accuracy_by_task})
+    tasks = _tasks(rows)
     width = 0.8 / len(rows)
 
     def draw(axes: list[Any]) -> None:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,9 @@ class CatBabi:
         return self.vocabulary.index(QUESTION)
 
     @property
-    def vocabulary_sum(self) -> str:
+    def vocabulary_sum(self) -> Any:
         """The vocabulary's checksum."""
-        found: str = self.manifest["vocabulary"]
-        return found
+        return self.manifest["vocabulary"]
 
     @property
     def fingerprint(self) -> str:
@@ -203,18 +202,15 @@ class StoryStreams(IterableDataset[Batch]):
             raise ValueError(f"batch_size must be at most the {len(stories)} stories, got {batch_size}")
         if cut > (share := len(stories.tokens) // batch_size):
             raise ValueError(f"cut must be at most the {share} tokens of a stream in a pass, got {cut}")
-        self.stories = stories
-        self.question = question
-        self.batch_size = batch_size
-        self.cut = cut
-        self.seed = seed
+        self.stories, self.question = stories, question
+        self.batch_size, self.cut, self.seed = batch_size, cut, seed
         self.start = 0
 
     def __iter__(self) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.seed)
         rows = [self.stories.tokens[:0]] * self.batch_size
         index = 0  # of the next batch
-        for _ in count():
+        while True:
             stories = self.stories.shuffled(generator)
             edges = stories.runs(self.batch_size)
             rows = [
@@ -222,10 +218,8 @@ class StoryStreams(IterableDataset[Batch]):
                 for row, (start, end) in zip(rows, pairwise(edges), strict=True)
             ]
             cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # one more token is the last target
-            block = torch.stack([row[: cuts * self.cut + 1] for row in rows]) if cuts else None
             for i in range(max(0, self.start - index), cuts):
-                assert block is not None
-                piece = block[:, i * self.cut : (i + 1) * self.cut + 1].long()
+                piece = torch.stack([row[i * self.cut : (i + 1) * self.cut + 1] for row in rows]).long()
                 labels = counted(piece[:, :-1], piece[:, 1:], self.question)
                 yield {"input_ids": piece[:, :-1].contiguous(), "labels": labels}
             index += cuts

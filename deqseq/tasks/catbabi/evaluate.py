@@ -21,9 +21,10 @@ from deqseq.checks import check_count
 from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, counted, once
-from deqseq.tasks.catbabi.settings import TrainedOn, TrainSettings, load_settings
+from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import TASKS
 from deqseq.tasks.common.models import load_model
+from deqseq.tasks.common.two_stages import load_settings
 
 
 @dataclass
@@ -55,11 +56,14 @@ class Evaluation:
 
 
 class Run(NamedTuple):
-    """A trained model, its settings and its data."""
+    """A trained model, its settings, and the ``fingerprint`` and ``vocabulary`` of its data.
+
+    Older runs did not record the checksum of their vocabulary: it is ``None``.
+    """
 
     model: ImplicitForCausalLM
     settings: TrainSettings
-    trained_on: TrainedOn
+    trained_on: dict[str, str | None]
 
 
 def load_run(path: str | Path) -> Run:
@@ -68,9 +72,7 @@ def load_run(path: str | Path) -> Run:
     Raises:
         ValueError: no run there, one of another kind or not finished, or a checkpoint that cannot be read.
     """
-    settings, trained_on = load_settings(path)
-    if not (Path(path) / "training.json").exists():
-        raise ValueError(f"the run in {path} is not finished: repeat its command to finish it")
+    settings, trained_on = load_settings(TrainSettings, path, "fingerprint", "vocabulary")
     model: Any = load_model(str(path))
     return Run(model, settings, trained_on)
 
@@ -97,10 +99,10 @@ def evaluate(
             size below 1.
     """
     model, settings, trained_on = run
-    if trained_on.fingerprint != data.fingerprint and trained_on.vocabulary != data.vocabulary_sum:
+    if trained_on["fingerprint"] != data.fingerprint and trained_on["vocabulary"] != data.vocabulary_sum:
         raise ValueError(
             "the data must have the vocabulary that the run was trained on, of "
-            f"{model.config.vocab_size} words, checksum {trained_on.vocabulary or 'not recorded'}; "
+            f"{model.config.vocab_size} words, checksum {trained_on['vocabulary'] or 'not recorded'}; "
             f"got {len(data.vocabulary)} words, checksum {data.vocabulary_sum}"
         )
     check_count("batch_size", batch_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -11,14 +10,12 @@ import torch
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.curriculum import Curriculum
 from deqseq.tasks.catbabi.stories import TASKS
-from deqseq.tasks.common.runs import read_settings
 from deqseq.tasks.common.settings import (
     BelowOne,
     ClosedUnitInterval,
     NonNegativeFinite,
     PositiveFinite,
     PositiveInt,
-    build,
 )
 from deqseq.tasks.common.two_stages import TwoStageSettings
 
@@ -77,25 +74,3 @@ class TrainSettings(TwoStageSettings):
     def curriculum(self) -> Curriculum | None:
         """The two stages; ``None`` for an explicit model."""
         return self._curriculum(checkpoint=self.checkpoint)
-
-
-@dataclass(frozen=True)
-class TrainedOn:
-    """What a run recorded of its data; older runs did not record the vocabulary's checksum."""
-
-    fingerprint: str | None
-    vocabulary: str | None
-
-
-def load_settings(path: str | Path) -> tuple[TrainSettings, TrainedOn]:
-    """The settings of the run in folder ``path``, and what it recorded of its data.
-
-    Raises:
-        ValueError: no run there, or one of another kind.
-    """
-    found = read_settings(path)
-    trained_on = TrainedOn(found.pop("fingerprint", None), found.pop("vocabulary", None))
-    try:
-        return build(TrainSettings, found), trained_on
-    except ValueError as error:
-        raise ValueError(f"{path} holds a run of another kind: {error}") from error

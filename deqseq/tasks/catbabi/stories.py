@@ -7,7 +7,7 @@ Supporting facts are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +34,22 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
         raise ValueError(
             f"{folder} must hold one file qa{task}_{split}.txt, found {len(found)}: take bAbI's en-valid-10k"
         )
-    return list(_stories(found[0]))
+    return _stories(found[0])
 
 
-def _stories(file: Path) -> Iterator[Story]:
-    story: Story | None = None
+def _stories(file: Path) -> list[Story]:
+    stories: list[Story] = []
     for place, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         number, _, text = line.strip().partition(" ")
-        if not number.isdigit() or not text or (number != "1" and story is None):
+        if not number.isdigit() or not text or (number != "1" and not stories):
             raise ValueError(
                 f"{file}, line {place}: must be a number and a sentence, from 1 on, got {line!r}"
             )
         if number == "1":
-            if story is not None:
-                yield story
-            story = []
-        assert story is not None
+            stories.append([])
         sentence, *rest = text.split("\t")
-        story += _words(sentence, rest[0] if rest else "")
-    if story is not None:
-        yield story
+        stories[-1] += _words(sentence, rest[0] if rest else "")
+    return stories
 
 
 def read_dataset(name: str, config: str, split: str, task: int, revision: str | None = None) -> list[Story]:
@@ -76,7 +72,7 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
     except Exception as error:  # datasets and the hub have many classes of errors
         raise ValueError(f"{name} has no {config}-qa{task}, {split}, that can be loaded: {error}") from error
     try:
-        return [_of_row(row["story"]) for row in rows]
+        return [[word for line in _lines(row["story"]) for word in _words(*line)] for row in rows]
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"a row of {name} must have a story of lines with text and answer, got the columns "
@@ -84,14 +80,11 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
         ) from error
 
 
-def _of_row(lines: Any) -> Story:
-    """The words of lines given as a list of mappings or, by ``datasets``, as a mapping of lists."""
-    pairs: Iterable[tuple[str, str]]
-    if isinstance(lines, dict):
-        pairs = zip(lines["text"], lines["answer"], strict=True)
-    else:
-        pairs = ((line["text"], line["answer"]) for line in lines)
-    return [word for text, answer in pairs for word in _words(text, answer)]
+def _lines(story: Any) -> Iterable[tuple[str, str]]:
+    """Texts and answers, given as a list of mappings or, by ``datasets``, as a mapping of lists."""
+    if isinstance(story, dict):
+        return zip(story["text"], story["answer"], strict=True)
+    return ((line["text"], line["answer"]) for line in story)
 
 
 def _words(sentence: str, answer: str) -> Story:

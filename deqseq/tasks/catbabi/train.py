@@ -29,9 +29,7 @@ logger = logging.getLogger(__name__)
 _STATE = "streams.pt"
 
 
-def train(
-    settings: TrainSettings, output: str | Path, save_steps: int = 500, progress: bool = True
-) -> ImplicitForCausalLM:
+def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM:
     """Train in folder ``output``; an interrupted run is resumed from its last checkpoint.
 
     Writes the model (``config.json``, ``model.safetensors``), ``settings.json`` and ``training.json``
@@ -40,7 +38,6 @@ def train(
     Args:
         output: folder of the run.
         save_steps: steps between checkpoints.
-        progress: show a progress bar.
 
     Raises:
         ValueError: ``output`` holds another run; data that are not there, or too few.
@@ -60,7 +57,7 @@ def train(
         folder.start()
         set_seed(settings.seed)
         trainer = StreamTrainer(
-            short_run_arguments(settings, folder.path, save_steps, progress),
+            short_run_arguments(settings, folder.path, save_steps),
             stream,
             settings.label_smoothing,
             model=ImplicitForCausalLM(settings.config(len(data.vocabulary))),

@@ -34,7 +34,11 @@ def main(
     default: Command | None = None,
     log_level: int = logging.WARNING,
 ) -> int:
-    """Run a program; returns the exit status, as :func:`run` does.
+    """Run a program; returns the exit status.
+
+    ``ValueError`` and ``OSError`` say what the user can correct: the program prints one line and ends with
+    status 2. ``FloatingPointError``, numbers that are not finite, ends with one line and status 1. Any other
+    exception is a fault of the program and shows its traceback.
 
     Args:
         prog: how the program is called.
@@ -42,87 +46,58 @@ def main(
         commands: by name. The parameter ``settings``, if a command has one, gets the fields of a dataclass
             that the command line sets, by dotted names; its annotation is ``Annotated[dict, THE_CLASS]``.
         arguments: those of the command line by default.
-        interrupted: what to say when Ctrl-C ends the program.
+        interrupted: what to say when Ctrl-C ends the program, with status 130.
         default: the command to run where the first argument names none.
         log_level: lowest level of the log that is shown.
     """
-
-    def work() -> None:
-        given = list(sys.argv[1:] if arguments is None else arguments)
-        command = commands.get(given[0]) if given else None
-        if command is not None:
-            execute(command, parse(parser(f"{prog} {given[0]}", command), command, given[1:]))
-        elif default is not None:
-            execute(default, parse(parser(prog, default, about), default, given))
-        else:
-            _choice(prog, about, commands).parse_args(given)
-
-    return run(work, interrupted=interrupted, log_level=log_level)
-
-
-def run(work: Callable[[], object], *, interrupted: str, log_level: int = logging.WARNING) -> int:
-    """Do a program's work; returns the exit status.
-
-    ``ValueError`` and ``OSError`` say what the user can correct: the program prints one line and ends with
-    status 2. ``FloatingPointError``, numbers that are not finite, ends with one line and status 1. Any other
-    exception is a fault of the program and shows its traceback.
-
-    Args:
-        work: what to do.
-        interrupted: what to say when Ctrl-C ends the program, with status 130.
-        log_level: lowest level of the log that is shown.
-    """
     logging.basicConfig(level=log_level, format="%(message)s")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = commands.get(words[0]) if words else None
     try:
-        work()
+        if command is not None:
+            execute(command, _parse(f"{prog} {words[0]}", command, words[1:]))
+        elif default is not None:
+            execute(default, _parse(prog, default, words, about))
+        else:
+            _choice(prog, about, commands).parse_args(words)
+        return 0
     except argparse.ArgumentError as error:
-        _say(f"error: {one_line(error)}")
-        return 2
+        status, said = 2, f"error: {one_line(error)}"
     except (ValueError, OSError, FloatingPointError) as error:
-        _say(f"error: {error}")
-        return 1 if isinstance(error, FloatingPointError) else 2
+        status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {error}"
     except KeyboardInterrupt:
-        _say(f"interrupted; {interrupted}")
-        return 130
-    return 0
-
-
-def _say(text: str) -> None:
-    """Print to standard error; of several processes the first one does."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
+        status, said = 130, f"interrupted; {interrupted}"
+    if os.environ.get("RANK", "0") == "0":  # of several processes the first one prints
+        print(said, file=sys.stderr)
+    return status
 
 
 def execute(command: Command, values: Mapping[str, Any]) -> None:
-    """Do what the command line says: call a function, or ``run`` an instance of a class."""
+    """Call a function, or ``run`` an instance of a class."""
     made = command(**values)
     if isinstance(command, type):
         made.run()
 
 
-def parser(prog: str, command: Command, about: str | None = None) -> ArgumentParser:
-    """The parser of a command's parameters."""
+def _parse(prog: str, command: Command, arguments: Sequence[str], about: str | None = None) -> dict[str, Any]:
+    """The arguments of a command, without those that have their defaults.
+
+    Raises:
+        argparse.ArgumentError, ValueError: wrong arguments.
+    """
     documented = docstring_parser.parse(command.__doc__ or "")
     said = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
     made = ArgumentParser(
         prog=prog, description=about or said, formatter_class=_Help, exit_on_error=False, allow_abbrev=False
     )
     add_parameters(made, command, skip=["settings"])
-    if kind := _settings_of(command):
+    hint = get_type_hints(command, include_extras=True).get("settings")
+    kind = hint.__metadata__[0] if hint else None
+    if kind:
         add_parameters(made, kind, required=False)
-    return made
-
-
-def parse(made: ArgumentParser, command: Command, arguments: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a command, without those that have their defaults.
-
-    Raises:
-        argparse.ArgumentError, ValueError: wrong arguments.
-    """
+    known = [f.name for f in fields(kind)] if kind else []
     flags = [flag for flag in made._option_string_actions if flag.startswith("--")]
     rest, dotted, words = [], {}, iter(arguments)
-    kind = _settings_of(command)
-    known = [f.name for f in fields(kind)] if kind else []
     for word in words:
         name, equals, text = word.removeprefix("--").partition("=")
         if word.startswith("--no_") and f"--{name[3:]}" in flags:
@@ -144,20 +119,13 @@ def parse(made: ArgumentParser, command: Command, arguments: Sequence[str]) -> d
     return values
 
 
-def _settings_of(command: Command) -> Any:
-    """The dataclass whose fields are options of the command."""
-    hint = get_type_hints(command, include_extras=True).get("settings")
-    return hint.__metadata__[0] if hint else None
-
-
 def _choice(prog: str, about: str, commands: Mapping[str, Command]) -> ArgumentParser:
-    summaries = {
-        name: docstring_parser.parse(c.__doc__ or "").short_description for name, c in commands.items()
-    }
-    width = max(map(len, commands))
-    lines = "\n".join(f"  {name:<{width}}  {' '.join((s or '').split())}" for name, s in summaries.items())
+    about += "\n"
+    for name, command in commands.items():
+        summary = docstring_parser.parse(command.__doc__ or "").short_description or ""
+        about += f"\n  {name:<{max(map(len, commands))}}  {' '.join(summary.split())}"
     made = ArgumentParser(
-        prog=prog, description=f"{about}\n\n{lines}\n\n`... COMMAND --help` explains each.",
+        prog=prog, description=f"{about}\n\n`... COMMAND --help` explains each.",
         formatter_class=_Help, exit_on_error=False,
     )  # fmt: skip
     made.add_argument("command", choices=list(commands), help="one of these")

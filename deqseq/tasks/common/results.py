@@ -77,15 +77,19 @@ class ResultFolder:
 
     def _check(self) -> None:
         names = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
-        former = self._former()
-        if former is not None:
+        try:
+            former = json.loads(self.json.read_text())
+            ours = former["report"] == self._head["report"]
+        except (OSError, ValueError, TypeError, KeyError):
+            ours = False
+        if ours:
             names -= {self.json.name, self.figure.name}
         if others := sorted(names):
             raise ValueError(
                 f"{self.path} holds other files than a former {self._head['report']} report "
                 f"({', '.join(others[:3])}): name another folder, or write beside them with --force"
             )
-        if former is None:
+        if not ours:
             return
         before, now = ({"model": h.get("model"), **h.get("settings", {})} for h in (former, self._head))
         if found := changes(before, now):
@@ -93,14 +97,6 @@ class ResultFolder:
                 f"{self.json} is a result with other settings ({', '.join(found)}): name another folder, "
                 "or overwrite it with --force"
             )
-
-    def _former(self) -> dict[str, Any] | None:
-        try:
-            found = json.loads(self.json.read_text())
-        except (OSError, ValueError):
-            return None
-        ours = isinstance(found, dict) and found.get("report") == self._head["report"]
-        return found if ours else None
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

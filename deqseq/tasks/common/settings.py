@@ -11,8 +11,10 @@ import math
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import MISSING, fields, is_dataclass
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -34,22 +36,17 @@ if TYPE_CHECKING:
 else:
 
     def _whole(value: Any) -> int:
-        try:
-            return int(value) if isinstance(value, str) or value == int(value) else math.nan
-        except ValueError:
-            number = float(value)  # 1e9 tokens
-            return int(number) if number.is_integer() else math.nan
+        number = Decimal(str(value))  # 1e9 tokens
+        return int(number) if number == int(number) else math.nan
 
     def _number(rule: str, base: type, allowed: Callable[[Any], bool]) -> type:
         read = _whole if base is int else float
 
         def check(kind: type, value: Any) -> None:
-            try:
-                fits = not isinstance(value, bool) and allowed(read(value))
-            except (ValueError, TypeError, OverflowError):
-                fits = False
-            if not fits:
-                raise ValueError(f"must be a {rule}, got {value}")
+            with suppress(ValueError, TypeError, ArithmeticError):
+                if not isinstance(value, bool) and allowed(read(value)):
+                    return
+            raise ValueError(f"must be a {rule}, got {value}")
 
         return extend_base_type(rule, base, check, extra_attrs={"_type": read})
 
@@ -69,8 +66,6 @@ def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
     """The settings of class ``kind`` with the fields in ``tree``; text becomes numbers where it must.
 
     Args:
-        kind: the dataclass.
-        tree: values of fields, such as a YAML file has them.
         prefix: what error messages put before a field's name.
 
     Raises:
@@ -82,17 +77,15 @@ def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
             raise ValueError(unknown_field(f"{prefix}{name}", [f"{prefix}{one}" for one in known]))
     for name, parameter in known.items():
         if parameter.default is parameter.empty and tree.get(name) is None:
-            said = _descriptions(kind).get(name)
-            raise ValueError(f"{prefix}{name} is missing" + (f": {said}" if said else ""))
+            raise ValueError(f"{prefix}{name} is missing: {_descriptions(kind).get(name, '')}".rstrip(": "))
     return kind(**_checked(kind, tree, prefix))
 
 
 def check_types(settings: Any) -> None:
     """Raise ``ValueError`` unless the fields of a dataclass have the types of their annotations."""
-    there = {name: getattr(settings, name) for name in inspect.signature(type(settings)).parameters}
-    for name, value in _checked(type(settings), there).items():
-        if value != there[name]:
-            raise ValueError(f"{name} must be {value!r}, got {there[name]!r}")
+    for name, value in _checked(type(settings), vars(settings)).items():
+        if value != (found := getattr(settings, name)):
+            raise ValueError(f"{name} must be {value!r}, got {found!r}")
 
 
 def unknown_field(name: str, known: Sequence[str]) -> str:
@@ -102,31 +95,22 @@ def unknown_field(name: str, known: Sequence[str]) -> str:
 
 
 def build_changed(kind: type[T], tree: Mapping[str, Any], changes: Mapping[str, Any]) -> T:
-    """As :func:`build`, with fields changed by dotted names, as :func:`override` does."""
-    parameters = _parameters(kind).values()
-    found = {p.name: deepcopy(p.default) for p in parameters if p.default is not p.empty}
-    found |= tree
-    override(found, changes)
-    return build(kind, found)
-
-
-def override(tree: Tree, changes: Mapping[str, Any]) -> None:
-    """Set fields in place by dotted names: ``stages.0.until``.
+    """As :func:`build`, with fields changed by dotted names, such as ``stages.0.until``.
 
     A part that is given by its name, such as ``backbone: llama``, becomes a mapping with that name.
-
-    Raises:
-        ValueError: a name that leads to no field.
     """
+    parameters = _parameters(kind).values()
+    found = {p.name: deepcopy(p.default) for p in parameters if p.default is not p.empty} | dict(tree)
     for name, value in changes.items():
-        place: Any = tree
+        place: Any = found
         *path, last = name.split(".")
         for key in path:
-            at = _key(place, key, name, tree)
+            at = _key(place, key, name, found)
             if isinstance(place[at], str):
                 place[at] = {"name": place[at]}
             place = place[at]
-        place[last if isinstance(place, dict) else _key(place, last, name, tree)] = value
+        place[last if isinstance(place, dict) else _key(place, last, name, found)] = value
+    return build(kind, found)
 
 
 def _key(place: Any, key: str, name: str, tree: Tree) -> Any:
@@ -190,8 +174,6 @@ def add_parameters(
     bool without a value means true, ``--no_NAME`` false.
 
     Args:
-        parser: gets the arguments.
-        source: the function or class.
         required: whether parameters without a default must be given.
         skip: names of parameters to leave out.
     """

@@ -50,13 +50,9 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         saved = state.stateful_callbacks.get(type(self).__name__)
-        if state.global_step and saved:
-            stages = saved["attributes"]["stages"]
-            if stages != self.curriculum.to_list():
-                raise ValueError(
-                    f"the checkpoint was trained with another curriculum: {stages}, "
-                    f"now it is {self.curriculum.to_list()}"
-                )
+        stages, now = saved and saved["attributes"]["stages"], self.curriculum.to_list()
+        if state.global_step and saved and stages != now:
+            raise ValueError(f"the checkpoint was trained with another curriculum: {stages}, now it is {now}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         stage = self.curriculum.at(state.global_step, state.max_steps)
@@ -71,16 +67,6 @@ class CurriculumCallback(TrainerCallback, ExportableState):
             value = getattr(stage, name)
             if hasattr(model, "config") and (value is not None or name == "window"):
                 setattr(model.config, name, value)
-
-
-class _StreamPosition(TrainerCallback):
-    """Moves an endless stream to the first batch that a resumed run has not seen."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.stream.start = state.global_step * args.gradient_accumulation_steps
 
 
 class CurriculumTrainer(Trainer):
@@ -100,9 +86,8 @@ class CurriculumTrainer(Trainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Matrices decay. Biases, norms, A, D, dt and the lengths g of weight-normalised rows do not."""
-        return [
-            name for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("original0")
-        ]
+        found = model.named_parameters()
+        return [name for name, p in found if p.dim() > 1 and not name.endswith("original0")]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -144,8 +129,8 @@ class AlignedTrainer(CurriculumTrainer):
                 f"this task trains on one device, found {max(args.n_gpu, args.world_size)}: "
                 "set CUDA_VISIBLE_DEVICES=0 and start one process"
             )
-        args.ignore_data_skip = True  # the stream starts at the right batch itself
-        super().__init__(args=args, train_dataset=stream, callbacks=[_StreamPosition(stream)], **options)
+        args.ignore_data_skip = True  # the stream itself starts at the right batch
+        super().__init__(args=args, train_dataset=stream, **options)
         self.stream = stream
         self.label_smoothing = label_smoothing
 
@@ -175,6 +160,7 @@ class AlignedTrainer(CurriculumTrainer):
         checkpoint = folder.last_checkpoint()
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
+            self.stream.start = int(checkpoint.rpartition("-")[2])
         start = time.perf_counter()
         self.train(resume_from_checkpoint=checkpoint)
         seconds = time.perf_counter() - start
@@ -191,16 +177,13 @@ class AlignedTrainer(CurriculumTrainer):
         folder.finish(record)
 
 
-def short_run_arguments(settings: Any, output: Path, save_steps: int, progress: bool) -> TrainingArguments:
+def short_run_arguments(settings: Any, output: Path, save_steps: int) -> TrainingArguments:
     """Arguments of a run on one device: the learning rate rises over the first 5 % of the steps and falls to
     zero over the last 30 %.
 
     Args:
-        settings: with ``steps``, ``batch_size``, ``learning_rate``, ``weight_decay``, ``max_grad_norm``,
-            ``bf16`` and ``seed``.
-        output: folder of the run.
+        settings: a :class:`~deqseq.tasks.common.two_stages.TwoStageSettings`.
         save_steps: steps between checkpoints, of which the last two are kept.
-        progress: show a progress bar.
     """
     return TrainingArguments(
         output_dir=str(output),
@@ -222,5 +205,4 @@ def short_run_arguments(settings: Any, output: Path, save_steps: int, progress: 
         report_to="none",
         remove_unused_columns=False,
         dataloader_pin_memory=False,
-        disable_tqdm=not progress,
     )

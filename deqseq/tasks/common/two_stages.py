@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from deqseq.backbone import backbones
 from deqseq.causal_lm import ImplicitConfig
 from deqseq.curriculum import Curriculum, Stage
+from deqseq.gradient import gradients
+from deqseq.policy import policies
+from deqseq.registry import Registry
+from deqseq.solver import solvers
+from deqseq.tasks.common.runs import read_record, read_settings
 from deqseq.tasks.common.settings import (
     BelowOne,
     ClosedUnitInterval,
@@ -16,8 +22,12 @@ from deqseq.tasks.common.settings import (
     PositiveFinite,
     PositiveInt,
     Seed,
+    Tree,
+    build,
     check_types,
 )
+
+Settings = TypeVar("Settings", bound="TwoStageSettings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +35,8 @@ class TwoStageSettings:
     """A model, and its training in two stages.
 
     The first stage unrolls iterations from zero and differentiates through them, which is cheap and finds the
-    task. The second one searches for the fixed point; a few phantom steps carry the gradient.
+    task. The second one searches for the fixed point; a few phantom steps carry the gradient. Other policies
+    and gradient strategies get the settings of these that they take.
 
     Args:
         backbone: name of any installed backbone, or a mapping {name: NAME, option: value}
@@ -36,6 +47,8 @@ class TwoStageSettings:
         expand: inner width divided by the width; Mamba2
         headdim: width of a head, which sets the number of heads; Mamba2 and Llama
         solver: name of any installed solver, or a mapping {name: NAME, option: value}
+        gradient: the same for the gradient strategy of the fixed-point stage; phantom by default
+        convergence: the same for the policy of the search; residual by default
         damping: damping of Picard's iteration; 1 is none. Other solvers take theirs in the mapping
         steps: optimiser steps
         batch_size: sequences of a step
@@ -59,26 +72,28 @@ class TwoStageSettings:
 
     backbone: str | dict[str, Any] = "mamba2"
     explicit: bool = False
-    d_model: PositiveInt
+    d_model: PositiveInt = 128
     n_layer: PositiveInt = 1
-    d_state: PositiveInt
+    d_state: PositiveInt = 32
     expand: PositiveInt = 2
-    headdim: PositiveInt
+    headdim: PositiveInt = 32
     solver: str | dict[str, Any] = "picard"
-    damping: float
-    steps: PositiveInt
-    batch_size: PositiveInt
-    learning_rate: PositiveFinite
-    weight_decay: NonNegativeFinite
-    max_grad_norm: NonNegativeFinite
-    label_smoothing: BelowOne
-    unrolled_share: ClosedUnitInterval
-    unrolled_iterations: PositiveInt
-    tolerance: PositiveFinite
-    max_iter: PositiveInt
-    eval_max_iter: PositiveInt
-    phantom_steps: PositiveInt
-    phantom_damping: float
+    gradient: str | dict[str, Any] | None = None
+    convergence: str | dict[str, Any] | None = None
+    damping: float = 0.7
+    steps: PositiveInt = 1800
+    batch_size: PositiveInt = 64
+    learning_rate: PositiveFinite = 6e-3
+    weight_decay: NonNegativeFinite = 0.1
+    max_grad_norm: NonNegativeFinite = 0.5
+    label_smoothing: BelowOne = 0.1
+    unrolled_share: ClosedUnitInterval = 0.5
+    unrolled_iterations: PositiveInt = 4
+    tolerance: PositiveFinite = 0.005
+    max_iter: PositiveInt = 20
+    eval_max_iter: PositiveInt = 256
+    phantom_steps: PositiveInt = 4
+    phantom_damping: float = 0.8
     bf16: bool = False
     seed: Seed = 1
 
@@ -92,7 +107,7 @@ class TwoStageSettings:
             backbone=self._backbone(),
             implicit=not self.explicit,
             solver=self._solver(),
-            gradient=self._phantom(),
+            gradient=self._gradient(),
             convergence=self._search(self.max_iter),
             eval_convergence=self._search(self.eval_max_iter),
             **options,
@@ -110,41 +125,57 @@ class TwoStageSettings:
         first = {"name": "unrolled", "iterations": self.unrolled_iterations, **unrolled}
         stages = [Stage(self.unrolled_share, first)] if self.unrolled_share > 0 else []
         if self.unrolled_share < 1:
-            stages.append(Stage(1.0, self._phantom(), self._search(self.max_iter), window))
+            stages.append(Stage(1.0, self._gradient(), self._search(self.max_iter), window))
         return Curriculum(stages)
 
-    def _backbone(self) -> dict[str, Any]:
-        """The backbone with those of our sizes that it takes; its own mapping goes first."""
-        own = _mapping(self.backbone)
+    def _backbone(self) -> Tree:
         sizes = ("n_layer", "d_state", "expand", "headdim", "dt_min", "dt_max")
-        found = {name: getattr(self, name) for name in sizes if hasattr(self, name)}
-        found = {name: value for name, value in found.items() if backbones.takes(own, name)}
-        if backbones.takes(own, "n_head") and "n_head" not in own:
+        options = {name: value for name, value in vars(self).items() if name in sizes}
+        found = {"d_model": self.d_model, **_filled(backbones, self.backbone, **options)}
+        if backbones.takes(found, "n_head") and "n_head" not in found:
             if self.d_model % self.headdim:
                 raise ValueError(f"headdim must divide d_model = {self.d_model}, got {self.headdim}")
             found["n_head"] = self.d_model // self.headdim
-        return {"name": own["name"], "d_model": self.d_model, **found, **own}
+        return found
 
-    def _solver(self) -> dict[str, Any]:
-        own = _mapping(self.solver)
-        if own["name"] == "picard":
-            return {"name": "picard", "damping": self.damping, **own}
+    def _solver(self) -> Tree:
+        found = _filled(solvers, self.solver)
+        if found["name"] == "picard":
+            return {"damping": self.damping, **found}
         if self.damping != next(f.default for f in fields(self) if f.name == "damping"):
             raise ValueError(
-                f"damping is Picard's, got {self.damping} with solver {own['name']}: solvers with a damping "
-                "take it as {name: NAME, damping: D}"
+                f"damping is Picard's, got {self.damping} with solver {found['name']}: other solvers take "
+                "theirs as {name: NAME, damping: D}"
             )
-        return own
+        return found
 
-    def _phantom(self) -> dict[str, Any]:
-        return {"name": "phantom", "steps": self.phantom_steps, "damping": self.phantom_damping}
+    def _gradient(self) -> Tree:
+        return _filled(
+            gradients, self.gradient or "phantom", steps=self.phantom_steps, damping=self.phantom_damping
+        )
 
-    def _search(self, max_iter: int) -> dict[str, Any]:
-        return {"name": "residual", "rtol": self.tolerance, "max_iter": max_iter}
+    def _search(self, max_iter: int) -> Tree:
+        return _filled(policies, self.convergence or "residual", rtol=self.tolerance, max_iter=max_iter)
 
 
-def _mapping(part: str | Mapping[str, Any]) -> dict[str, Any]:
-    found = {"name": part} if isinstance(part, str) else dict(part)
-    if not isinstance(found.get("name"), str):
-        raise ValueError(f"a part given as a mapping needs a 'name', got {found}")
-    return found
+def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple[Settings, Tree]:
+    """The settings of the finished run in folder ``path``, and what it recorded under the names ``others``.
+
+    Raises:
+        ValueError: no run there, or one of another kind or not finished.
+    """
+    found = read_settings(path)
+    also = {name: found.pop(name, None) for name in others}
+    try:
+        settings = build(kind, found)
+    except ValueError as error:
+        raise ValueError(f"{path} holds a run of another kind: {error}") from error
+    read_record(path)
+    return settings, also
+
+
+def _filled(registry: Registry[Any], part: str | Mapping[str, Any], **options: Any) -> Tree:
+    """The part as a mapping, with those of the options that it takes and does not set itself."""
+    own = {"name": part} if isinstance(part, str) else dict(part)
+    taken = {name: value for name, value in options.items() if registry.takes(own, name)}
+    return {"name": own.get("name"), **taken, **own}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,8 +19,7 @@ from deqseq.tasks.common.settings import (
     build_changed,
     read_yaml,
 )
-from deqseq.tasks.state_tracking.algebra import algebra
-from deqseq.tasks.state_tracking.data import WordProblemDataset, algebra_of_csv, read_csv, write_csv
+from deqseq.tasks.state_tracking.data import algebra_of_csv, generate, read_csv, write_csv
 from deqseq.tasks.state_tracking.demo import demo
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, evaluate_fresh, load, save, table
 from deqseq.tasks.state_tracking.jacobian import report
@@ -39,10 +39,8 @@ tokens that matter is 1 - p."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     quiet_transformers()
-    commands: dict[str, command_line.Command] = {
-        "train": _train, "evaluate": _evaluate, "study": _study, "data": _data, "jacobian": _jacobian,
-        "demo": _demo,
-    }  # fmt: skip
+    functions: list[command_line.Command] = [_train, _evaluate, _study, _data, _jacobian, _demo]
+    commands = {function.__name__[1:]: function for function in functions}
     return command_line.main(
         "python -m deqseq.tasks.state_tracking", _ABOUT, commands, arguments,
         interrupted="train and study go on from their last checkpoint, with the same command",
@@ -68,8 +66,8 @@ def _train(
         run: YAML file with other defaults of the fields below, or the name of a shipped one: a5xm
         save_steps: steps between checkpoints
     """
-    fields = {} if run is None else read_yaml(run, RUNS)
-    train(build_changed(TrainSettings, fields, settings), output, save_steps=save_steps)
+    defaults = {} if run is None else read_yaml(run, RUNS)
+    train(build_changed(TrainSettings, defaults, settings), output, save_steps=save_steps)
     record = read_record(output)
     plot_training(record["log"], output / "training.png")
     print(f"trained in {record['seconds']:.0f} s; model, log and figure in {output}")
@@ -117,15 +115,13 @@ def _evaluate(
         raise ValueError("an explicit model is not solved: it takes no tolerance, max-iter or damping")
     windows = [None] if settings.explicit else [None if tokens == "all" else tokens for tokens in window]
     folder = output or run / "evaluation"
-    asked: dict[str, Any] = {**search, "csv": csv}
-    if not csv:
-        asked |= {"sequences": sequences, "seed": seed}
+    asked = {**search, "csv": csv} | ({} if csv else {"sequences": sequences, "seed": seed})
     options: dict[str, Any] = {**search, "batch_size": batch_size, "progress": True}
     rows: list[tuple[str, Evaluation]] = []
 
     def keep(found: Evaluation) -> None:  # at once: the next test may take an hour
         rows.append((name, found))
-        save(rows, folder / "evaluation.json", asked)
+        save(rows, folder / "evaluation.json", **asked)
 
     if csv:
         group = algebra_of_csv(csv)
@@ -135,10 +131,9 @@ def _evaluate(
         for size in windows:
             keep(evaluate(model, tokens, targets, size, **options))
     else:
-        for p in identity_probability or [settings.identity_probability]:
-            for long in length or (settings.length, 4 * settings.length):
-                for size in windows:
-                    keep(evaluate_fresh(model, settings, long, sequences, seed, p, window=size, **options))
+        shares = identity_probability or [settings.identity_probability]
+        for p, long, size in product(shares, length or [settings.length, 4 * settings.length], windows):
+            keep(evaluate_fresh(model, settings, long, sequences, seed, p, window=size, **options))
     print(table(rows))
     plot_by_position(rows, folder / "by_position.png", settings.algebra.chance, settings.length)
     print(f"wrote {folder / 'evaluation.json'} and {folder / 'by_position.png'}")
@@ -187,14 +182,12 @@ def _data(
             raise ValueError(f"{file} must hold sequences of {length}, they are of {tokens.shape[1]}")
         print(f"{file}: {len(tokens)} sequences of {tokens.shape[1]}, all products right")
         return
-    fresh = WordProblemDataset.generate(
-        algebra(group.name), sequences=sequences, length=length, identity_probability=identity_probability,
-        seed=seed,
-    )  # fmt: skip
     if file.exists():
         raise ValueError(f"{file} exists: choose another name")
-    write_csv(file, fresh.tokens, fresh.targets, seed)
-    print(f"wrote {len(fresh)} sequences of {length} to {file}")
+    p = identity_probability
+    fresh = generate(group, sequences=sequences, length=length, identity_probability=p, seed=seed)
+    write_csv(file, *fresh, seed)
+    print(f"wrote {sequences} sequences of {length} to {file}")
 
 
 def _jacobian(

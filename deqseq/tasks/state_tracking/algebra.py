@@ -12,19 +12,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
-from itertools import pairwise, permutations
-from typing import Any
+from itertools import pairwise, permutations, product
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 MAX_ELEMENTS = 5040
 """Largest vocabulary allowed: S7, whose table of 25 million entries takes 200 MB."""
-
-_KNOWN_FORMS = (
-    "Zn (n ≥ 2), Sn (n ≥ 2), An (n ≥ 3), M, and direct products such as A5xM or A4_x_Z5, "
-    f"with at most {MAX_ELEMENTS} elements"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +31,8 @@ class Algebra:
         elements: the N elements in token order: permutations as 0-based tuples, integers for
             Z_n, letters for M, tuples of components for products.
         table: (N, N) int64 on the CPU; ``table[a, b]`` is the index of a·b.
-        identity: index of the identity.
         factors: the factors of a direct product from left to right, empty otherwise.
+        identity: index of the identity, which is the first element.
 
     Compared and hashed by identity, so that derived tables can be cached.
     """
@@ -45,8 +40,8 @@ class Algebra:
     name: str
     elements: tuple[Any, ...]
     table: Tensor
-    identity: int
     factors: tuple["Algebra", ...] = ()
+    identity: ClassVar[int] = 0
 
     def __len__(self) -> int:
         return len(self.elements)
@@ -54,8 +49,6 @@ class Algebra:
     @cached_property
     def is_group(self) -> bool:
         """Whether every element has an inverse."""
-        if self.factors:
-            return all(factor.is_group for factor in self.factors)
         return bool((self.table == self.identity).any(dim=1).all())
 
     @cached_property
@@ -65,12 +58,11 @@ class Algebra:
         The first tensor lists the elements that are the identity in every factor that is not a
         group, the second those that are the identity in every factor that is one. Both are int64
         on the CPU and sorted. Every element is the product of one of each, with index
-        ``group + monoid - identity``, because indices are left-major.
+        ``group + monoid``, because indices are left-major.
         """
         group = monoid = torch.zeros(1, dtype=torch.int64)
         for factor in self.factors or (self,):
-            every = torch.arange(len(factor))
-            only = torch.tensor([factor.identity])
+            every, only = torch.arange(len(factor)), torch.tensor([self.identity])
             group_digit, monoid_digit = (every, only) if factor.is_group else (only, every)
             group = (group[:, None] * len(factor) + group_digit).flatten()
             monoid = (monoid[:, None] * len(factor) + monoid_digit).flatten()
@@ -90,31 +82,18 @@ class Algebra:
         return 1 / len(self.table[self.table[:, inside]].unique())
 
 
-def _cyclic(name: str, n: int) -> Algebra:
-    indices = torch.arange(n)
-    return Algebra(name, tuple(range(n)), (indices[:, None] + indices) % n, identity=0)
-
-
-def _permutation_group(name: str, n: int, even_only: bool) -> Algebra:
+def _permutation_group(name: str, n: int) -> Algebra:
     from sympy.combinatorics import Permutation  # takes half a second to import
 
-    every = permutations(range(n))
-    elements = torch.tensor([p for p in every if not even_only or Permutation(p).is_even])
+    even_only = name[0] == "A"
+    elements = torch.tensor([p for p in permutations(range(n)) if not even_only or Permutation(p).is_even])
     # Read as numbers in base n, permutations in lexicographic order are sorted.
     place_values = n ** torch.arange(n - 1, -1, -1)
     keys = (elements * place_values).sum(dim=1)
     table = torch.empty(len(elements), len(elements), dtype=torch.int64)
     for row, left in zip(table, elements, strict=True):  # by rows, to keep intermediates small
         row.copy_(torch.searchsorted(keys, (left[elements] * place_values).sum(dim=1)))
-    return Algebra(name, tuple(tuple(p) for p in elements.tolist()), table, identity=0)
-
-
-def _aperiodic_monoid(name: str) -> Algebra:
-    # X is absorbing: A·A = A·B = X, and products with X are X.
-    elements = "EABX"
-    rows = ("EABX", "AXXX", "BABX", "XXXX")
-    table = torch.tensor([[elements.index(entry) for entry in row] for row in rows])
-    return Algebra(name, tuple(elements), table, identity=0)
+    return Algebra(name, tuple(map(tuple, elements.tolist())), table)
 
 
 def _direct_product(factors: Sequence[Algebra]) -> Algebra:
@@ -122,22 +101,16 @@ def _direct_product(factors: Sequence[Algebra]) -> Algebra:
         n, m = len(left), len(right)
         return (left[:, None, :, None] * m + right[None, :, None, :]).reshape(n * m, n * m)
 
-    elements: list[tuple[object, ...]] = [()]
-    identity = 0
-    for factor in factors:
-        elements = [(*rest, element) for rest in elements for element in factor.elements]
-        identity = identity * len(factor) + factor.identity
     return Algebra(
         name="x".join(factor.name for factor in factors),
-        elements=tuple(elements),
+        elements=tuple(product(*(factor.elements for factor in factors))),
         table=reduce(multiply, (factor.table for factor in factors)),
-        identity=identity,
         factors=tuple(factors),
     )
 
 
 def _size(name: str) -> int:
-    """Number of elements of a simple algebra, 0 for a name that is none."""
+    """Number of elements of a simple algebra, 0 for an unknown name."""
     if name == "M":
         return 4
     match = re.fullmatch(r"([ZSA])([1-9][0-9]{0,3})", name)
@@ -157,11 +130,15 @@ def _build(names: tuple[str, ...]) -> Algebra:
     if len(names) > 1:
         return _direct_product([_build((name,)) for name in names])
     (name,) = names
-    if name == "M":
-        return _aperiodic_monoid(name)
+    if name == "M":  # X is absorbing: A·A = A·B = X, and products with X are X
+        rows = ("EABX", "AXXX", "BABX", "XXXX")
+        table = torch.tensor([["EABX".index(entry) for entry in row] for row in rows])
+        return Algebra(name, tuple("EABX"), table)
+    n = int(name[1:])
     if name[0] == "Z":
-        return _cyclic(name, int(name[1:]))
-    return _permutation_group(name, int(name[1:]), even_only=name[0] == "A")
+        indices = torch.arange(n)
+        return Algebra(name, tuple(range(n)), (indices[:, None] + indices) % n)
+    return _permutation_group(name, n)
 
 
 def algebra(name: str) -> Algebra:
@@ -173,14 +150,16 @@ def algebra(name: str) -> Algebra:
     joined by ``x`` or ``_x_``: ``A5xM`` has 240 elements.
 
     Raises:
-        ValueError: for any other name, and for more than ``MAX_ELEMENTS`` elements.
+        ValueError: any other name, or more than ``MAX_ELEMENTS`` elements.
     """
     names = tuple(re.split(r"_x_|x", name))
-    sizes = [_size(factor) for factor in names]
-    if 0 in sizes:
-        raise ValueError(f"unknown algebra {name!r}: must be one of {_KNOWN_FORMS}")
-    if math.prod(sizes) > MAX_ELEMENTS:
-        raise ValueError(f"algebra {name!r} is too large: must be one of {_KNOWN_FORMS}")
+    size = math.prod(map(_size, names))
+    if not 0 < size <= MAX_ELEMENTS:
+        problem = f"algebra {name!r} is too large" if size else f"unknown algebra {name!r}"
+        raise ValueError(
+            f"{problem}: must be one of Zn (n ≥ 2), Sn (n ≥ 2), An (n ≥ 3), M, and direct products "
+            f"such as A5xM or A4_x_Z5, with at most {MAX_ELEMENTS} elements"
+        )
     return _build(names)
 
 
@@ -196,33 +175,11 @@ def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     then each chunk is multiplied by the product of the chunks before it. That takes 2√L sequential table
     look-ups instead of L, for twice the work.
 
-    Args:
-        algebra: where to multiply.
-        tokens: (B, L) integers in [0, N), on any device.
-
-    Returns:
-        (B, L) int64 on the same device.
-
-    Raises:
-        ValueError: ``tokens`` is not a matrix of integers in that range.
-    """
-    n = len(algebra)
-    if tokens.ndim != 2 or tokens.is_floating_point():
-        raise ValueError(f"tokens are {tuple(tokens.shape)} {tokens.dtype}, must be (B, L) integer")
-    if tokens.numel() == 0:
-        return tokens.to(torch.int64)
-    low, high = (int(bound) for bound in torch.aminmax(tokens))
-    if low < 0 or high >= n:
-        raise ValueError(f"tokens span [{low}, {high}], must lie in [0, {n}) for {algebra.name}")
-    return unchecked_prefix_products(algebra, tokens)
-
-
-def unchecked_prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
-    """:func:`prefix_products` without a check of the range, so it never waits for the device.
+    Never waits for the device.
 
     Args:
         algebra: where to multiply.
-        tokens: (B, L) integers in [0, N), with B and L positive.
+        tokens: (B, L) integers in [0, N), with B and L positive, on any device; the range is not checked.
 
     Returns:
         (B, L) int64 on the same device.

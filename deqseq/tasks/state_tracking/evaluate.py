@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -23,11 +21,10 @@ from deqseq.tasks.common import results
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.models import implicit_layer, solve_options
 from deqseq.tasks.common.results import Column, column
-from deqseq.tasks.state_tracking.data import WordProblemDataset
+from deqseq.tasks.common.two_stages import load_settings
+from deqseq.tasks.state_tracking.data import WordProblems, generate
 from deqseq.tasks.state_tracking.lstm import LSTM
-from deqseq.tasks.state_tracking.settings import TrainSettings, load_settings
-
-logger = logging.getLogger(__name__)
+from deqseq.tasks.state_tracking.settings import TrainSettings
 
 
 @dataclass
@@ -72,19 +69,12 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM | LSTM, TrainSettings]:
     Raises:
         ValueError: no run there, one that is not finished, or a checkpoint that cannot be read.
     """
-    settings = load_settings(path)
-    if not (Path(path) / "model.safetensors").exists():
-        raise ValueError(f"the run in {path} is not finished: it has no model.safetensors yet")
+    settings, _ = load_settings(TrainSettings, path)
+    kind: Any = LSTM if settings.backbone == "lstm" else ImplicitForCausalLM
     try:
-        kind: Any = LSTM if settings.backbone == "lstm" else ImplicitForCausalLM
         model = kind.from_pretrained(path)
-    except (OSError, RuntimeError, json.JSONDecodeError) as error:
+    except Exception as error:  # transformers and safetensors have many classes of errors
         raise ValueError(f"the checkpoint in {path} cannot be read: {error}") from error
-    except Exception as error:
-        # safetensors has its own class of errors for damaged files.
-        if type(error).__module__.startswith("safetensors"):
-            raise ValueError(f"the checkpoint in {path} is damaged: {error}") from error
-        raise
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), settings
 
 
@@ -122,10 +112,8 @@ def evaluate(
     if not tokens.numel():
         raise ValueError("there is nothing to evaluate: no sequences, or no tokens in them")
     for extreme in (int(tokens.min()), int(tokens.max())):
-        if not 0 <= extreme < model.config.vocab_size:
-            raise ValueError(
-                f"token {extreme} is outside the model's vocabulary of {model.config.vocab_size}"
-            )
+        if not 0 <= extreme < (size := model.config.vocab_size):
+            raise ValueError(f"token {extreme} is outside the model's vocabulary of {size}")
     model.eval()
     options: dict[str, Any] = {}
     if implicit_layer(model) is not None:
@@ -133,11 +121,11 @@ def evaluate(
     solves = SolveStatistics()
     parts = []
     start = time.perf_counter()
-    batches = range(0, len(tokens), batch_size)
+    batches = list(zip(tokens.split(batch_size), targets.split(batch_size), strict=True))
     description = f"length {tokens.shape[1]}, window {window or 'all'}"
-    for i in tqdm(batches, desc=description, leave=False, disable=not progress):
-        out = model(tokens[i : i + batch_size].to(model.device), **options)
-        parts.append(out.logits.argmax(-1) == targets[i : i + batch_size].to(model.device))
+    for inputs, expected in tqdm(batches, desc=description, leave=False, disable=not progress):
+        out = model(inputs.to(model.device), **options)
+        parts.append(out.logits.argmax(-1) == expected.to(model.device))
         if out.solution is not None:
             solves.add(out.solution)
     right = torch.cat(parts).cpu().double()
@@ -175,20 +163,14 @@ def evaluate_fresh(
         options: of :func:`evaluate`.
     """
     p = settings.identity_probability if identity_probability is None else identity_probability
-    fresh = held_out(replace(settings, identity_probability=p), length, sequences, seed)
-    found = evaluate(model, fresh.tokens, fresh.targets, **options)
-    return replace(found, identity_probability=p)
+    fresh = generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)
+    return replace(evaluate(model, *fresh, **options), identity_probability=p)
 
 
-def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblemDataset:
+def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblems:
     """Fresh sequences of the model's task, at any length."""
-    return WordProblemDataset.generate(
-        settings.algebra,
-        sequences=sequences,
-        length=length,
-        identity_probability=settings.identity_probability,
-        seed=seed,
-    )
+    p = settings.identity_probability
+    return generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)
 
 
 _measure = partial(column, of=itemgetter(1))
@@ -211,7 +193,7 @@ def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
     return results.table(_COLUMNS, rows)
 
 
-def save(rows: Sequence[tuple[str, Evaluation]], path: Path, asked: Mapping[str, Any] | None = None) -> None:
+def save(rows: Sequence[tuple[str, Evaluation]], path: Path, **asked: Any) -> None:
     """Write the evaluations as JSON, each with the options ``asked`` for."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, [{"model": name, **(asked or {}), **asdict(found)} for name, found in rows])
+    write_json(path, [{"model": name, **asked, **asdict(found)} for name, found in rows])

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, LayerOutput, Residual, SolveOptions
+from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, SolveOptions
 from deqseq.backbone import State
 from deqseq.backbones import Mamba2Backbone
 from deqseq.solution import Status
@@ -65,7 +65,7 @@ class Jacobian:
     disagreement: float
 
 
-COLUMNS: tuple[Column, ...] = (
+_COLUMNS: tuple[Column, ...] = (
     column("model"), column("token"), column("entries"), column("diagonal", ".2e"),
     column("off_diagonal", ".2e"), column("off_diagonal_mass", ".1e"), column("disagreement", ".1e"),
 )  # fmt: skip
@@ -106,22 +106,18 @@ def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
     """
     tail, h = state.layers[0]
     out = _solve(layer, x, state)
-    size = _STEP * max(h.abs().max(), _recurrent(out).abs().max())
+    size = _STEP * max(h.abs().max(), out.state.layers[0][1].abs().max())
     moves = torch.eye(h.numel(), dtype=h.dtype).view(-1, *h.shape[1:]) * size
     states = torch.cat([h + moves, h - moves])
     batch = len(states)
     changed = State(state.seen.expand(batch), ((tail.expand(batch, -1, -1), states),))
     found = _solve(layer, x.expand(batch, -1, -1), changed, out.z.expand(batch, -1, -1))
-    ahead, behind = _recurrent(found).flatten(1).chunk(2)
+    ahead, behind = found.state.layers[0][1].flatten(1).chunk(2)
     return ((ahead - behind) / (2 * size)).T
 
 
-def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> LayerOutput:
-    """The layer's output for one token.
-
-    Raises:
-        ValueError: it does not converge to the tolerance.
-    """
+def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> Any:
+    """The layer's output for one token; ``ValueError`` if it does not converge to the tolerance."""
     if isinstance(layer, ExplicitSequenceLayer):
         return layer(x, state=state)
     out = layer(x, state=state, z0=z0, solve=_EXACTLY)
@@ -131,12 +127,6 @@ def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> L
             f"the layer does not converge: residual {worst:.1e} after {out.solution.nfe} evaluations"
         )
     return out
-
-
-def _recurrent(out: LayerOutput) -> Tensor:
-    """The recurrence's state after the token."""
-    assert out.state is not None
-    return out.state.layers[0][1]
 
 
 def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tensor]]:
@@ -177,24 +167,9 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
             state = _solve(layer, token, state).state
 
 
-def random_layers() -> dict[str, Layer]:
-    """Untrained explicit and implicit layers, of the size in the paper's check."""
-    sizes: dict[str, Any] = {"n_layer": 1, "d_state": 1, "expand": 1, "headdim": 64}
-    return {
-        "explicit, random": ExplicitSequenceLayer(Mamba2Backbone(64, injection=False, **sizes)),
-        "implicit, random": ImplicitSequenceLayer(Mamba2Backbone(64, **sizes)),
-    }
-
-
-@dataclass
-class _Case:
-    name: str
-    layer: Layer
-    x: Tensor  # (1, L, D)
-
-
-def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[_Case]:
-    """Random layers on random inputs, then trained layers on fresh sequences of their word problem.
+def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[tuple[str, Layer, Tensor]]:
+    """Names, layers and inputs (1, L, D): random layers of the size in the paper's check on random inputs,
+    then trained layers on fresh sequences of their word problem.
 
     A trained layer's name ends with the name of its folder, or with the path if folders share a name.
 
@@ -202,8 +177,11 @@ def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[_Case]
         ValueError: a folder without a finished run; the run of an LSTM.
     """
     torch.manual_seed(seed)
-    for name, layer in random_layers().items():
-        yield _Case(name, layer, torch.randn(1, length, 64))
+    sizes: dict[str, Any] = {"n_layer": 1, "d_state": 1, "expand": 1, "headdim": 64}
+    explicit = ExplicitSequenceLayer(Mamba2Backbone(64, injection=False, **sizes))
+    implicit = ImplicitSequenceLayer(Mamba2Backbone(64, **sizes))
+    yield "explicit, random", explicit, torch.randn(1, length, 64)
+    yield "implicit, random", implicit, torch.randn(1, length, 64)
     folders = [Path(run).resolve() for run in runs]
     names = [folder.name for folder in folders]
     for folder in dict.fromkeys(folders):
@@ -215,7 +193,7 @@ def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[_Case]
         tokens = held_out(settings, length, 1, seed).tokens
         with torch.no_grad():
             x = model.get_input_embeddings()(tokens.to(model.device))
-        yield _Case(name, model.model.layer.cpu(), x.cpu())
+        yield name, model.model.layer.cpu(), x.cpu()
 
 
 def report(runs: Sequence[str | Path], length: int, seed: int, output: Path) -> list[Jacobian]:
@@ -225,11 +203,11 @@ def report(runs: Sequence[str | Path], length: int, seed: int, output: Path) -> 
         ValueError: see :func:`cases` and :func:`inspect`.
     """
     rows, last = [], {}
-    for case in cases(runs, length, seed):
-        for row, found in inspect(case.name, case.layer, case.x):
-            rows.append(row)
-            last[case.name] = found
-    print(table(COLUMNS, rows))
+    for name, layer, x in cases(runs, length, seed):
+        found = list(inspect(name, layer, x))
+        rows += [row for row, _ in found]
+        last[name] = found[-1][1]
+    print(table(_COLUMNS, rows))
     output.mkdir(parents=True, exist_ok=True)
     settings = {"runs": list(map(str, runs)), "length": length, "seed": seed, "tolerance": TOLERANCE}
     made = {"settings": settings, **provenance(torch.device("cpu"))}

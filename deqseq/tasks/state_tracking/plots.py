@@ -60,8 +60,8 @@ def plot_by_length(
     def draw(axes: list[Any]) -> None:
         for axis, p in zip(axes, shares, strict=True):
             for i, name in enumerate(names):
-                curve = sorted(curves.get((p, name), {}).items())
-                lengths, found = [length for length, _ in curve], [values for _, values in curve]
+                curve = dict(sorted(curves.get((p, name), {}).items()))
+                lengths, found = list(curve), list(curve.values())
                 style = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--"}
                 axis.plot(lengths, [sum(v) / len(v) for v in found], label=name, marker=".", **style)
                 worst, best = [min(v) for v in found], [max(v) for v in found]

@@ -7,17 +7,9 @@ from pathlib import Path
 
 import torch
 
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.curriculum import Curriculum
-from deqseq.tasks.common.runs import read_settings
-from deqseq.tasks.common.settings import (
-    BelowOne,
-    ClosedUnitInterval,
-    NonNegativeFinite,
-    PositiveFinite,
-    PositiveInt,
-    build,
-)
+from deqseq.tasks.common.settings import ClosedUnitInterval, PositiveFinite, PositiveInt
 from deqseq.tasks.common.two_stages import TwoStageSettings
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra
 from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig
@@ -67,23 +59,6 @@ class TrainSettings(TwoStageSettings):
     train_window: PositiveInt | None = None
     dt_min: PositiveFinite = 1e-3
     dt_max: PositiveFinite = 1e-1
-    d_model: PositiveInt = 128
-    d_state: PositiveInt = 32
-    headdim: PositiveInt = 32
-    damping: float = 0.7
-    steps: PositiveInt = 1800
-    batch_size: PositiveInt = 64
-    learning_rate: PositiveFinite = 6e-3
-    weight_decay: NonNegativeFinite = 0.1
-    max_grad_norm: NonNegativeFinite = 0.5
-    label_smoothing: BelowOne = 0.1
-    unrolled_share: ClosedUnitInterval = 0.5
-    unrolled_iterations: PositiveInt = 4
-    tolerance: PositiveFinite = 0.005
-    max_iter: PositiveInt = 20
-    eval_max_iter: PositiveInt = 256
-    phantom_steps: PositiveInt = 4
-    phantom_damping: float = 0.8
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,25 +91,8 @@ class TrainSettings(TwoStageSettings):
         """A fresh model."""
         if self.backbone == "lstm":
             return LSTM(LSTMConfig(len(self.algebra), self.d_model, self.n_layer))
-        return ImplicitForCausalLM(self.config())
-
-    def config(self) -> ImplicitConfig:
-        """The configuration of an equilibrium model or its explicit twin."""
-        return self._config(len(self.algebra), window=self.train_window)
+        return ImplicitForCausalLM(self._config(len(self.algebra), window=self.train_window))
 
     def curriculum(self) -> Curriculum | None:
         """The two stages; ``None`` for an explicit model."""
         return self._curriculum(self.train_window)
-
-
-def load_settings(path: str | Path) -> TrainSettings:
-    """The settings of the run in folder ``path``.
-
-    Raises:
-        ValueError: no run there, or one of another kind.
-    """
-    found = read_settings(path)
-    try:
-        return build(TrainSettings, found)
-    except ValueError as error:
-        raise ValueError(f"{path} holds a run of another kind: {error}") from error

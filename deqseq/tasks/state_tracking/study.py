@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
@@ -55,17 +56,16 @@ class Test:
         if self.damping is not None:
             check_damping(self.damping)
 
-    def cases(self, explicit: bool) -> Iterator[dict[str, Any]]:
+    def cases(self, explicit: bool) -> list[dict[str, Any]]:
         """What :func:`evaluate_fresh` takes, for every evaluation."""
-        for p in self.identity_probability:
-            for length in self.length:
-                case = {"length": length, "sequences": self.sequences, "identity_probability": p}
-                if explicit:
-                    yield case
-                else:
-                    for window in self.window:
-                        tokens = None if window == "all" else int(window)
-                        yield {**case, "window": tokens, "max_iter": self.max_iter, "damping": self.damping}
+        search = {"max_iter": self.max_iter, "damping": self.damping}
+        solves = [{"window": None if w == "all" else w, **search} for w in self.window]
+        return [
+            {"length": length, "sequences": self.sequences, "identity_probability": p, **solve}
+            for p in self.identity_probability
+            for length in self.length
+            for solve in ([{}] if explicit else solves)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,16 +132,12 @@ def load_study(source: str) -> Study:
 
 @dataclass(frozen=True)
 class Result:
-    """One test of one trained model; ``case`` is what :func:`evaluate_fresh` was given."""
+    """One test of one trained model; ``case``: the arguments of :func:`evaluate_fresh`."""
 
     variant: str
     seed: int
     case: Mapping[str, Any]
     evaluation: Evaluation
-
-    @property
-    def window(self) -> str:
-        return window_name(self.evaluation)
 
 
 def conduct(
@@ -154,8 +150,8 @@ def conduct(
 
     Args:
         output: folder of the study; a run is in ``output/VARIANT/seed-N``.
-        variants, seeds: those to train and test now; all by default. Of the others what is there is shown,
-            so several processes can share a study.
+        variants, seeds: those to train and test now; all by default. The finished results of the others are
+            shown, so several processes can share a study.
 
     Raises:
         ValueError: no such variant or seed; the folder holds runs with other settings.
@@ -164,23 +160,21 @@ def conduct(
         if unknown := sorted(set(asked or ()) - set(known)):  # type: ignore[type-var]
             there = ", ".join(map(str, known))
             raise ValueError(f"no {name} {', '.join(map(str, unknown))}: the study has {there}")
-    runs = {
-        (name, seed): (study.settings(name, seed), output / name / f"seed-{seed}")
+    runs = [
+        (name, seed, study.settings(name, seed), output / name / f"seed-{seed}")
         for name in study.variants
         for seed in study.seeds
-    }
-    for settings, folder in runs.values():  # those only shown as well, and before anything is trained
+    ]
+    for _, _, settings, folder in runs:  # all are checked before anything is trained
         RunFolder(folder, asdict(settings))
     results = []
-    for name in study.variants:
-        for seed in study.seeds:
-            settings, folder = runs[name, seed]
-            cases = study.cases(settings.explicit)
-            if (variants is None or name in variants) and (seeds is None or seed in seeds):
-                logger.info("%s, seed %d: %s", name, seed, folder)
-                _test(settings, folder, cases)
-            found = _read(folder / _RESULTS)
-            results += [Result(name, seed, case, found[key]) for key, case in cases.items() if key in found]
+    for name, seed, settings, folder in runs:
+        cases = study.cases(settings.explicit)
+        if (variants is None or name in variants) and (seeds is None or seed in seeds):
+            logger.info("%s, seed %d: %s", name, seed, folder)
+            _test(settings, folder, cases)
+        found = _read(folder / _RESULTS)
+        results += [Result(name, seed, case, found[key]) for key, case in cases.items() if key in found]
     write_json(output / _RESULTS, [asdict(result) for result in results])
     _draw(study, results, output)
     return results
@@ -206,21 +200,19 @@ def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
     run = study.settings(next(iter(study.variants)), study.seeds[0])
     chance = run.algebra.chance
     by_window: dict[tuple[float, str], dict[str, dict[int, list[float]]]] = {}
-    models: dict[tuple[str, int, float, int], dict[str, Evaluation]] = {}
+    models: dict[tuple[str, int, float, int], list[tuple[str, Evaluation]]] = {}
     for r in results:
-        p, length = r.case["identity_probability"], r.case["length"]
-        curve = by_window.setdefault((p, r.variant), {}).setdefault(r.window, {})
+        p, length, window = r.case["identity_probability"], r.case["length"], window_name(r.evaluation)
+        curve = by_window.setdefault((p, r.variant), {}).setdefault(window, {})
         curve.setdefault(length, []).append(r.evaluation.accuracy_last10)
-        if r.window != "-":
-            models.setdefault((r.variant, r.seed, p, length), {})[r.window] = r.evaluation
+        if window != "-":
+            models.setdefault((r.variant, r.seed, p, length), []).append((r.variant, r.evaluation))
     # Windows agree, so one is enough: that of most lengths.
     curves = {case: max(found.values(), key=len) for case, found in by_window.items()}
     plot_by_length(curves, output / "by_length.png", chance, run.length)
-    several = next((case for case in models.items() if len(case[1]) > 1), None)
+    several = next((rows for rows in models.values() if len(rows) > 1), None)
     if several is not None:
-        (name, *_), found = several
-        rows = [(name, e) for e in found.values()]
-        plot_by_position(rows, output / "by_position.png", chance, run.length)
+        plot_by_position(several, output / "by_position.png", chance, run.length)
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -229,23 +221,23 @@ def summary(results: Sequence[Result]) -> str:
     for r in results:
         groups.setdefault(json.dumps([r.variant, r.case]), []).append(r)
 
-    def mean(name: str, form: str, title: str | None = None) -> Column:
+    def mean(name: str, form: str) -> Callable[[list[Result]], str]:
         def write(group: list[Result]) -> str:
             values = [getattr(r.evaluation, name) for r in group]
-            return "-" if None in values else format(sum(values) / len(values), form)
+            return "-" if None in values else format(fmean(values), form)
 
-        return title or name, write
+        return write
 
     columns: list[Column] = [
         ("model", lambda group: group[0].variant),
         ("p", lambda group: f"{group[0].case['identity_probability']:g}"),
         ("length", lambda group: str(group[0].case["length"])),
-        ("window", lambda group: group[0].window),
+        ("window", lambda group: window_name(group[0].evaluation)),
         ("seeds", lambda group: str(len(group))),
-        mean("accuracy_last10", ".4f", "last 10"),
+        ("last 10", mean("accuracy_last10", ".4f")),
         ("worst", lambda group: f"{min(r.evaluation.accuracy_last10 for r in group):.4f}"),
-        mean("iterations", ".1f"),
-        mean("passes", ".0f"),
-        mean("converged", ".4f"),
+        ("iterations", mean("iterations", ".1f")),
+        ("passes", mean("passes", ".0f")),
+        ("converged", mean("converged", ".4f")),
     ]
     return table(columns, list(groups.values()))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -23,9 +24,7 @@ from deqseq.tasks.state_tracking.settings import TrainSettings
 logger = logging.getLogger(__name__)
 
 
-def train(
-    settings: TrainSettings, output: str | Path, save_steps: int = 500, progress: bool = True
-) -> ImplicitForCausalLM | LSTM:
+def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM | LSTM:
     """Train in folder ``output``; an interrupted run is resumed from its last checkpoint.
 
     Writes the model (``config.json``, ``model.safetensors``), ``settings.json`` and ``training.json``
@@ -35,7 +34,6 @@ def train(
     Args:
         output: folder of the run.
         save_steps: steps between checkpoints.
-        progress: show a progress bar.
 
     Raises:
         ValueError: ``output`` holds another run.
@@ -47,13 +45,10 @@ def train(
     folder.start()
     set_seed(settings.seed)
     model = settings.model()
-    arguments = short_run_arguments(settings, folder.path, save_steps, progress)
+    arguments = short_run_arguments(settings, folder.path, save_steps)
+    batches = _Batches(settings, arguments.device)
     trainer = AlignedTrainer(
-        arguments,
-        _Batches(settings, arguments.device),
-        settings.label_smoothing,
-        model=model,
-        curriculum=settings.curriculum(),
+        arguments, batches, settings.label_smoothing, model=model, curriculum=settings.curriculum()
     )
     trainer.train_in(folder)
     return load(folder.path)[0]
@@ -77,15 +72,9 @@ class _Batches(IterableDataset[Batch]):
         )
         self.ends = [round(end * s.steps) for end, _, _ in stages]
         self.rehearsal = s.rehearsal
+        sizes: Any = {"seed": s.seed, "batch_size": s.batch_size, "device": device}
         self.streams = [
-            WordProblemStream(
-                s.algebra,
-                lengths,
-                identity_probability=probability,
-                seed=s.seed,
-                batch_size=s.batch_size,
-                device=device,
-            )
+            WordProblemStream(s.algebra, lengths, identity_probability=probability, **sizes)
             for _, lengths, probability in stages
         ]
 

@@ -11,6 +11,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 
 from deqseq.backbone import backbones
+from deqseq.causal_lm import reference
 from deqseq.checks import check_count
 from deqseq.gradient import gradients
 from deqseq.policy import policies
@@ -199,11 +200,9 @@ class ImplicitConfig(PreTrainedConfig):
         Raises:
             ValueError: the configuration of another kind of model.
         """
-        from deqseq.causal_lm.reference import is_reference, translate  # which need this class
-
         settings, unused = super().get_config_dict(*args, **kwargs)
-        if is_reference(settings):
-            return translate(settings), unused
+        if reference.is_reference(settings):
+            return reference.translate(settings), unused
         kind = settings.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ValueError(
@@ -223,3 +222,19 @@ class ImplicitConfig(PreTrainedConfig):
         """Blocks of the body."""
         assert self.backbone is not None
         return int(self.backbone.get("n_layer", 1))
+
+
+class _ReferenceConfig(PreTrainedConfig):
+    """Registers a model type of the reference in ``AutoConfig``; ``from_dict`` returns an ImplicitConfig."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return ImplicitConfig.from_dict(reference.translate(config_dict), **kwargs)
+
+
+class ReferenceMamba2Config(_ReferenceConfig):
+    model_type = "implicit_mamba2"
+
+
+class ReferenceLlamaConfig(_ReferenceConfig):
+    model_type = "implicit_llama3"

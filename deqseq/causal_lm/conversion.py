@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.ops.mixer.naive import at_least_float32
 
-if TYPE_CHECKING:
-    from deqseq.causal_lm.modeling import ImplicitForCausalLM
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 # Regular expressions: transformers' weight names -> ours, without the prefix "model.layer.backbone.".
 _LLAMA = {
@@ -39,12 +38,12 @@ _FIXED = ("backbone", "implicit", "vocab_size", "tie_word_embeddings")
 
 
 def from_explicit(
-    cls: type[ImplicitForCausalLM],
+    cls: type[Model],
     source: str | os.PathLike[str] | PreTrainedModel,
     weight_norm: bool,
     dtype: torch.dtype | None,
     overrides: Mapping[str, Any],
-) -> ImplicitForCausalLM:
+) -> Model:
     """See :meth:`ImplicitForCausalLM.from_explicit`."""
     _refuse_overrides(overrides, _FIXED)
     model: Any = source
@@ -71,7 +70,7 @@ def from_explicit(
     converted.generation_config = deepcopy(model.generation_config)
     converted.to(device=model.device, dtype=dtype or model.dtype)
     converted.config.dtype = converted.dtype
-    return cast("ImplicitForCausalLM", converted.train(model.training))
+    return cast(Model, converted.train(model.training))
 
 
 def _llama(model: Any) -> dict[str, Any]:
@@ -177,7 +176,7 @@ def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
     return g, torch.where(g > 0, weight, torch.ones_like(weight))
 
 
-def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> ImplicitForCausalLM:
+def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
     """See :meth:`ImplicitForCausalLM.to_implicit`."""
     _refuse_overrides(overrides, _FIXED)
     if model.config.implicit:
@@ -199,4 +198,4 @@ def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> Imp
         linear.bias.zero_()
     converted.load_state_dict({**converted.state_dict(), **model.state_dict()})
     converted.generation_config = deepcopy(model.generation_config)
-    return cast("ImplicitForCausalLM", converted.train(model.training))
+    return cast(Model, converted.train(model.training))

@@ -17,9 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from deqseq.causal_lm.configuration import ImplicitConfig
-from deqseq.causal_lm.modeling import ImplicitForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 # n_layer, d_model and, for Llama, n_head.
 _SIZES: dict[str, tuple[int, ...]] = {
@@ -77,7 +75,7 @@ def _fixed(iterations: int) -> dict[str, Any]:
 def parameters(name: str) -> tuple[int, int]:
     """The number of parameters of a preset, and how many of them are embeddings. Allocates no weights."""
     with torch.device("meta"):
-        model = ImplicitForCausalLM(ImplicitConfig.from_preset(name))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("implicit_lm", **options(name)))
     return sum(p.numel() for p in model.parameters()), model.model.embed_tokens.weight.numel()
 
 

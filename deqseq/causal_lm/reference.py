@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
-
-from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.checks import check_count
 
 # Regular expressions: the reference's weight names -> ours. They match none of our names, so they can be
@@ -80,7 +77,7 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     d_model = body.get("d_model", settings.get("d_embed"))
     _one_of("d_embed", settings.get("d_embed") or d_model, d_model)
     translated: dict[str, Any] = {
-        "model_type": ImplicitConfig.model_type,
+        "model_type": "implicit_lm",
         "architectures": ["ImplicitForCausalLM"],
         "backbone": {
             **_backbone(kind, body),
@@ -88,14 +85,17 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
         },
         "vocab_size": _vocabulary(settings),
         "implicit": implicit == "implicit",
-        "initializer_range": settings.get("emb_init_std", ImplicitConfig.initializer_range),
         "tie_word_embeddings": settings.get("tie_embeddings", True),
     }
     if implicit == "implicit":
         translated |= _parts(deq)
     dtype = settings.get("dtype", settings.get("torch_dtype"))
+    if dtype:
+        translated["dtype"] = dtype
+    if "emb_init_std" in settings:
+        translated["initializer_range"] = settings["emb_init_std"]
     kept = ("pad_token_id", "bos_token_id", "eos_token_id", "transformers_version")
-    return translated | {k: settings[k] for k in kept if k in settings} | ({"dtype": dtype} if dtype else {})
+    return translated | {name: settings[name] for name in kept if name in settings}
 
 
 def _backbone(kind: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -195,19 +195,3 @@ def _only(name: str, given: Mapping[str, Any], supported: Mapping[str, Any]) -> 
 def _known(name: str, given: Mapping[str, Any], known: set[str]) -> None:
     if unknown := sorted(set(given) - known):
         raise ValueError(f"unknown settings {unknown} in the reference's {name}; known: {sorted(known)}")
-
-
-class _ReferenceConfig(PreTrainedConfig):
-    """Registers the reference's model types in ``AutoConfig``; ``from_dict`` returns an ImplicitConfig."""
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return ImplicitConfig.from_dict(translate(config_dict), **kwargs)
-
-
-class ReferenceMamba2Config(_ReferenceConfig):
-    model_type = "implicit_mamba2"
-
-
-class ReferenceLlamaConfig(_ReferenceConfig):
-    model_type = "implicit_llama3"

@@ -1,7 +1,4 @@
-"""Norms of f(z) - z in one Triton kernel.
-
-Shapes: B sequences, W tokens in the window, D width.
-"""
+"""Norms of f(z) - z in one Triton kernel; arguments and results as in :mod:`deqseq.ops.residual`."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
         size += tl.sum(new * new, 1)
     change = tl.sqrt(change)
     size = tl.sqrt(size)
-    if JUDGES:  # as naive.relative
+    if JUDGES:  # as deqseq.ops.residual.relative
         ratio = change / tl.maximum(size, 1.1754943508222875e-38)
         ratio = tl.where(tl.abs(change) < float("inf"), tl.minimum(ratio, 3.4028234663852886e38), ratio)
         tl.store(residual + r, ratio, r < rows)
@@ -51,7 +48,6 @@ def _residual(z: Tensor, fz: Tensor, outputs: tuple[Tensor, ...], atol: float, r
 
 
 def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
-    """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W) float32."""
     change = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
     size = torch.empty_like(change)
     _residual(z, fz, (change, size), 0.0, 0.0)
@@ -59,7 +55,6 @@ def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def judge(z: Tensor, fz: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
-    """The relative residual and whether it meets the tolerance, each (B, W)."""
     residual = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
     converged = torch.empty_like(residual, dtype=torch.bool)
     _residual(z, fz, (residual, converged), atol, rtol)

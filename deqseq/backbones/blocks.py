@@ -85,23 +85,19 @@ class Stack(Backbone):
         norm_eps, weight_norm, injection, input_skip: as in :class:`~deqseq.backbones.Mamba2Backbone`.
 
     Raises:
-        ValueError: ``input_skip`` without ``injection``.
+        ValueError: ``norm_eps`` that is not finite and positive; ``input_skip`` without ``injection``.
     """
 
     d_model: int
     capturable = True
 
     def __init__(
-        self,
-        blocks: Iterable[nn.Module],
-        d_model: int,
-        width: int,
-        norm_eps: float,
-        weight_norm: bool,
-        injection: bool,
-        input_skip: bool,
-    ) -> None:
+        self, blocks: Iterable[nn.Module], d_model: int, width: int, norm_eps: float, weight_norm: bool,
+        injection: bool, input_skip: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
+        if not (math.isfinite(norm_eps) and norm_eps > 0):  # a token may be all zeros
+            raise ValueError(f"norm_eps must be finite and positive, got {norm_eps}")
         if input_skip and not injection:
             raise ValueError("input_skip needs injection=True: in explicit use x enters as z")
         self.d_model = d_model
@@ -138,12 +134,21 @@ class Stack(Backbone):
         return fz, StackTrace(choice.others, traces)
 
     def zeros(
-        self, *shapes: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> list[Tensor]:
-        """Zeros, by default on the device and in the type of the weights."""
+        self,
+        batch: int,
+        *shapes: tuple[int, ...],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> State:
+        """A state of zeros, by default on the device and in the type of the weights.
+
+        ``shapes``: of the tensors of each block, without the ``batch`` dimension.
+        """
         weight = self.norm_f.weight
-        device, dtype = (weight.device if device is None else device), (dtype or weight.dtype)
-        return [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
+        device = weight.device if device is None else device
+        layer = tuple(torch.zeros(batch, *s, device=device, dtype=dtype or weight.dtype) for s in shapes)
+        seen = torch.zeros(batch, dtype=torch.int64, device=device)
+        return State(seen, (layer,) * len(self.layers))
 
 
 class Injection(nn.Module):
@@ -230,9 +235,3 @@ def check_sizes(**sizes: int) -> None:
     """Raise ``ValueError`` for a size that is not a whole number of at least 1."""
     for name, value in sizes.items():
         check_count(name, value)
-
-
-def check_norm_eps(norm_eps: float) -> None:
-    """Raise ``ValueError`` unless ``norm_eps`` is finite and positive: a token may be all zeros."""
-    if not (math.isfinite(norm_eps) and norm_eps > 0):
-        raise ValueError(f"norm_eps must be finite and positive, got {norm_eps}")

@@ -15,15 +15,7 @@ from torch import Tensor, nn
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
 from deqseq.backbones.attention import AttentionFunction
-from deqseq.backbones.blocks import (
-    RMS_EPS,
-    Block,
-    Stack,
-    SwiGLU,
-    check_norm_eps,
-    check_sizes,
-    projection,
-)
+from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_sizes, projection
 from deqseq.ops import advance, one_token
 from deqseq.ops.one_token import AttentionWeights, SwiGLUWeights
 
@@ -120,11 +112,7 @@ class LlamaBackbone(Stack):
         n_kv_head: key/value heads J; divides H; H by default.
         d_inner: MLP width before SwiGLU's 2/3: hidden units are int(2 d_inner / 3). 4 D by default.
         rope_theta: base of the rotary positions.
-        norm_eps: every norm adds it to the mean square.
-        weight_norm: weight normalisation of every linear map.
-        injection: ``False`` for explicit use, where x enters as z.
-        input_skip: the residual stream starts from ``gain * z + x``, with a learned gain (D,) that is 0 at
-            first, so that f(z, x) does not depend on z through the stream (see ``to_implicit``).
+        norm_eps, weight_norm, injection, input_skip: as in :class:`Mamba2Backbone`.
         attention: ``"sdpa"``, torch's own, which runs a flash kernel if it can; or a name in transformers'
             attention interface: ``"flash_attention_2"`` (3, 4), ``"flex_attention"``, ``"eager"``, or one
             that ``transformers.AttentionInterface.register`` added (with its ``AttentionMaskInterface`` if
@@ -164,7 +152,6 @@ class LlamaBackbone(Stack):
             raise ValueError(f"d_inner must be at least 2, got {d_inner}")
         if not rope_theta > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
-        check_norm_eps(norm_eps)
         headdim = d_model // n_head
         blocks = []
         for _ in range(n_layer):
@@ -218,15 +205,11 @@ class LlamaBackbone(Stack):
         return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
 
     def initial_state(
-        self,
-        batch_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """No slots yet: per layer keys and values (B, J, 0, P)."""
-        (empty,) = self.zeros((batch_size, self.n_kv_head, 0, self.headdim), device=device, dtype=dtype)
-        seen = torch.zeros(batch_size, dtype=torch.int64, device=empty.device)
-        return State(seen, ((empty, empty),) * len(self.layers))
+        empty = (self.n_kv_head, 0, self.headdim)
+        return self.zeros(batch_size, empty, empty, device=device, dtype=dtype)
 
     def reserve(self, state: State, z: Tensor) -> State:
         """Add slots for every token of ``z``, and half as many again: growing copies the whole state."""

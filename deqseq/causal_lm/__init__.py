@@ -25,11 +25,6 @@ AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ImplicitConfig.model_type] = ImplicitForCausalLM.__name__
 
 __all__ = [
-    "EquilibriumCache",
-    "ImplicitCausalLMOutput",
-    "ImplicitConfig",
-    "ImplicitForCausalLM",
-    "ImplicitModel",
-    "ImplicitModelOutput",
-    "ImplicitPreTrainedModel",
-]
+    "EquilibriumCache", "ImplicitCausalLMOutput", "ImplicitConfig", "ImplicitForCausalLM", "ImplicitModel",
+    "ImplicitModelOutput", "ImplicitPreTrainedModel",
+]  # fmt: skip

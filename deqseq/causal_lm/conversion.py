@@ -38,12 +38,9 @@ _FIXED = ("backbone", "implicit", "vocab_size", "tie_word_embeddings")
 
 
 def from_explicit(
-    cls: type[Model],
-    source: str | os.PathLike[str] | PreTrainedModel,
-    weight_norm: bool,
-    dtype: torch.dtype | None,
-    overrides: Mapping[str, Any],
-) -> Model:
+    cls: type[Model], source: str | os.PathLike[str] | PreTrainedModel, weight_norm: bool,
+    dtype: torch.dtype | None, overrides: Mapping[str, Any],
+) -> Model:  # fmt: skip
     """See :meth:`ImplicitForCausalLM.from_explicit`."""
     _refuse_overrides(overrides, _FIXED)
     model: Any = source
@@ -60,7 +57,11 @@ def from_explicit(
     settings = {name: deepcopy(getattr(config, name)) for name in (*kept, "tie_word_embeddings")}
     settings |= {"backbone": {**sizes(model), "weight_norm": weight_norm}, "implicit": False}
     converted: Any = cls(ImplicitConfig(**settings | dict(overrides)))
-    weights = {_renamed(name, table): value for name, value in model.state_dict().items()}
+    weights = {}
+    for name, value in model.state_dict().items():
+        for pattern, ours in table.items():
+            name = re.sub(f"^{pattern}", ours, name)
+        weights[name] = value
     with torch.no_grad():
         converted.model.embed_tokens.weight.copy_(weights.pop("embed_tokens.weight"))
         output = weights.pop("lm_head.weight")
@@ -77,27 +78,18 @@ def _llama(model: Any) -> dict[str, Any]:
     config = model.config
     rope = dict(config.rope_parameters or {})
     supported = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "head_dim": config.hidden_size // config.num_attention_heads,
-        "sliding_window": None,
-        "rope_type": "default",
-        "partial_rotary_factor": 1.0,
-    }
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+        "head_dim": config.hidden_size // config.num_attention_heads, "sliding_window": None,
+        "rope_type": "default", "partial_rotary_factor": 1.0,
+    }  # fmt: skip
     rotary = {name: rope.get(name, supported[name]) for name in ("rope_type", "partial_rotary_factor")}
     _check({"sliding_window": None, **config.to_dict(), **rotary}, supported)
     return {
-        "name": "llama",
-        "d_model": config.hidden_size,
-        "n_layer": config.num_hidden_layers,
-        "n_head": config.num_attention_heads,
-        "n_kv_head": config.num_key_value_heads,
-        "d_inner": swiglu_width(config.intermediate_size),
+        "name": "llama", "d_model": config.hidden_size, "n_layer": config.num_hidden_layers,
+        "n_head": config.num_attention_heads, "n_kv_head": config.num_key_value_heads,
+        "d_inner": swiglu_width(config.intermediate_size), "norm_eps": config.rms_norm_eps,
         "rope_theta": float(rope.get("rope_theta", 1e4)),
-        "norm_eps": config.rms_norm_eps,
-    }
+    }  # fmt: skip
 
 
 def swiglu_width(hidden: int) -> int:
@@ -118,18 +110,11 @@ def _mamba2(model: Any) -> dict[str, Any]:
     # Whether the gated norm works by groups depends on the version of transformers, so ask the module.
     norm = model.backbone.layers[0].mixer.norm
     return {
-        "name": "mamba2",
-        "d_model": config.hidden_size,
-        "n_layer": config.num_hidden_layers,
-        "d_state": config.state_size,
-        "expand": config.expand,
-        "headdim": config.head_dim,
-        "d_conv": config.conv_kernel,
-        "n_groups": config.n_groups,
-        "norm_groups": inner // getattr(norm, "group_size", inner),
-        "norm_eps": config.layer_norm_epsilon,
-        "chunk_size": config.chunk_size,
-    }
+        "name": "mamba2", "d_model": config.hidden_size, "n_layer": config.num_hidden_layers,
+        "d_state": config.state_size, "expand": config.expand, "headdim": config.head_dim,
+        "d_conv": config.conv_kernel, "n_groups": config.n_groups, "chunk_size": config.chunk_size,
+        "norm_groups": inner // getattr(norm, "group_size", inner), "norm_eps": config.layer_norm_epsilon,
+    }  # fmt: skip
 
 
 _TABLES = {"llama": (_LLAMA, _llama), "mamba2": (_MAMBA2, _mamba2)}
@@ -144,14 +129,6 @@ def _check(found: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
 def _refuse_overrides(overrides: Mapping[str, Any], fixed: tuple[str, ...]) -> None:
     if wrong := sorted(set(overrides) & set(fixed)):
         raise ValueError(f"{', '.join(wrong)} are taken from the converted model, and cannot be given")
-
-
-def _renamed(name: str, table: Mapping[str, str]) -> str:
-    for pattern, ours in table.items():
-        name, found = re.subn(f"^{pattern}", ours, name)
-        if found:
-            break
-    return name
 
 
 def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -28,11 +28,9 @@ KEYS = {
 
 # torchdeq's solvers -> ours, which test every token on its own; the fixed point is the same.
 _SOLVERS = {
-    "fixed_point_iter": "picard",
-    "simple_fixed_point_iter": "picard",
-    "anderson": "anderson",
+    "fixed_point_iter": "picard", "simple_fixed_point_iter": "picard", "anderson": "anderson",
     "broyden": "broyden",
-}
+}  # fmt: skip
 # Settings of the backbone, and the only supported value.
 _FIXED = {"dropout": 0, "pre_norm": True, "rms_norm": True}
 # Settings of initialisation and training, without influence on a trained model.
@@ -76,21 +74,18 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
         _one_of(name, settings.get(name) or 0, 0)
     d_model = body.get("d_model", settings.get("d_embed"))
     _one_of("d_embed", settings.get("d_embed") or d_model, d_model)
+    weight_norm = _weight_norm(_section(deq, "norm", "deq_params."))
     translated: dict[str, Any] = {
         "model_type": "implicit_lm",
         "architectures": ["ImplicitForCausalLM"],
-        "backbone": {
-            **_backbone(kind, body),
-            "weight_norm": _weight_norm(_section(deq, "norm", "deq_params.")),
-        },
+        "backbone": {**_backbone(kind, body), "weight_norm": weight_norm},
         "vocab_size": _vocabulary(settings),
         "implicit": implicit == "implicit",
         "tie_word_embeddings": settings.get("tie_embeddings", True),
     }
     if implicit == "implicit":
         translated |= _parts(deq)
-    dtype = settings.get("dtype", settings.get("torch_dtype"))
-    if dtype:
+    if dtype := settings.get("dtype", settings.get("torch_dtype")):
         translated["dtype"] = dtype
     if "emb_init_std" in settings:
         translated["initializer_range"] = settings["emb_init_std"]
@@ -145,7 +140,11 @@ def _parts(deq: dict[str, Any]) -> dict[str, Any]:
     longer = solver.get("eval_f_max_iter") or int((solver.get("eval_factor") or 0) * budget) or budget
     gradient: dict[str, Any]
     if training.get("ift") or training.get("hook_ift"):
-        gradient = {"name": "implicit", "solver": _solver(solver, "b"), "convergence": _policy(solver, "b")}
+        gradient: dict[str, Any] = {
+            "name": "implicit",
+            "solver": _solver(solver, "b"),
+            "convergence": _policy(solver, "b"),
+        }
     else:
         steps = training.get("grad", 1)
         if not isinstance(steps, int):

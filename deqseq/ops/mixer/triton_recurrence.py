@@ -312,18 +312,11 @@ def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> di
     chunk = min(16 if not small else 64 if wide else 32, max(16, triton.next_power_of_2(length)))
     block_n, block_p = (max(16, triton.next_power_of_2(n)) for n in (sizes.d_state, sizes.headdim))
     return {
-        "W": sizes.conv_width,
-        "E": sizes.inner,
-        "H": sizes.heads,
-        "G": sizes.n_groups,
-        "N": sizes.d_state,
+        "W": sizes.conv_width, "E": sizes.inner, "H": sizes.heads, "G": sizes.n_groups, "N": sizes.d_state,
         "P": sizes.headdim,
         "EVEN": length % chunk == 0 and block_n == sizes.d_state and block_p == sizes.headdim,
-        "Q": chunk,
-        "BN": block_n,
-        "BP": block_p,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-    }
+        "Q": chunk, "BN": block_n, "BP": block_p, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }  # fmt: skip
 
 
 def steps(

@@ -78,6 +78,8 @@ class Block(nn.Module):
 class Stack(Backbone):
     """A stack of blocks and a final norm, with one shared injection into every block.
 
+    A subclass sets ``state_shapes``, the shapes of a block's initial state without the batch.
+
     Args:
         blocks: modules with a method ``weights()``.
         d_model: width D.
@@ -89,6 +91,7 @@ class Stack(Backbone):
     """
 
     d_model: int
+    state_shapes: tuple[tuple[int, ...], ...]
     capturable = True
 
     def __init__(
@@ -133,21 +136,14 @@ class Stack(Backbone):
         fz = add_norm(stream, added, self.norm_f, choice.others, last=True)[1]
         return fz, StackTrace(choice.others, traces)
 
-    def zeros(
-        self,
-        batch: int,
-        *shapes: tuple[int, ...],
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+    def initial_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
-        """A state of zeros, by default on the device and in the type of the weights.
-
-        ``shapes``: of the tensors of each block, without the ``batch`` dimension.
-        """
+        """Zeros of the ``state_shapes``, by default on the device and in the type of the weights."""
         weight = self.norm_f.weight
-        device = weight.device if device is None else device
-        layer = tuple(torch.zeros(batch, *s, device=device, dtype=dtype or weight.dtype) for s in shapes)
-        seen = torch.zeros(batch, dtype=torch.int64, device=device)
+        device, dtype = weight.device if device is None else device, dtype or weight.dtype
+        layer = tuple(torch.zeros(batch_size, *s, device=device, dtype=dtype) for s in self.state_shapes)
+        seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
         return State(seen, (layer,) * len(self.layers))
 
 

@@ -127,19 +127,10 @@ class LlamaBackbone(Stack):
     rewinds = True
 
     def __init__(
-        self,
-        d_model: int,
-        n_layer: int,
-        n_head: int,
-        n_kv_head: int | None = None,
-        d_inner: int | None = None,
-        rope_theta: float = 5e5,
-        norm_eps: float = RMS_EPS,
-        weight_norm: bool = True,
-        injection: bool = True,
-        input_skip: bool = False,
-        attention: str = "sdpa",
-    ) -> None:
+        self, d_model: int, n_layer: int, n_head: int, n_kv_head: int | None = None,
+        d_inner: int | None = None, rope_theta: float = 5e5, norm_eps: float = RMS_EPS,
+        weight_norm: bool = True, injection: bool = True, input_skip: bool = False, attention: str = "sdpa",
+    ) -> None:  # fmt: skip
         function = None if attention == "sdpa" else AttentionFunction(attention)
         n_kv_head = n_head if n_kv_head is None else n_kv_head
         d_inner = 4 * d_model if d_inner is None else d_inner
@@ -160,8 +151,8 @@ class LlamaBackbone(Stack):
         width = (n_head + 2 * n_kv_head) * headdim
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
         self.attention = function
+        self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, no slots yet
         self.headdim = headdim
-        self.n_kv_head = n_kv_head
         self.rope_theta = rope_theta
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
@@ -203,13 +194,6 @@ class LlamaBackbone(Stack):
         filled = (slots < state.seen[:, None])[:, None, None].expand(-1, 1, width, -1)
         inside = torch.ones(width, width, dtype=torch.bool, device=state.seen.device).tril()
         return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
-
-    def initial_state(
-        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> State:
-        """No slots yet: per layer keys and values (B, J, 0, P)."""
-        empty = (self.n_kv_head, 0, self.headdim)
-        return self.zeros(batch_size, empty, empty, device=device, dtype=dtype)
 
     def reserve(self, state: State, z: Tensor) -> State:
         """Add slots for every token of ``z``, and half as many again: growing copies the whole state."""

@@ -109,24 +109,11 @@ class Mamba2Backbone(Stack):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        n_layer: int,
-        d_state: int = 128,
-        expand: int = 2,
-        headdim: int = 64,
-        d_conv: int = 4,
-        d_inner: int = 0,
-        n_groups: int = 1,
-        norm_groups: int = 1,
-        norm_eps: float = RMS_EPS,
-        chunk_size: int = 64,
-        dt_min: float = 1e-3,
-        dt_max: float = 1e-1,
-        weight_norm: bool = True,
-        injection: bool = True,
-        input_skip: bool = False,
-    ) -> None:
+        self, d_model: int, n_layer: int, d_state: int = 128, expand: int = 2, headdim: int = 64,
+        d_conv: int = 4, d_inner: int = 0, n_groups: int = 1, norm_groups: int = 1, norm_eps: float = RMS_EPS,
+        chunk_size: int = 64, dt_min: float = 1e-3, dt_max: float = 1e-1, weight_norm: bool = True,
+        injection: bool = True, input_skip: bool = False,
+    ) -> None:  # fmt: skip
         check_sizes(
             d_model=d_model, n_layer=n_layer, d_state=d_state, expand=expand, headdim=headdim,
             d_conv=d_conv, n_groups=n_groups, norm_groups=norm_groups, chunk_size=chunk_size,
@@ -150,20 +137,12 @@ class Mamba2Backbone(Stack):
             blocks.append(Mamba2Block(d_model, norm_eps, mixer, mlp))
         width = sizes.inner + sizes.conv_width + heads
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
+        # The convolution's tail and the SSM state.
+        self.state_shapes = (d_conv - 1, sizes.conv_width), (heads, headdim, d_state)
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         stream, injection = self.enter(z, context.tokens)
         return self.through(stream, context, state, kernels.in_force(context.shared.choice), injection)
-
-    def initial_state(
-        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> State:
-        """Zeros: per layer the convolution's tail (B, K-1, E + 2 G N) and the SSM state (B, H, P, N)."""
-        mixer: Any = self.layers[0].mixer
-        sizes: MixerSizes = mixer.sizes
-        tail = (mixer.conv1d.kernel_size[0] - 1, sizes.conv_width)
-        ssm = (sizes.heads, sizes.headdim, sizes.d_state)
-        return self.zeros(batch_size, tail, ssm, device=device, dtype=dtype)
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         layers = advance.recurrent(state.layers, trace.blocks, count, trace.form)

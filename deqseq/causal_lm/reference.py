@@ -140,7 +140,7 @@ def _parts(deq: dict[str, Any]) -> dict[str, Any]:
     longer = solver.get("eval_f_max_iter") or int((solver.get("eval_factor") or 0) * budget) or budget
     gradient: dict[str, Any]
     if training.get("ift") or training.get("hook_ift"):
-        gradient: dict[str, Any] = {
+        gradient = {
             "name": "implicit",
             "solver": _solver(solver, "b"),
             "convergence": _policy(solver, "b"),

@@ -251,9 +251,8 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
 @triton.jit
 def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
                          W: tl.constexpr, E: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
-                         N: tl.constexpr, P: tl.constexpr,
-                         EVEN: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
-                         PRECISION: tl.constexpr):  # fmt: skip
+                         N: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr, Q: tl.constexpr,
+                         BN: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Gradients of b and c in one chunk, summed over the heads of a group."""
     g = tl.program_id(0)
     i = tl.program_id(1)

@@ -34,7 +34,6 @@ _LLAMA = {
     r"model\.layers\.(\d+)\.mlp\.down_proj\.": r"layers.\1.mlp.fc2.",
 }
 _MAMBA2 = {r"backbone\.embeddings\.": "embed_tokens.", r"backbone\.(layers|norm_f)\.": r"\1."}
-_FIXED = ("backbone", "implicit", "vocab_size", "tie_word_embeddings")
 
 
 def from_explicit(
@@ -42,7 +41,7 @@ def from_explicit(
     dtype: torch.dtype | None, overrides: Mapping[str, Any],
 ) -> Model:  # fmt: skip
     """See :meth:`ImplicitForCausalLM.from_explicit`."""
-    _refuse_overrides(overrides, _FIXED)
+    _refuse_overrides(overrides)
     model: Any = source
     if not isinstance(source, PreTrainedModel):
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
@@ -126,8 +125,8 @@ def _check(found: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {value!r} to be converted, got {found[name]!r}")
 
 
-def _refuse_overrides(overrides: Mapping[str, Any], fixed: tuple[str, ...]) -> None:
-    if wrong := sorted(set(overrides) & set(fixed)):
+def _refuse_overrides(overrides: Mapping[str, Any]) -> None:
+    if wrong := sorted(set(overrides) & {"backbone", "implicit", "vocab_size", "tie_word_embeddings"}):
         raise ValueError(f"{', '.join(wrong)} are taken from the converted model, and cannot be given")
 
 
@@ -148,14 +147,13 @@ def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
     """g and v with g v / ||v|| = ``weight`` for every row. Where a row is zero, g is 0 and v is ones."""
-    rows = tuple(range(1, weight.dim()))
-    g = torch.linalg.vector_norm(at_least_float32(weight), dim=rows, keepdim=True)
+    g = torch.linalg.vector_norm(at_least_float32(weight), dim=tuple(range(1, weight.dim())), keepdim=True)
     return g, torch.where(g > 0, weight, torch.ones_like(weight))
 
 
 def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
     """See :meth:`ImplicitForCausalLM.to_implicit`."""
-    _refuse_overrides(overrides, _FIXED)
+    _refuse_overrides(overrides)
     if model.config.implicit:
         raise ValueError("to_implicit takes an explicit model (implicit=False); this one is implicit")
     ImplicitConfig(**overrides)  # raises for unknown names

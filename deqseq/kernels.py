@@ -101,14 +101,24 @@ def chosen() -> str | None:
 
 
 def implementation(x: Tensor, products: bool = False) -> str:
-    """The implementation to use for ``x``. ``products``: the operation multiplies matrices."""
-    return _implementation(x.dtype, x.is_cuda, products)
+    """The implementation to use for ``x``. ``products``: of operations that multiply matrices, in autocast's
+    type."""
+    dtype = autocast_dtype(x) if products else x.dtype
+    if dtype == float64:
+        return "torch"
+    name = chosen()
+    if name is not None:
+        _check(name)
+        interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        return name if x.is_cuda or interpreted else "torch"
+    if not x.is_cuda or (products and dtype == float32):
+        return "torch"
+    return next(name for name in NAMES if available(name))
 
 
 def choose(x: Tensor) -> Choice:
-    """The implementations for a forward pass on ``x``. Its matrix products have autocast's type."""
-    dtype = autocast_dtype(x)
-    return Choice(_implementation(dtype, x.is_cuda, True), _implementation(x.dtype, x.is_cuda, False))
+    """The implementations for a forward pass on ``x``."""
+    return Choice(implementation(x, products=True), implementation(x))
 
 
 def in_force(choice: Choice) -> Choice:
@@ -131,22 +141,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def _implementation(dtype: torch.dtype, is_cuda: bool, products: bool) -> str:
-    if dtype == float64:
-        return "torch"
-    name = chosen()
-    if name is not None:
-        _check(name)
-        return name if is_cuda or _interpreted(name) else "torch"
-    if not is_cuda or (products and dtype == float32):
-        return "torch"
-    return next(name for name in NAMES if available(name))
-
-
-def _interpreted(name: str) -> bool:
-    return name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def _check(name: str) -> None:
     if name not in NAMES:
         raise ValueError(f"unknown kernels {name!r}; known: {', '.join(NAMES)}")
@@ -156,12 +150,8 @@ def _check(name: str) -> None:
 
 
 def first_derivative_only() -> None:
-    """Raise in a backward pass with ``create_graph=True``: kernels leave no graph for a second derivative.
-
-    Raises:
-        RuntimeError: the caller wants a graph of the backward pass.
-    """
-    if torch.is_grad_enabled():  # in a backward pass: only with create_graph=True
+    """Raise ``RuntimeError`` if the caller wants a graph of the backward pass: kernels leave none."""
+    if torch.is_grad_enabled():  # in a backward pass, only if a graph of it is wanted
         raise RuntimeError(
             "fused kernels have no second derivative: run the forward pass inside deqseq.kernels.use('torch')"
         )
@@ -185,11 +175,8 @@ def launch(
     Small models are bound by launches, and Triton takes longer to look up the compiled form of a kernel than
     to launch it.
 
-    Args:
-        kernel: made by ``triton.jit``.
-        grid: programs, one to three dimensions.
-        args: tensors and numbers, in the order of the kernel's parameters.
-        constants: the remaining parameters, in their order.
+    ``args``: tensors and numbers, in the order of the kernel's parameters; ``constants``: the remaining
+    parameters, in their order.
 
     Raises:
         TypeError: ``constants`` are not the kernel's remaining parameters in order.

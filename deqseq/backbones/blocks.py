@@ -78,6 +78,8 @@ class Block(nn.Module):
 class Stack(Backbone):
     """A stack of blocks and a final norm, with one shared injection into every block.
 
+    A subclass sets ``state_shapes``, the shapes of a block's initial state without the batch.
+
     Args:
         blocks: modules with a method ``weights()``.
         d_model: width D.
@@ -85,23 +87,20 @@ class Stack(Backbone):
         norm_eps, weight_norm, injection, input_skip: as in :class:`~deqseq.backbones.Mamba2Backbone`.
 
     Raises:
-        ValueError: ``input_skip`` without ``injection``.
+        ValueError: ``norm_eps`` that is not finite and positive; ``input_skip`` without ``injection``.
     """
 
     d_model: int
+    state_shapes: tuple[tuple[int, ...], ...]
     capturable = True
 
     def __init__(
-        self,
-        blocks: Iterable[nn.Module],
-        d_model: int,
-        width: int,
-        norm_eps: float,
-        weight_norm: bool,
-        injection: bool,
-        input_skip: bool,
-    ) -> None:
+        self, blocks: Iterable[nn.Module], d_model: int, width: int, norm_eps: float, weight_norm: bool,
+        injection: bool, input_skip: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
+        if not (math.isfinite(norm_eps) and norm_eps > 0):  # a token may be all zeros
+            raise ValueError(f"norm_eps must be finite and positive, got {norm_eps}")
         if input_skip and not injection:
             raise ValueError("input_skip needs injection=True: in explicit use x enters as z")
         self.d_model = d_model
@@ -137,13 +136,15 @@ class Stack(Backbone):
         fz = add_norm(stream, added, self.norm_f, choice.others, last=True)[1]
         return fz, StackTrace(choice.others, traces)
 
-    def zeros(
-        self, *shapes: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> list[Tensor]:
-        """Zeros, by default on the device and in the type of the weights."""
+    def initial_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> State:
+        """Zeros of the ``state_shapes``, by default on the device and in the type of the weights."""
         weight = self.norm_f.weight
-        device, dtype = (weight.device if device is None else device), (dtype or weight.dtype)
-        return [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
+        device, dtype = weight.device if device is None else device, dtype or weight.dtype
+        layer = tuple(torch.zeros(batch_size, *s, device=device, dtype=dtype) for s in self.state_shapes)
+        seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        return State(seen, (layer,) * len(self.layers))
 
 
 class Injection(nn.Module):
@@ -230,9 +231,3 @@ def check_sizes(**sizes: int) -> None:
     """Raise ``ValueError`` for a size that is not a whole number of at least 1."""
     for name, value in sizes.items():
         check_count(name, value)
-
-
-def check_norm_eps(norm_eps: float) -> None:
-    """Raise ``ValueError`` unless ``norm_eps`` is finite and positive: a token may be all zeros."""
-    if not (math.isfinite(norm_eps) and norm_eps > 0):
-        raise ValueError(f"norm_eps must be finite and positive, got {norm_eps}")

@@ -15,15 +15,7 @@ from torch import Tensor, nn
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
 from deqseq.backbones.attention import AttentionFunction
-from deqseq.backbones.blocks import (
-    RMS_EPS,
-    Block,
-    Stack,
-    SwiGLU,
-    check_norm_eps,
-    check_sizes,
-    projection,
-)
+from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_sizes, projection
 from deqseq.ops import advance, one_token
 from deqseq.ops.one_token import AttentionWeights, SwiGLUWeights
 
@@ -120,11 +112,7 @@ class LlamaBackbone(Stack):
         n_kv_head: key/value heads J; divides H; H by default.
         d_inner: MLP width before SwiGLU's 2/3: hidden units are int(2 d_inner / 3). 4 D by default.
         rope_theta: base of the rotary positions.
-        norm_eps: every norm adds it to the mean square.
-        weight_norm: weight normalisation of every linear map.
-        injection: ``False`` for explicit use, where x enters as z.
-        input_skip: the residual stream starts from ``gain * z + x``, with a learned gain (D,) that is 0 at
-            first, so that f(z, x) does not depend on z through the stream (see ``to_implicit``).
+        norm_eps, weight_norm, injection, input_skip: as in :class:`Mamba2Backbone`.
         attention: ``"sdpa"``, torch's own, which runs a flash kernel if it can; or a name in transformers'
             attention interface: ``"flash_attention_2"`` (3, 4), ``"flex_attention"``, ``"eager"``, or one
             that ``transformers.AttentionInterface.register`` added (with its ``AttentionMaskInterface`` if
@@ -139,19 +127,10 @@ class LlamaBackbone(Stack):
     rewinds = True
 
     def __init__(
-        self,
-        d_model: int,
-        n_layer: int,
-        n_head: int,
-        n_kv_head: int | None = None,
-        d_inner: int | None = None,
-        rope_theta: float = 5e5,
-        norm_eps: float = RMS_EPS,
-        weight_norm: bool = True,
-        injection: bool = True,
-        input_skip: bool = False,
-        attention: str = "sdpa",
-    ) -> None:
+        self, d_model: int, n_layer: int, n_head: int, n_kv_head: int | None = None,
+        d_inner: int | None = None, rope_theta: float = 5e5, norm_eps: float = RMS_EPS,
+        weight_norm: bool = True, injection: bool = True, input_skip: bool = False, attention: str = "sdpa",
+    ) -> None:  # fmt: skip
         function = None if attention == "sdpa" else AttentionFunction(attention)
         n_kv_head = n_head if n_kv_head is None else n_kv_head
         d_inner = 4 * d_model if d_inner is None else d_inner
@@ -164,7 +143,6 @@ class LlamaBackbone(Stack):
             raise ValueError(f"d_inner must be at least 2, got {d_inner}")
         if not rope_theta > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
-        check_norm_eps(norm_eps)
         headdim = d_model // n_head
         blocks = []
         for _ in range(n_layer):
@@ -173,8 +151,8 @@ class LlamaBackbone(Stack):
         width = (n_head + 2 * n_kv_head) * headdim
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
         self.attention = function
+        self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, no slots yet
         self.headdim = headdim
-        self.n_kv_head = n_kv_head
         self.rope_theta = rope_theta
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
@@ -216,17 +194,6 @@ class LlamaBackbone(Stack):
         filled = (slots < state.seen[:, None])[:, None, None].expand(-1, 1, width, -1)
         inside = torch.ones(width, width, dtype=torch.bool, device=state.seen.device).tril()
         return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
-
-    def initial_state(
-        self,
-        batch_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
-        """No slots yet: per layer keys and values (B, J, 0, P)."""
-        (empty,) = self.zeros((batch_size, self.n_kv_head, 0, self.headdim), device=device, dtype=dtype)
-        seen = torch.zeros(batch_size, dtype=torch.int64, device=empty.device)
-        return State(seen, ((empty, empty),) * len(self.layers))
 
     def reserve(self, state: State, z: Tensor) -> State:
         """Add slots for every token of ``z``, and half as many again: growing copies the whole state."""

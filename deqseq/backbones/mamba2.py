@@ -19,11 +19,10 @@ from deqseq.backbones.blocks import (
     Block,
     Stack,
     ValueGateMLP,
-    check_norm_eps,
     check_sizes,
     plain_weight,
     projection,
-)
+)  # fmt: skip
 from deqseq.ops import advance, one_token
 from deqseq.ops.mixer import mix
 from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights, at_least_float32
@@ -36,8 +35,7 @@ class Mamba2Mixer(nn.Module):
     def __init__(self, d_model: int, sizes: MixerSizes, d_conv: int, dt_min: float, dt_max: float) -> None:
         super().__init__()
         self.sizes = sizes
-        heads = sizes.heads
-        inner, width = self.sizes.inner, self.sizes.conv_width
+        heads, inner, width = sizes.heads, sizes.inner, sizes.conv_width
         self.in_proj = nn.Linear(d_model, inner + width + heads, bias=False)
         self.conv1d = nn.Conv1d(width, width, d_conv, groups=width, padding=d_conv - 1)
         # Step sizes start log-uniform, decay rates uniform in [1, 16], as in Mamba2.
@@ -111,42 +109,26 @@ class Mamba2Backbone(Stack):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        n_layer: int,
-        d_state: int = 128,
-        expand: int = 2,
-        headdim: int = 64,
-        d_conv: int = 4,
-        d_inner: int = 0,
-        n_groups: int = 1,
-        norm_groups: int = 1,
-        norm_eps: float = RMS_EPS,
-        chunk_size: int = 64,
-        dt_min: float = 1e-3,
-        dt_max: float = 1e-1,
-        weight_norm: bool = True,
-        injection: bool = True,
-        input_skip: bool = False,
-    ) -> None:
+        self, d_model: int, n_layer: int, d_state: int = 128, expand: int = 2, headdim: int = 64,
+        d_conv: int = 4, d_inner: int = 0, n_groups: int = 1, norm_groups: int = 1, norm_eps: float = RMS_EPS,
+        chunk_size: int = 64, dt_min: float = 1e-3, dt_max: float = 1e-1, weight_norm: bool = True,
+        injection: bool = True, input_skip: bool = False,
+    ) -> None:  # fmt: skip
         check_sizes(
             d_model=d_model, n_layer=n_layer, d_state=d_state, expand=expand, headdim=headdim,
             d_conv=d_conv, n_groups=n_groups, norm_groups=norm_groups, chunk_size=chunk_size,
         )  # fmt: skip
         if d_inner != 0:
             check_sizes(d_inner=d_inner)
-        if expand * d_model % headdim:
-            raise ValueError(f"headdim must divide expand * d_model = {expand * d_model}, got {headdim}")
-        if (expand * d_model // headdim) % n_groups:
-            raise ValueError(f"n_groups must divide the {expand * d_model // headdim} heads, got {n_groups}")
-        if expand * d_model % norm_groups:
-            raise ValueError(
-                f"norm_groups must divide expand * d_model = {expand * d_model}, got {norm_groups}"
-            )
-        check_norm_eps(norm_eps)
+        inner = expand * d_model
+        for name, value in (("headdim", headdim), ("norm_groups", norm_groups)):
+            if inner % value:
+                raise ValueError(f"{name} must divide expand * d_model = {inner}, got {value}")
+        heads = inner // headdim
+        if heads % n_groups:
+            raise ValueError(f"n_groups must divide the {heads} heads, got {n_groups}")
         if not 0 < dt_min <= dt_max < math.inf:
             raise ValueError(f"dt_min and dt_max must be 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
-        heads = expand * d_model // headdim
         sizes = MixerSizes(heads, headdim, d_state, n_groups, norm_groups, norm_eps, chunk_size)
         blocks = []
         for _ in range(n_layer):
@@ -155,27 +137,12 @@ class Mamba2Backbone(Stack):
             blocks.append(Mamba2Block(d_model, norm_eps, mixer, mlp))
         width = sizes.inner + sizes.conv_width + heads
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
+        # The convolution's tail and the SSM state.
+        self.state_shapes = (d_conv - 1, sizes.conv_width), (heads, headdim, d_state)
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         stream, injection = self.enter(z, context.tokens)
         return self.through(stream, context, state, kernels.in_force(context.shared.choice), injection)
-
-    def initial_state(
-        self,
-        batch_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> State:
-        """Zeros: per layer the convolution's tail (B, K-1, E + 2 G N) and the SSM state (B, H, P, N)."""
-        mixer: Any = self.layers[0].mixer
-        sizes = mixer.sizes
-        layer = self.zeros(
-            (batch_size, mixer.conv1d.kernel_size[0] - 1, sizes.conv_width),
-            (batch_size, sizes.heads, sizes.headdim, sizes.d_state),
-            device=device, dtype=dtype,
-        )  # fmt: skip
-        seen = torch.zeros(batch_size, dtype=torch.int64, device=layer[0].device)
-        return State(seen, (tuple(layer),) * len(self.layers))
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         layers = advance.recurrent(state.layers, trace.blocks, count, trace.form)

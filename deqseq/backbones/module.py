@@ -13,10 +13,9 @@ from deqseq.backbones.blocks import check_sizes
 class ModuleBackbone(Backbone):
     """f(z, x) = module(z + x) for any causal module (B, L, D) -> (B, L, D).
 
-    Causality is the module's promise. The module keeps no state of its own, so
-    with a window or carried state its past inputs are kept and it runs over all of them in every
-    evaluation: correct for any module, but the work saved by a window is lost. A recurrent module is
-    better served by a :class:`~deqseq.backbone.Backbone` with a state.
+    Nothing checks causality. With a window or a state, every evaluation runs the module over all past inputs,
+    which is correct for any module but slow. For a recurrent module, write a
+    :class:`~deqseq.backbone.Backbone` with a state.
 
     Args:
         module: the causal map; its output has the shape of its input.
@@ -43,12 +42,9 @@ class ModuleBackbone(Backbone):
         inputs = z + context.tokens[0]
         if state is None:
             return self._called(inputs), inputs
-        # Past and present inputs of every sequence, each behind its own past.
         past = state.layers[0][0].to(inputs.dtype)
         past = past if past.shape[1] else inputs.new_zeros(inputs.shape[0], 0, inputs.shape[2])
-        line = F.pad(past, (0, 0, 0, inputs.shape[1]))
-        index = state.seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
-        line = line.scatter(1, index[..., None].expand_as(inputs), inputs)
+        line, index = _line(past, state.seen, inputs)
         return take_tokens(self._called(line), index), inputs
 
     def _called(self, inputs: Tensor) -> Tensor:
@@ -62,10 +58,7 @@ class ModuleBackbone(Backbone):
         return out
 
     def initial_state(
-        self,
-        batch_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """No past inputs yet, (B, 0, 0)."""
         weight = next(self.parameters(), None)
@@ -89,7 +82,12 @@ class ModuleBackbone(Backbone):
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         (past,) = state.layers[0]
-        line = F.pad(past, (0, 0, 0, trace.shape[1]))
-        index = state.seen[:, None] + torch.arange(trace.shape[1], device=trace.device)
-        line = line.scatter(1, index[..., None].expand_as(trace), trace.to(past.dtype))
+        line, _ = _line(past, state.seen, trace)
         return State(state.seen + count, ((line[:, : past.shape[1]],),))
+
+
+def _line(past: Tensor, seen: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Past and new inputs of every sequence, each behind its own past, and the places of the new ones."""
+    line = F.pad(past, (0, 0, 0, inputs.shape[1]))
+    index = seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
+    return line.scatter(1, index[..., None].expand_as(inputs), inputs.to(past.dtype)), index

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deqseq.causal_lm.cache import EquilibriumCache
-from deqseq.causal_lm.configuration import ImplicitConfig
+from deqseq.causal_lm.configuration import ImplicitConfig, ReferenceLlamaConfig, ReferenceMamba2Config
 from deqseq.causal_lm.modeling import (
     ImplicitCausalLMOutput,
     ImplicitForCausalLM,
@@ -16,22 +16,15 @@ from deqseq.causal_lm.modeling import (
     ImplicitModelOutput,
     ImplicitPreTrainedModel,
 )
-from deqseq.causal_lm.reference import ReferenceLlamaConfig, ReferenceMamba2Config
 
-AutoConfig.register(ImplicitConfig.model_type, ImplicitConfig, exist_ok=True)
-for _reference in (ReferenceMamba2Config, ReferenceLlamaConfig):
-    AutoConfig.register(_reference.model_type, _reference, exist_ok=True)
+for _config in (ImplicitConfig, ReferenceMamba2Config, ReferenceLlamaConfig):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
 AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
 AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
 # By this table the trainer knows, with label smoothing, whose labels it has to shift.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ImplicitConfig.model_type] = ImplicitForCausalLM.__name__
 
 __all__ = [
-    "EquilibriumCache",
-    "ImplicitCausalLMOutput",
-    "ImplicitConfig",
-    "ImplicitForCausalLM",
-    "ImplicitModel",
-    "ImplicitModelOutput",
-    "ImplicitPreTrainedModel",
-]
+    "EquilibriumCache", "ImplicitCausalLMOutput", "ImplicitConfig", "ImplicitForCausalLM", "ImplicitModel",
+    "ImplicitModelOutput", "ImplicitPreTrainedModel",
+]  # fmt: skip

@@ -5,6 +5,7 @@ Shapes: B sequences, C columns seen so far (tokens and padding), L columns of a 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -18,15 +19,13 @@ class StateLayer(CacheLayerMixin):
     """The one layer of an :class:`EquilibriumCache`: a backbone's state behind transformers' interface.
 
     The blocks of a backbone settle together, so this one layer holds the states of all blocks: keys and
-        values with a
-    slot for every token, or the convolution's tail and the SSM state.
+    values with a slot for every token, or the convolution's tail and the SSM state.
 
     Attributes:
         state: the backbone's state; ``None`` before the first call, unless the cache was made with a state.
         equilibrium: (B, D) of each sequence's last token; ``None`` if it is not known.
     """
 
-    is_compileable = False
     is_sliding = False
     supports_early_init = False
 
@@ -78,9 +77,7 @@ class StateLayer(CacheLayerMixin):
 
     def commit(self, state: State, z: Tensor, attention_mask: Tensor | None) -> None:
         """Store the ``state`` after a call that solved z (B, L, D)."""
-        real = z.new_ones(z.shape[:2], dtype=torch.bool)
-        if attention_mask is not None:
-            real = attention_mask.bool()
+        real = (z.new_ones(z.shape[:2]) if attention_mask is None else attention_mask).bool()
         place = torch.arange(1, z.shape[1] + 1, device=z.device)
         last = take_tokens(z, (real * place).argmax(1, keepdim=True))[:, 0]
         if self.equilibrium is not None:  # rows of nothing but padding keep their last token
@@ -91,8 +88,7 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def guess(self, x: Tensor) -> Tensor | None:
-        """The initial guess (B, L, D) of every token of a call: the equilibrium of the last token before
-        it."""
+        """The initial guess (B, L, D) of a call's tokens: the equilibrium of the last token before them."""
         if self.equilibrium is None:
             return None
         return self.equilibrium[:, None].expand_as(x).contiguous()
@@ -157,27 +153,22 @@ class StateLayer(CacheLayerMixin):
 
     prefetch = offload
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise ValueError("an EquilibriumCache is filled by its model, token by settled token")
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("an EquilibriumCache is filled by its model, token by settled token")
+
+    lazy_initialization = update
 
 
 def _same_form(state: State, fresh: State) -> bool:
     """Whether the state may have grown from ``fresh``: only empty dimensions of ``fresh`` may differ."""
-    if len(state.layers) != len(fresh.layers):
+    if [len(layer) for layer in state.layers] != [len(layer) for layer in fresh.layers]:
         return False
-    for layer, start in zip(state.layers, fresh.layers, strict=True):
-        if len(layer) != len(start):
-            return False
-        for values, new in zip(layer, start, strict=True):
-            same = all(b in (0, a) for a, b in zip(values.shape, new.shape, strict=False))
-            if values.dim() != new.dim() or not same:
-                return False
-            if values.dtype != new.dtype or values.device != new.device:
-                return False
-    return True
+    pairs = zip(itertools.chain(*state.layers), itertools.chain(*fresh.layers), strict=True)
+    return all(
+        (values.dim(), values.dtype, values.device) == (new.dim(), new.dtype, new.device)
+        and all(wanted in (0, size) for size, wanted in zip(values.shape, new.shape, strict=True))
+        for values, new in pairs
+    )
 
 
 class EquilibriumCache(Cache):

@@ -11,6 +11,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 
 from deqseq.backbone import backbones
+from deqseq.causal_lm import reference
 from deqseq.checks import check_count
 from deqseq.gradient import gradients
 from deqseq.policy import policies
@@ -19,54 +20,18 @@ from deqseq.solver import solvers
 logger = logging.getLogger(__name__)
 
 
-def _default_backbone() -> dict[str, Any]:
-    return {"name": "mamba2", "d_model": 256, "n_layer": 1}
-
-
-def _default_policy() -> dict[str, Any]:
-    return {"name": "residual", "rtol": 0.05, "max_iter": 32}
-
-
 # Settings that transformers takes besides the fields of a configuration.
 _TRANSFORMERS = {
-    "attn_implementation",
-    "auto_map",
-    "experts_implementation",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "quantization_config",
-    "torch_dtype",
-    "_attn_implementation_internal",
-    "_commit_hash",
-    "_experts_implementation_internal",
-    "_name_or_path",
-}
+    "attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels",
+    "output_attentions", "quantization_config", "torch_dtype", "_attn_implementation_internal",
+    "_commit_hash", "_experts_implementation_internal", "_name_or_path",
+}  # fmt: skip
 
 
 def _unknown(settings: Mapping[str, Any]) -> list[str]:
     """Names of settings that have no effect."""
     known = {*_TRANSFORMERS, *vars(GenerationConfig()), *(f.name for f in fields(ImplicitConfig))}
     return sorted(name for name in settings if name not in known)
-
-
-def _refuse_unknown(settings: Mapping[str, Any]) -> None:
-    if unknown := _unknown(settings):
-        ours = sorted(set(ImplicitConfig.__annotations__) - {"model_type"})
-        raise ValueError(
-            f"unknown settings {', '.join(unknown)}; an ImplicitConfig has {', '.join(ours)}. Options of a "
-            'part stand in its mapping, such as backbone={"name": "llama", "d_model": 64, ...} or '
-            'convergence={"name": "residual", "rtol": 0.05, "max_iter": 64}'
-        )
-
-
-def _check_part(name: str, value: Any) -> None:
-    if not (value is None or isinstance(value, (str, Mapping))):
-        raise ValueError(
-            f'{name} must be a name or a mapping such as {{"name": "...", "option": 1}}, which config.json '
-            f"can hold, got {value!r}"
-        )
 
 
 @strict
@@ -118,14 +83,24 @@ class ImplicitConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        _refuse_unknown(kwargs)
+        if unknown := _unknown(kwargs):
+            ours = sorted(set(ImplicitConfig.__annotations__) - {"model_type"})
+            raise ValueError(
+                f"unknown settings {', '.join(unknown)}; an ImplicitConfig has {', '.join(ours)}. Options of "
+                'a part stand in its mapping, such as backbone={"name": "llama", "d_model": 64, ...} or '
+                'convergence={"name": "residual", "rtol": 0.05, "max_iter": 64}'
+            )
         for name in ("backbone", "solver", "gradient", "convergence", "eval_convergence"):
-            _check_part(name, getattr(self, name))
-        if isinstance(self.backbone, str):
-            self.backbone = {"name": self.backbone}
-        self.backbone = dict(_default_backbone() if self.backbone is None else self.backbone)
+            if not isinstance(value := getattr(self, name), str | Mapping | None):
+                raise ValueError(
+                    f'{name} must be a name or a mapping such as {{"name": "...", "option": 1}}, which '
+                    f"config.json can hold, got {value!r}"
+                )
+        if self.backbone is None:
+            self.backbone = {"name": "mamba2", "d_model": 256, "n_layer": 1}
+        self.backbone = {"name": self.backbone} if isinstance(self.backbone, str) else dict(self.backbone)
         if self.convergence is None:
-            self.convergence = _default_policy()
+            self.convergence = {"name": "residual", "rtol": 0.05, "max_iter": 32}
         own = self.eval_convergence is not None
         self.eval_convergence = deepcopy(self.eval_convergence if own else self.convergence)
         if not isinstance(self.backbone.get("d_model"), int):
@@ -199,11 +174,9 @@ class ImplicitConfig(PreTrainedConfig):
         Raises:
             ValueError: the configuration of another kind of model.
         """
-        from deqseq.causal_lm.reference import is_reference, translate  # which need this class
-
         settings, unused = super().get_config_dict(*args, **kwargs)
-        if is_reference(settings):
-            return translate(settings), unused
+        if reference.is_reference(settings):
+            return reference.translate(settings), unused
         kind = settings.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ValueError(
@@ -215,11 +188,25 @@ class ImplicitConfig(PreTrainedConfig):
     @property
     def hidden_size(self) -> int:
         """Width D."""
-        assert self.backbone is not None
         return int(self.backbone["d_model"])
 
     @property
     def num_hidden_layers(self) -> int:
         """Blocks of the body."""
-        assert self.backbone is not None
         return int(self.backbone.get("n_layer", 1))
+
+
+class _ReferenceConfig(PreTrainedConfig):
+    """Registers a model type of the reference in ``AutoConfig``; ``from_dict`` returns an ImplicitConfig."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return ImplicitConfig.from_dict(reference.translate(config_dict), **kwargs)
+
+
+class ReferenceMamba2Config(_ReferenceConfig):
+    model_type = "implicit_mamba2"
+
+
+class ReferenceLlamaConfig(_ReferenceConfig):
+    model_type = "implicit_llama3"

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.ops.mixer.naive import at_least_float32
 
-if TYPE_CHECKING:
-    from deqseq.causal_lm.modeling import ImplicitForCausalLM
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 # Regular expressions: transformers' weight names -> ours, without the prefix "model.layer.backbone.".
 _LLAMA = {
@@ -35,18 +34,14 @@ _LLAMA = {
     r"model\.layers\.(\d+)\.mlp\.down_proj\.": r"layers.\1.mlp.fc2.",
 }
 _MAMBA2 = {r"backbone\.embeddings\.": "embed_tokens.", r"backbone\.(layers|norm_f)\.": r"\1."}
-_FIXED = ("backbone", "implicit", "vocab_size", "tie_word_embeddings")
 
 
 def from_explicit(
-    cls: type[ImplicitForCausalLM],
-    source: str | os.PathLike[str] | PreTrainedModel,
-    weight_norm: bool,
-    dtype: torch.dtype | None,
-    overrides: Mapping[str, Any],
-) -> ImplicitForCausalLM:
+    cls: type[Model], source: str | os.PathLike[str] | PreTrainedModel, weight_norm: bool,
+    dtype: torch.dtype | None, overrides: Mapping[str, Any],
+) -> Model:  # fmt: skip
     """See :meth:`ImplicitForCausalLM.from_explicit`."""
-    _refuse_overrides(overrides, _FIXED)
+    _refuse_overrides(overrides)
     model: Any = source
     if not isinstance(source, PreTrainedModel):
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
@@ -61,7 +56,11 @@ def from_explicit(
     settings = {name: deepcopy(getattr(config, name)) for name in (*kept, "tie_word_embeddings")}
     settings |= {"backbone": {**sizes(model), "weight_norm": weight_norm}, "implicit": False}
     converted: Any = cls(ImplicitConfig(**settings | dict(overrides)))
-    weights = {_renamed(name, table): value for name, value in model.state_dict().items()}
+    weights = {}
+    for name, value in model.state_dict().items():
+        for pattern, ours in table.items():
+            name = re.sub(f"^{pattern}", ours, name)
+        weights[name] = value
     with torch.no_grad():
         converted.model.embed_tokens.weight.copy_(weights.pop("embed_tokens.weight"))
         output = weights.pop("lm_head.weight")
@@ -71,34 +70,25 @@ def from_explicit(
     converted.generation_config = deepcopy(model.generation_config)
     converted.to(device=model.device, dtype=dtype or model.dtype)
     converted.config.dtype = converted.dtype
-    return cast("ImplicitForCausalLM", converted.train(model.training))
+    return cast(Model, converted.train(model.training))
 
 
 def _llama(model: Any) -> dict[str, Any]:
     config = model.config
     rope = dict(config.rope_parameters or {})
     supported = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "head_dim": config.hidden_size // config.num_attention_heads,
-        "sliding_window": None,
-        "rope_type": "default",
-        "partial_rotary_factor": 1.0,
-    }
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+        "head_dim": config.hidden_size // config.num_attention_heads, "sliding_window": None,
+        "rope_type": "default", "partial_rotary_factor": 1.0,
+    }  # fmt: skip
     rotary = {name: rope.get(name, supported[name]) for name in ("rope_type", "partial_rotary_factor")}
     _check({"sliding_window": None, **config.to_dict(), **rotary}, supported)
     return {
-        "name": "llama",
-        "d_model": config.hidden_size,
-        "n_layer": config.num_hidden_layers,
-        "n_head": config.num_attention_heads,
-        "n_kv_head": config.num_key_value_heads,
-        "d_inner": swiglu_width(config.intermediate_size),
+        "name": "llama", "d_model": config.hidden_size, "n_layer": config.num_hidden_layers,
+        "n_head": config.num_attention_heads, "n_kv_head": config.num_key_value_heads,
+        "d_inner": swiglu_width(config.intermediate_size), "norm_eps": config.rms_norm_eps,
         "rope_theta": float(rope.get("rope_theta", 1e4)),
-        "norm_eps": config.rms_norm_eps,
-    }
+    }  # fmt: skip
 
 
 def swiglu_width(hidden: int) -> int:
@@ -119,18 +109,11 @@ def _mamba2(model: Any) -> dict[str, Any]:
     # Whether the gated norm works by groups depends on the version of transformers, so ask the module.
     norm = model.backbone.layers[0].mixer.norm
     return {
-        "name": "mamba2",
-        "d_model": config.hidden_size,
-        "n_layer": config.num_hidden_layers,
-        "d_state": config.state_size,
-        "expand": config.expand,
-        "headdim": config.head_dim,
-        "d_conv": config.conv_kernel,
-        "n_groups": config.n_groups,
-        "norm_groups": inner // getattr(norm, "group_size", inner),
-        "norm_eps": config.layer_norm_epsilon,
-        "chunk_size": config.chunk_size,
-    }
+        "name": "mamba2", "d_model": config.hidden_size, "n_layer": config.num_hidden_layers,
+        "d_state": config.state_size, "expand": config.expand, "headdim": config.head_dim,
+        "d_conv": config.conv_kernel, "n_groups": config.n_groups, "chunk_size": config.chunk_size,
+        "norm_groups": inner // getattr(norm, "group_size", inner), "norm_eps": config.layer_norm_epsilon,
+    }  # fmt: skip
 
 
 _TABLES = {"llama": (_LLAMA, _llama), "mamba2": (_MAMBA2, _mamba2)}
@@ -142,17 +125,9 @@ def _check(found: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {value!r} to be converted, got {found[name]!r}")
 
 
-def _refuse_overrides(overrides: Mapping[str, Any], fixed: tuple[str, ...]) -> None:
-    if wrong := sorted(set(overrides) & set(fixed)):
+def _refuse_overrides(overrides: Mapping[str, Any]) -> None:
+    if wrong := sorted(set(overrides) & {"backbone", "implicit", "vocab_size", "tie_word_embeddings"}):
         raise ValueError(f"{', '.join(wrong)} are taken from the converted model, and cannot be given")
-
-
-def _renamed(name: str, table: Mapping[str, str]) -> str:
-    for pattern, ours in table.items():
-        name, found = re.subn(f"^{pattern}", ours, name)
-        if found:
-            break
-    return name
 
 
 def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -172,14 +147,13 @@ def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
     """g and v with g v / ||v|| = ``weight`` for every row. Where a row is zero, g is 0 and v is ones."""
-    rows = tuple(range(1, weight.dim()))
-    g = torch.linalg.vector_norm(at_least_float32(weight), dim=rows, keepdim=True)
+    g = torch.linalg.vector_norm(at_least_float32(weight), dim=tuple(range(1, weight.dim())), keepdim=True)
     return g, torch.where(g > 0, weight, torch.ones_like(weight))
 
 
-def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> ImplicitForCausalLM:
+def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
     """See :meth:`ImplicitForCausalLM.to_implicit`."""
-    _refuse_overrides(overrides, _FIXED)
+    _refuse_overrides(overrides)
     if model.config.implicit:
         raise ValueError("to_implicit takes an explicit model (implicit=False); this one is implicit")
     ImplicitConfig(**overrides)  # raises for unknown names
@@ -199,4 +173,4 @@ def to_implicit(model: ImplicitForCausalLM, overrides: Mapping[str, Any]) -> Imp
         linear.bias.zero_()
     converted.load_state_dict({**converted.state_dict(), **model.state_dict()})
     converted.generation_config = deepcopy(model.generation_config)
-    return cast("ImplicitForCausalLM", converted.train(model.training))
+    return cast(Model, converted.train(model.training))

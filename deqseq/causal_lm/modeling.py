@@ -92,18 +92,13 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         model, info = loaded
         # Otherwise transformers would save renamed weights under their old names, with our configuration.
         vars(model).pop("_weight_conversions", None)
-        problems = {
-            what: sorted(map(str, info[key]))
-            for what, key in (
-                ("missing", "missing_keys"),
-                ("unknown", "unexpected_keys"),
-                ("of another shape", "mismatched_keys"),
-            )
-            if info.get(key)
-        }
-        if problems:
-            found = "; ".join(f"{what}: {', '.join(keys[:5])}" for what, keys in problems.items())
-            raise ValueError(f"the checkpoint does not fit its configuration; weights {found}")
+        kinds = {
+            "missing": "missing_keys", "unknown": "unexpected_keys", "of another shape": "mismatched_keys"
+        }  # fmt: skip
+        found = {what: sorted(map(str, info[key]))[:5] for what, key in kinds.items() if info.get(key)}
+        if found:
+            problems = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items())
+            raise ValueError(f"the checkpoint does not fit its configuration; weights {problems}")
         places = getattr(model, "hf_device_map", {})
         layer: nn.Module = getattr(model, cls.base_model_prefix, model).layer
         if {"cpu", "disk"} & set(places.values()) and any(p.is_meta for p in layer.parameters()):
@@ -123,35 +118,23 @@ class ImplicitModel(ImplicitPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layer: ImplicitSequenceLayer | ExplicitSequenceLayer
-        assert config.backbone is not None
         if config.implicit:
-            assert config.convergence is not None and config.eval_convergence is not None
             self.layer = ImplicitSequenceLayer(
-                config.backbone,
-                solver=config.solver,
-                gradient=config.gradient,
-                convergence=(config.convergence, config.eval_convergence),
-                window=config.window,
-                causal=config.causal,
-            )
+                config.backbone, solver=config.solver, gradient=config.gradient, window=config.window,
+                convergence=(config.convergence, config.eval_convergence), causal=config.causal,
+            )  # fmt: skip
         else:
             self.layer = ExplicitSequenceLayer({**config.backbone, "injection": False})
         self.post_init()  # type: ignore[no-untyped-call]
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: EquilibriumCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        solve: SolveOptions | None = None,
-        window: int | Literal["layer"] | None = "layer",
-        z0: Tensor | None = None,
-    ) -> ImplicitModelOutput:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, past_key_values: EquilibriumCache | None = None,
+        inputs_embeds: Tensor | None = None, use_cache: bool | None = None,
+        output_hidden_states: bool | None = None, solve: SolveOptions | None = None,
+        window: int | Literal["layer"] | None = "layer", z0: Tensor | None = None,
+    ) -> ImplicitModelOutput:  # fmt: skip
         """Solve for the equilibria of a batch.
 
         Args:
@@ -180,8 +163,9 @@ class ImplicitModel(ImplicitPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
-            if input_ids is None or input_ids.dim() != 2:
-                raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")  # type: ignore[union-attr]
+            assert input_ids is not None
+            if input_ids.dim() != 2:
+                raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")
             inputs_embeds = self.embed_tokens(input_ids)
         if inputs_embeds.dim() != 3:
             raise ValueError(f"inputs_embeds must be (B, L, D), got {tuple(inputs_embeds.shape)}")
@@ -195,10 +179,10 @@ class ImplicitModel(ImplicitPreTrainedModel):
         attention_mask = _mask_of_call(attention_mask, length, content)
         state = None
         if content is not None:
-            fresh = self.layer.backbone.initial_state(
-                batch, device=inputs_embeds.device, dtype=inputs_embeds.dtype
+            backbone = self.layer.backbone
+            state = content.continued(
+                backbone.initial_state(batch, inputs_embeds.device, inputs_embeds.dtype)
             )
-            state = content.continued(fresh)
         options: dict[str, Any] = {}
         if isinstance(self.layer, ImplicitSequenceLayer):
             if z0 is None and content is not None and self.config.initial_guess == "previous":
@@ -209,15 +193,12 @@ class ImplicitModel(ImplicitPreTrainedModel):
         out = self.layer(inputs_embeds, attention_mask, position_ids=position_ids, state=state, **options)
         if content is not None:
             content.commit(out.state, out.z, attention_mask)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden = (inputs_embeds, out.z) if output_hidden_states else None
         return ImplicitModelOutput(
-            last_hidden_state=out.z,
-            past_key_values=cache,
-            hidden_states=(inputs_embeds, out.z) if self._wants_hidden(output_hidden_states) else None,
-            solution=out.solution,
+            last_hidden_state=out.z, past_key_values=cache, hidden_states=hidden, solution=out.solution
         )
-
-    def _wants_hidden(self, asked: bool | None) -> bool:
-        return bool(self.config.output_hidden_states if asked is None else asked)
 
     def _caches(self, x: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
         """Whether a call without ``use_cache`` returns a cache."""
@@ -265,22 +246,15 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
     return mask[:, -length:]
 
 
-def aligned_linear(x: Tensor, weight: Tensor, columns: int = 64, cut: bool = True) -> Tensor:
-    """x ``weight``^T, computed with a multiple of ``columns`` columns; ``cut`` removes the added ones."""
-    wanted = weight.shape[0]
-    out = F.linear(x, F.pad(weight, (0, 0, 0, -wanted % columns)))
-    return out[..., :wanted] if cut else out
+def aligned_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x ``weight``^T, with zeros appended up to a multiple of 64 columns, as matrix units prefer."""
+    return F.linear(x, F.pad(weight, (0, 0, 0, -weight.shape[0] % 64)))
 
 
 _UNUSED_ARGUMENTS = {
-    "cache_position",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
-    "max_length_k",
-    "max_length_q",
-    "seq_idx",
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx",
     "token_type_ids",
-}
+}  # fmt: skip
 
 
 class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
@@ -300,12 +274,9 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_explicit(
-        cls,
-        source: str | os.PathLike[str] | PreTrainedModel,
-        weight_norm: bool = True,
-        dtype: torch.dtype | None = None,
-        **config_overrides: Any,
-    ) -> ImplicitForCausalLM:
+        cls, source: str | os.PathLike[str] | PreTrainedModel, weight_norm: bool = True,
+        dtype: torch.dtype | None = None, **config_overrides: Any,
+    ) -> ImplicitForCausalLM:  # fmt: skip
         """A ``LlamaForCausalLM`` or ``Mamba2ForCausalLM`` of transformers as an explicit model of ours.
 
         The logits stay the same, up to rounding. Device and mode are the model's.
@@ -331,11 +302,6 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         gain of z and the injection start at 0, so that f(z, x) = F(x) for every z: the equilibrium is the
         explicit model's output, found in two evaluations. Gradients reach both from the first step on.
 
-        On character models of 2 layers (width 64) the explicit loss was 1.83 (Llama) and 1.81 (Mamba2),
-        and the equilibrium's the same, before and after 60 steps of fine-tuning. Without the stream, an
-        injection of what layer 0 projects gave 4.65 and 3.57 (after 60 steps 2.98 and 2.08), a
-        least-squares fit to the explicit activations 4.70 and 4.46; chance is 4.17 (LOG.md).
-
         Args:
             config_overrides: settings of :class:`ImplicitConfig`, such as ``solver`` and ``convergence``.
 
@@ -346,22 +312,13 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: EquilibriumCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        solve: SolveOptions | None = None,
-        window: int | Literal["layer"] | None = "layer",
-        z0: Tensor | None = None,
-        skip_logits: bool = False,
-        **loss_options: Any,
-    ) -> ImplicitCausalLMOutput:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, past_key_values: EquilibriumCache | None = None,
+        inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
+        output_hidden_states: bool | None = None, logits_to_keep: int | Tensor = 0,
+        solve: SolveOptions | None = None, window: int | Literal["layer"] | None = "layer",
+        z0: Tensor | None = None, skip_logits: bool = False, **loss_options: Any,
+    ) -> ImplicitCausalLMOutput:  # fmt: skip
         """Logits (B, L, V) and, with ``labels`` (B, L), the loss of predicting the next token.
 
         ``labels`` are the input ids, as everywhere in transformers: they are shifted here, and -100 is
@@ -385,17 +342,10 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         if unknown := set(loss_options) - {"num_items_in_batch"}:
             raise ValueError(f"unknown arguments {sorted(unknown)}")
         out = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            solve=solve,
-            window=window,
-            z0=z0,
-        )
+            input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache,
+            output_hidden_states=output_hidden_states, solve=solve, window=window, z0=z0,
+        )  # fmt: skip
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must not be negative, got {logits_to_keep}; 0 keeps all")
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -413,40 +363,28 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             else:  # the user's own
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_options)
         return ImplicitCausalLMOutput(
-            loss=loss,
-            logits=None if skip_logits and loss is not None else logits,
-            past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states,
-            solution=out.solution,
-        )
+            loss=loss, logits=None if skip_logits and loss is not None else logits,
+            past_key_values=out.past_key_values, hidden_states=out.hidden_states, solution=out.solution,
+        )  # fmt: skip
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The output layer: logits (B, L, V), and padded ones (B, L, V') whose first V columns they are.
-
-        Matrix units work on multiples of 64 columns, which many vocabularies (50,277) are not.
-        """
+        """The output layer: logits (B, L, V), and padded ones (B, L, V') whose first V columns they are."""
         head = self.lm_head
         plain = type(head) is nn.Linear and head.bias is None
         if not (hidden.is_cuda and plain) or head._forward_hooks or head._forward_pre_hooks:
             logits = head(hidden)
             return logits, logits
-        padded = aligned_linear(hidden, head.weight, cut=False)
+        padded = aligned_linear(hidden, head.weight)
         return padded[..., : head.weight.shape[0]], padded
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """Give ``generate`` an :class:`EquilibriumCache` instead of transformers' cache."""
-        if generation_config.cache_implementation is not None:
-            raise ValueError(
-                "these models have one kind of cache: leave cache_implementation unset, got "
-                f"{generation_config.cache_implementation!r}"
-            )
-        if generation_config.assistant_early_exit is not None:
-            raise ValueError(
-                "these models have no early exit: leave assistant_early_exit unset, got "
-                f"{generation_config.assistant_early_exit!r}"
-            )
+        refused = {"cache_implementation": "one kind of cache", "assistant_early_exit": "no early exit"}
+        for option, reason in refused.items():
+            if (value := getattr(generation_config, option)) is not None:
+                raise ValueError(f"these models have {reason}: leave {option} unset, got {value!r}")
         if model_kwargs.get("past_key_values") is not None:
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, *args, **kwargs

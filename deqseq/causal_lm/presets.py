@@ -17,9 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from deqseq.causal_lm.configuration import ImplicitConfig
-from deqseq.causal_lm.modeling import ImplicitForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 # n_layer, d_model and, for Llama, n_head.
 _SIZES: dict[str, tuple[int, ...]] = {
@@ -74,21 +72,15 @@ def _fixed(iterations: int) -> dict[str, Any]:
     return {"name": "fixed", "iterations": iterations}
 
 
-def parameters(name: str) -> tuple[int, int]:
-    """The number of parameters of a preset, and how many of them are embeddings. Allocates no weights."""
-    with torch.device("meta"):
-        model = ImplicitForCausalLM(ImplicitConfig.from_preset(name))
-    return sum(p.numel() for p in model.parameters()), model.model.embed_tokens.weight.numel()
-
-
 def table() -> str:
-    """A Markdown table of all presets and their parameters."""
+    """A Markdown table of all presets and their parameters. Allocates no weights."""
     lines = ["| Preset | Layers | Width | Parameters | Embeddings among them |", "|---|---|---|---|---|"]
     for name in names():
-        total, embeddings = parameters(name)
-        backbone = options(name)["backbone"]
-        sizes = f"{backbone['n_layer']} | {backbone['d_model']} | {total:,} | {embeddings:,}"
-        lines.append(f"| `{name}` | {sizes} |")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model("implicit_lm", **options(name)))
+        layers, width = model.config.num_hidden_layers, model.config.hidden_size
+        total, embeddings = model.num_parameters(), model.model.embed_tokens.weight.numel()
+        lines.append(f"| `{name}` | {layers} | {width} | {total:,} | {embeddings:,} |")
     return "\n".join(lines)
 
 

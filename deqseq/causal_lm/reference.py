@@ -12,9 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
-
-from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.checks import check_count
 
 # Regular expressions: the reference's weight names -> ours. They match none of our names, so they can be
@@ -31,11 +28,9 @@ KEYS = {
 
 # torchdeq's solvers -> ours, which test every token on its own; the fixed point is the same.
 _SOLVERS = {
-    "fixed_point_iter": "picard",
-    "simple_fixed_point_iter": "picard",
-    "anderson": "anderson",
+    "fixed_point_iter": "picard", "simple_fixed_point_iter": "picard", "anderson": "anderson",
     "broyden": "broyden",
-}
+}  # fmt: skip
 # Settings of the backbone, and the only supported value.
 _FIXED = {"dropout": 0, "pre_norm": True, "rms_norm": True}
 # Settings of initialisation and training, without influence on a trained model.
@@ -79,23 +74,23 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
         _one_of(name, settings.get(name) or 0, 0)
     d_model = body.get("d_model", settings.get("d_embed"))
     _one_of("d_embed", settings.get("d_embed") or d_model, d_model)
+    weight_norm = _weight_norm(_section(deq, "norm", "deq_params."))
     translated: dict[str, Any] = {
-        "model_type": ImplicitConfig.model_type,
+        "model_type": "implicit_lm",
         "architectures": ["ImplicitForCausalLM"],
-        "backbone": {
-            **_backbone(kind, body),
-            "weight_norm": _weight_norm(_section(deq, "norm", "deq_params.")),
-        },
+        "backbone": {**_backbone(kind, body), "weight_norm": weight_norm},
         "vocab_size": _vocabulary(settings),
         "implicit": implicit == "implicit",
-        "initializer_range": settings.get("emb_init_std", ImplicitConfig.initializer_range),
         "tie_word_embeddings": settings.get("tie_embeddings", True),
     }
     if implicit == "implicit":
         translated |= _parts(deq)
-    dtype = settings.get("dtype", settings.get("torch_dtype"))
+    if dtype := settings.get("dtype", settings.get("torch_dtype")):
+        translated["dtype"] = dtype
+    if "emb_init_std" in settings:
+        translated["initializer_range"] = settings["emb_init_std"]
     kept = ("pad_token_id", "bos_token_id", "eos_token_id", "transformers_version")
-    return translated | {k: settings[k] for k in kept if k in settings} | ({"dtype": dtype} if dtype else {})
+    return translated | {name: settings[name] for name in kept if name in settings}
 
 
 def _backbone(kind: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +140,11 @@ def _parts(deq: dict[str, Any]) -> dict[str, Any]:
     longer = solver.get("eval_f_max_iter") or int((solver.get("eval_factor") or 0) * budget) or budget
     gradient: dict[str, Any]
     if training.get("ift") or training.get("hook_ift"):
-        gradient = {"name": "implicit", "solver": _solver(solver, "b"), "convergence": _policy(solver, "b")}
+        gradient = {
+            "name": "implicit",
+            "solver": _solver(solver, "b"),
+            "convergence": _policy(solver, "b"),
+        }
     else:
         steps = training.get("grad", 1)
         if not isinstance(steps, int):
@@ -195,19 +194,3 @@ def _only(name: str, given: Mapping[str, Any], supported: Mapping[str, Any]) -> 
 def _known(name: str, given: Mapping[str, Any], known: set[str]) -> None:
     if unknown := sorted(set(given) - known):
         raise ValueError(f"unknown settings {unknown} in the reference's {name}; known: {sorted(known)}")
-
-
-class _ReferenceConfig(PreTrainedConfig):
-    """Registers the reference's model types in ``AutoConfig``; ``from_dict`` returns an ImplicitConfig."""
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return ImplicitConfig.from_dict(translate(config_dict), **kwargs)
-
-
-class ReferenceMamba2Config(_ReferenceConfig):
-    model_type = "implicit_mamba2"
-
-
-class ReferenceLlamaConfig(_ReferenceConfig):
-    model_type = "implicit_llama3"

@@ -1,9 +1,9 @@
 """Operations of the backbones and the loop: a folder each.
 
-``naive.py`` is the plain PyTorch form, which runs anywhere and is the oracle of the tests. The fast forms are
-beside it: ``triton.py``, and one file for every package that has the operation. Callers use the function in
-``__init__.py``, which picks the form: the backbones' operations by the name that
-:func:`deqseq.kernels.choose` gave for the forward pass, the loop's by :func:`deqseq.kernels.fused`.
+Callers use the function in ``__init__.py``. It contains the plain PyTorch form, or calls the one in
+``naive.py``; this form runs anywhere and is the oracle of the tests. The fast forms are beside it:
+``triton.py``, and one file for every package that has the operation. The backbones' operations take the
+form's name from :func:`deqseq.kernels.choose`, the loop's ask :func:`deqseq.kernels.fused`.
 
 =================  ======================================================================
 ``add_norm``       residual addition and RMSNorm

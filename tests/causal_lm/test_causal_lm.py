@@ -107,7 +107,7 @@ def test_a_wrong_backbone_option_raises_when_the_model_is_built() -> None:
 @pytest.mark.parametrize("rows", [5, 64, 65])
 def test_the_aligned_output_layer(rows: int) -> None:
     x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(rows, 8, requires_grad=True)
-    out, plain = aligned_linear(x, weight), F.linear(x, weight)
+    out, plain = aligned_linear(x, weight)[..., : len(weight)], F.linear(x, weight)
     torch.testing.assert_close(out, plain)
     cotangent = torch.randn_like(plain)
     for a, b in zip(*(torch.autograd.grad(y, [x, weight], cotangent) for y in (out, plain)), strict=True):

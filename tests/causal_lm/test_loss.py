@@ -151,7 +151,7 @@ def padded_head(model: ImplicitForCausalLM, monkeypatch: pytest.MonkeyPatch) -> 
     """The output layer as it is on a GPU."""
 
     def logits(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        padded = modeling.aligned_linear(hidden, model.lm_head.weight, cut=False)
+        padded = modeling.aligned_linear(hidden, model.lm_head.weight)
         return padded[..., :V], padded
 
     monkeypatch.setattr(model, "_logits", logits)

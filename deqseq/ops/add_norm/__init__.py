@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from deqseq import kernels
-from deqseq.ops.add_norm import naive
 
 
 def add_norm(
@@ -15,12 +14,14 @@ def add_norm(
     """``stream + added`` (B, W, D) in the stream's type, and its norm.
 
     The norm has autocast's type, because linear maps follow. The ``last`` one, f(z), has the stream's type;
-    nothing reads the sum after it, and ``None`` may be returned instead.
+    nothing reads the sum after it, and the returned one is undefined.
     """
     dtype = stream.dtype if last else kernels.autocast_dtype(stream)
     # Compiled code takes the plain form, which the compiler fuses with what is around it.
     if form == "triton" and not torch.compiler.is_compiling():
-        from deqseq.ops.add_norm.triton import add_norm as fused
+        from deqseq.ops.add_norm import triton
 
-        return fused(stream, added, norm, dtype, last)
-    return naive.add_norm(stream, added, norm, dtype)
+        return triton.add_norm(stream, added, norm, dtype, last)
+    if added is not None:
+        stream = stream + added
+    return stream, norm(stream).to(dtype)

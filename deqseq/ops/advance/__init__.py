@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from deqseq.ops.advance import naive
 from deqseq.ops.mixer.naive import LayerTrace
+from deqseq.ops.mixer.ssd import ssd_advance
 
 Layers = tuple[tuple[Tensor, ...], ...]
 
@@ -34,9 +34,25 @@ def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form:
         for (tail, ssm), trace in zip(layers, traces, strict=True):
             recurrent_(tail, ssm, trace, count)
         return layers
-    return tuple(
-        naive.recurrent(tail, ssm, trace, count) for (tail, ssm), trace in zip(layers, traces, strict=True)
-    )
+    return tuple(_recurrent(layer, trace, count) for layer, trace in zip(layers, traces, strict=True))
+
+
+def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> tuple[Tensor, Tensor]:
+    tail, ssm = layer
+    taps = tail.shape[1]
+    # The last inputs consumed, of which some may be in the tail.
+    last = torch.arange(taps, device=tail.device) + count[:, None]
+    if taps:
+        parts = [_tokens(part, (last - taps).clamp_min(0)) for part in trace.conv]
+        new = torch.stack(parts).sum(0).to(tail.dtype)
+        tail = torch.where((last < taps)[..., None], _tokens(tail, last.clamp_max(taps - 1)), new)
+    x = trace.x * trace.step.to(trace.x.dtype)[..., None]
+    return tail, ssd_advance(x, trace.step * trace.decay, trace.b, ssm, count)
+
+
+def _tokens(values: Tensor, index: Tensor) -> Tensor:
+    """``values`` (B, W, C) at ``index`` (B, K), (B, K, C)."""
+    return values.gather(1, index[..., None].expand(*index.shape, values.shape[2]))
 
 
 def keys_values(
@@ -48,13 +64,22 @@ def keys_values(
         layers: per layer keys and values (B, J, S, P); may be changed in place.
         traces: per layer keys and values (B, J, W, P) of the evaluation.
     """
-    if _by_triton(traces[0][0].shape[2], form):
+    width = traces[0][0].shape[2]
+    if _by_triton(width, form):
         from deqseq.ops.advance.triton import append_
 
         for (keys, values), (k, v) in zip(layers, traces, strict=True):
             append_(keys, values, k, v, seen, count)
         return layers
-    return naive.keys_values(layers, traces, seen, count)
+    # Slot s takes the window's token s - seen, if that is one of the first ``count``.
+    token = torch.arange(layers[0][0].shape[2], device=count.device) - seen[:, None]  # (B, S)
+    write = ((token >= 0) & (token < count[:, None]))[:, None, :, None]
+    source = token.clamp(0, width - 1)[:, None, :, None]
+
+    def written(kept: Tensor, new: Tensor) -> Tensor:
+        return torch.where(write, new.to(kept.dtype).gather(2, source.expand_as(kept)), kept)
+
+    return tuple(tuple(map(written, kept, new)) for kept, new in zip(layers, traces, strict=True))
 
 
 def _by_triton(tokens: int, form: str) -> bool:

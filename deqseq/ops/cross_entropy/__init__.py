@@ -5,10 +5,12 @@ Shapes: B sequences, L tokens, V vocabulary, V' >= V columns of an output layer 
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from deqseq import kernels
-from deqseq.ops.cross_entropy import naive
 
 
 def next_token_loss(
@@ -28,15 +30,11 @@ def next_token_loss(
         ValueError: ``logits`` with fewer columns than ``vocab_size``; ``labels`` that are not (B, L).
     """
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"labels must be {tuple(logits.shape[:-1])} for the logits, got {tuple(labels.shape)}"
-        )
+        raise ValueError(f"labels must be {tuple(logits.shape[:-1])} as logits, got {tuple(labels.shape)}")
     if logits.shape[-1] < vocab_size:
-        raise ValueError(
-            f"logits must have vocab_size = {vocab_size} columns or more, got {logits.shape[-1]}"
-        )
+        raise ValueError(f"logits need at least vocab_size = {vocab_size} columns, got {logits.shape[-1]}")
     if kernels.implementation(logits) == "triton":
-        from deqseq.ops.cross_entropy.triton import next_token_loss as fused
+        from deqseq.ops.cross_entropy import triton
 
-        return fused(logits, labels, vocab_size, num_items_in_batch)
-    return naive.next_token_loss(logits, labels, vocab_size, num_items_in_batch)
+        return triton.next_token_loss(logits, labels, vocab_size, num_items_in_batch)
+    return ForCausalLMLoss(logits[..., :vocab_size], labels, vocab_size, cast(Any, num_items_in_batch))

@@ -1,6 +1,6 @@
 """The loss of predicting the next token in two Triton kernels, without a copy of the logits.
 
-Shapes: B sequences, L tokens, V vocabulary, V' >= V columns.
+Shapes as in :mod:`deqseq.ops.cross_entropy`.
 """
 
 from __future__ import annotations

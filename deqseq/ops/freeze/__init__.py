@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from deqseq import kernels
-from deqseq.ops.freeze import naive
 
 
 def freeze(frozen: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
@@ -17,4 +17,4 @@ def freeze(frozen: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
         from deqseq.ops.freeze.triton import freeze_
 
         return freeze_(frozen, z, proposal.contiguous())
-    return naive.freeze(frozen, z, proposal)
+    return torch.where(frozen[..., None], z, proposal)

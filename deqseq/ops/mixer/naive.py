@@ -96,13 +96,9 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
-    """SiLU of the causal depthwise convolution.
+    """SiLU of the causal depthwise convolution of x (B, W, C) with ``weight`` (C, K) and ``bias`` (C,).
 
-    Args:
-        x: (B, W, C).
-        weight: (C, K).
-        bias: (C,).
-        tail: (B, K-1, C) the inputs before the first token; zeros by default.
+    ``tail``: (B, K-1, C) the inputs before the first token; zeros by default.
     """
     width, kernel = x.shape[1], weight.shape[1]
     padded = F.pad(x, (0, 0, kernel - 1, 0)) if tail is None else torch.cat([tail.to(x.dtype), x], 1)
@@ -116,15 +112,10 @@ def recur(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
     chunk: int,
 ) -> Tensor:  # fmt: skip
-    """The recurrence with its skip, y (B, W, H, P).
+    """The recurrence with its skip, y (B, W, H, P), of x (B, W, H, P); ``decay``, ``skip``: (H,).
 
-    Args:
-        x: (B, W, H, P).
-        step: (B, W, H) step sizes, float32 or better.
-        decay, skip: (H,).
-        b, c: (B, W, G, N).
-        state: (B, H, P, N) before the first token; zeros by default.
-        chunk: tokens of a chunk; see :func:`deqseq.ops.mixer.ssd.ssd`.
+    ``step``: (B, W, H) step sizes, float32 or better. The other arguments are those of
+    :func:`deqseq.ops.mixer.ssd.ssd`.
     """
     y = ssd(x * step.to(x.dtype)[..., None], step * decay, b, c, state, chunk)
     return torch.addcmul(y, x, skip.to(x.dtype)[:, None])

@@ -69,18 +69,11 @@ class _Mix(torch.autograd.Function):
             inputs = [None if t is None else t[part] for t in (u, inj, tail, state)]
             outputs = d_proj[part], normed[part]
             sums.append(_recompute(inputs, y[part], grad[part], outputs, w, ctx.sizes, ctx.options))
-        of_norm, of_conv, of_heads = map(_sum, zip(*sums, strict=True))
-        d_decay, d_skip, d_bias = of_heads
+        of_norm, of_conv, (d_decay, d_skip, d_bias) = map(_sum, zip(*sums, strict=True))
         grads = MixerWeights(
-            in_proj=_outer(d_proj, u),
-            conv=of_conv[:, :4],
-            conv_bias=of_conv[:, 4],
-            decay=d_decay,
-            dt_bias=d_bias,
-            skip=d_skip,
-            norm=of_norm,
-            out_proj=_outer(grad, normed),
-        )
+            in_proj=_outer(d_proj, u), conv=of_conv[:, :4], conv_bias=of_conv[:, 4], decay=d_decay,
+            dt_bias=d_bias, skip=d_skip, norm=of_norm, out_proj=_outer(grad, normed),
+        )  # fmt: skip
         del normed
         d_u = d_proj @ w.in_proj if ctx.needs_input_grad[0] else None
         return (

@@ -129,16 +129,9 @@ def project(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A linear map of few rows, fused with the norm before it and the operations after it.
 
-    Args:
-        x: (B, 1, D), B at most 64.
-        weight: (N, D).
-        norm: RMSNorm before the map.
-        added: (B, 1, D) added to x before the norm, in x's type.
-        plus: (B, 1, N) added to the output.
-        times: (N, D) weight of a second map; the output is silu(first) * second.
-
-    Returns:
-        x + added, and the output (B, 1, N) in the weight's type.
+    Returns x + added (B, 1, D), B at most 64, and the output (B, 1, N) in the weight's type. ``plus``
+    (B, 1, N) is added to the output. With ``times`` (N, D), the weight of a second map, the output is
+    silu(first) * second.
     """
     batch, (width, columns) = x.shape[0], (x.shape[2], weight.shape[0])
     x = x.contiguous()

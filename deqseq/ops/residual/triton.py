@@ -1,7 +1,4 @@
-"""Norms of f(z) - z in one Triton kernel.
-
-Shapes: B sequences, W tokens in the window, D width.
-"""
+"""Norms of f(z) - z in one Triton kernel; arguments and results as in :mod:`deqseq.ops.residual`."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
         size += tl.sum(new * new, 1)
     change = tl.sqrt(change)
     size = tl.sqrt(size)
-    if JUDGES:  # as naive.relative
+    if JUDGES:  # as deqseq.ops.residual.relative
         ratio = change / tl.maximum(size, 1.1754943508222875e-38)
         ratio = tl.where(tl.abs(change) < float("inf"), tl.minimum(ratio, 3.4028234663852886e38), ratio)
         tl.store(residual + r, ratio, r < rows)
@@ -38,29 +35,24 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
         tl.store(size_out + r, size, r < rows)
 
 
-def _residual(z: Tensor, fz: Tensor, outputs: tuple[Tensor, ...], atol: float, rtol: float) -> None:
+def _residual(z: Tensor, fz: Tensor, judges: bool, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
     z, fz = z.contiguous(), fz.contiguous()
+    first = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
+    second = torch.empty_like(first, dtype=torch.bool if judges else torch.float32)
     width = z.shape[-1]
     rows = z.numel() // width
     block = min(1024, triton.next_power_of_2(width))
     tokens = max(1, 2048 // block)
     launch(
-        _residual_kernel, (triton.cdiv(rows, tokens),), z, fz, *outputs, *outputs, rows, width,
-        float(atol), float(rtol), JUDGES=outputs[1].dtype == torch.bool, R=tokens, BLOCK=block,
+        _residual_kernel, (triton.cdiv(rows, tokens),), z, fz, first, second, first, second, rows, width,
+        float(atol), float(rtol), JUDGES=judges, R=tokens, BLOCK=block,
     )  # fmt: skip
+    return first, second
 
 
 def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
-    """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W) float32."""
-    change = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
-    size = torch.empty_like(change)
-    _residual(z, fz, (change, size), 0.0, 0.0)
-    return change, size
+    return _residual(z, fz, False, 0.0, 0.0)
 
 
 def judge(z: Tensor, fz: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
-    """The relative residual and whether it meets the tolerance, each (B, W)."""
-    residual = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
-    converged = torch.empty_like(residual, dtype=torch.bool)
-    _residual(z, fz, (residual, converged), atol, rtol)
-    return residual, converged
+    return _residual(z, fz, True, atol, rtol)

@@ -5,10 +5,10 @@ Shapes: B sequences, W tokens in the window.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from deqseq import kernels
-from deqseq.ops.settle import naive
 
 
 def settle(
@@ -36,7 +36,15 @@ def settle(
         its evaluation is not finite.
     """
     if kernels.fused(residual):
-        from deqseq.ops.settle.triton import settle as fused
+        from deqseq.ops.settle import triton
 
-        return fused(residual, converged, stops, settled, iterations, status, max_iter, codes)
-    return naive.settle(residual, converged, stops, settled, active, iterations, status, max_iter, codes)
+        return triton.settle(residual, converged, stops, settled, iterations, status, max_iter, codes)
+    finite = torch.isfinite(residual)
+    can_change = ~settled & finite
+    failed = ~finite & (can_change.cumsum(1) == 0)  # no finite token before it can change it
+    done = settled | (stops & finite) | (iterations >= max_iter) | failed
+    # Settled tokens stay settled, also padding after tokens that are not.
+    settled = settled | ((~done).cumsum(1) == 0)
+    code = torch.where(converged, codes[0], codes[1])
+    code = torch.where(finite, code, codes[2])
+    return settled, torch.where(settled & active, code, status), settled | ~finite

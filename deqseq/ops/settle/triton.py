@@ -1,7 +1,4 @@
-"""Which tokens are settled, in one Triton kernel.
-
-Shapes: B sequences, W tokens in the window.
-"""
+"""Which tokens are settled, in one Triton kernel; arguments and results as in :mod:`deqseq.ops.settle`."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ def settle(
     residual: Tensor, converged: Tensor, stops: Tensor, settled: Tensor, iterations: Tensor, status: Tensor,
     max_iter: int, codes: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Arguments and results as in :func:`deqseq.ops.settle.settle`."""
     width = residual.shape[1]
     now, code, frozen = (torch.empty_like(t) for t in (settled, status, settled))
     launch(

@@ -75,7 +75,7 @@ def forked(output, environment, changes):
         def watched(self, model, *args, **kwargs):
             found = original(self, model, *args, **kwargs)
             if model.training:
-                calls.append(self.watch._nfe)
+                calls.append(self.solves._nfe)
             return found
         PretrainTrainer.compute_loss = watched
         pretrain(RunSettings(**{**SETTINGS, "data": data, **changes}), tmp / output, progress=False)

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from deqseq.checks import check_count
-
 if TYPE_CHECKING:  # the command line lists the tasks without waiting for transformers
     from transformers import PreTrainedModel
 
@@ -174,10 +172,9 @@ def read_docs(name: str, path: Path) -> list[Doc]:
             continue
         try:
             docs.append(_read_doc(TASKS[name], line))
-        except (KeyError, TypeError, AttributeError) as error:  # inside a field
-            raise ValueError(f"{path}, line {number}: no document of {name}: {error!r}") from error
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no document of {name}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three inside a field
+            said = error if isinstance(error, ValueError) else repr(error)
+            raise ValueError(f"{path}, line {number}: no document of {name}: {said}") from error
     if not docs:
         raise ValueError(f"{path} holds no documents")
     return docs
@@ -218,12 +215,8 @@ def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> 
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    fields = TASKS[name].fields
-    changes: dict[str, Any] = {}
-    if _own_prompt(name, docs):
-        changes["process_docs"] = _hellaswag_without_activity
-    elif name == "hellaswag":
-        fields += _ACTIVITY
+    own_prompt = _own_prompt(name, docs)
+    fields = TASKS[name].fields + ([*_ACTIVITY] if name == "hellaswag" and not own_prompt else [])
     kept = [{field: doc[field] for field in fields} for doc in docs]
 
     def load(**_: Any) -> Any:
@@ -237,7 +230,7 @@ def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> 
         "training_split": None,
         "validation_split": None,
         "test_split": "test",
-        **changes,
+        **({"process_docs": _hellaswag_without_activity} if own_prompt else {}),
     }
 
 
@@ -254,7 +247,6 @@ def _hellaswag_without_activity(dataset: Any) -> Any:
 def evaluate_tasks(
     model: PreTrainedModel, tokenizer: Any, names: Sequence[str] = tuple(TASKS),
     files: Mapping[str, Path] | None = None, limit: int | None = None, batch_size: int = 8,
-    progress: bool = False,
 ) -> list[TaskScore]:  # fmt: skip
     """Zero-shot scores of the model, solved with its own options (``layer.eval_solve``).
 
@@ -270,9 +262,6 @@ def evaluate_tasks(
     from deqseq.tasks.common.tokenizer import first_line
 
     check_tasks(names)
-    check_count("batch_size", batch_size)
-    if limit is not None:
-        check_count("limit", limit)
     try:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
@@ -295,7 +284,7 @@ def evaluate_tasks(
     # Resample in this process: processes forked from one that runs torch can hang.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
-    screen = sys.stderr if progress else None
+    screen = sys.stderr  # for the progress bar of the requests
     try:
         with _quiet():
             lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
@@ -315,7 +304,7 @@ def evaluate_tasks(
 
 
 def _read(name: str, found: dict[str, Any], source: str | None, own_prompt: str | None) -> TaskScore:
-    result, config = found["results"][name], found["configs"][name]
+    result = found["results"][name]
 
     def value(metric: str) -> float | None:
         number = result.get(f"{metric},none")
@@ -328,7 +317,7 @@ def _read(name: str, found: dict[str, Any], source: str | None, own_prompt: str 
     return TaskScore(
         task=name,
         documents=found["n-samples"][name]["effective"],
-        source=source or config["dataset_path"],
+        source=source or found["configs"][name]["dataset_path"],
         metric=metric,
         main=main,
         main_stderr=value(f"{metric}_stderr"),
@@ -353,20 +342,17 @@ def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
     ]
 
 
-def _watched(lm: Any, screen: TextIO | None) -> Any:
-    """lm-eval's model, which checks all tokens before it scores any.
-
-    Of lm-eval's progress bars, only that of the requests is shown, on ``screen``.
-    """
+def _watched(lm: Any, screen: TextIO) -> Any:
+    """lm-eval's model: checks all tokens before it scores any, and shows its progress bar on ``screen``."""
     from deqseq.tasks.common.models import check_tokens
 
     compute = lm._loglikelihood_tokens
 
-    def compute_watched(requests: Any, disable_tqdm: bool = False, **options: Any) -> Any:
+    def compute_watched(requests: Any, **options: Any) -> Any:
         tokens = [token for _, context, choice in requests for token in context + choice]
         check_tokens(lm.model, torch.tensor(tokens))
-        with contextlib.redirect_stderr(screen or sys.stderr):
-            return compute(requests, disable_tqdm=screen is None, **options)
+        with contextlib.redirect_stderr(screen):
+            return compute(requests, **options)
 
     lm._loglikelihood_tokens = compute_watched
     return lm

@@ -20,7 +20,7 @@ from deqseq.problem import SolveOptions
 from deqseq.solution import Solution, Status
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer
-from deqseq.tasks.evaluate.perplexity import batches, exponential, losses, run, search_means, solve_names
+from deqseq.tasks.evaluate.perplexity import Search, batches, exponential, losses, run, search_fields
 
 # Rows of logits compared at once, in float32.
 _ROWS = 1024
@@ -50,38 +50,27 @@ class Difference:
     first_converged: bool
 
 
-@dataclass
-class Agreement:
+@dataclass(kw_only=True)
+class Agreement(Search):
     """One window against the first.
 
     Attributes:
-        window: tokens solved at a time, or ``"all"``.
-        policy, budget: the convergence policy, and the most evaluations a token could take part in.
         tokens: compared.
         agreement: share of tokens with the same most likely next token.
         max_logit_diff, mean_logit_diff: absolute differences of logits.
         kl: Kullback-Leibler divergence of this window's prediction from the first's, nats a token.
         perplexity: of the text, in this window.
-        iterations, residual, converged, passes_per_batch: as in
-            :class:`~deqseq.tasks.evaluate.perplexity.Score`.
         seconds: of the model.
         worst: the tokens with the largest differences. Windows may disagree on a token that has converged in
             both: a residual is the size of the last step, and a slow search may still be far from its end.
     """
 
-    window: int | str
-    policy: str
-    budget: int
     tokens: int
     agreement: float
     max_logit_diff: float
     mean_logit_diff: float
     kl: float
     perplexity: float
-    iterations: float
-    residual: float
-    converged: float | None
-    passes_per_batch: float
     seconds: float
     worst: list[Difference]
 
@@ -138,14 +127,13 @@ class _Comparison:
         """The means over ``tokens``."""
         same, mean, divergence = (self._sums / tokens).tolist()
         return Agreement(
-            **solve_names(self.options),
+            **search_fields(self.options, self.solves),
             tokens=tokens,
             agreement=same,
             max_logit_diff=self.worst[0].max_logit_diff,
             mean_logit_diff=mean,
             kl=max(0.0, divergence),  # rounding may give less for equal predictions
             perplexity=exponential(self.nll / tokens),
-            **search_means(self.solves),
             seconds=self.seconds,
             worst=[found for found in self.worst if found.max_logit_diff > 0],
         )
@@ -154,7 +142,7 @@ class _Comparison:
 @torch.no_grad()
 def compare_windows(
     model: PreTrainedModel, tokens: Tensor, length: int, windows: Sequence[Window],
-    policy: ConvergencePolicy | None = None, batch_size: int = 8, progress: bool = False,
+    policy: ConvergencePolicy | None = None, batch_size: int = 8,
 ) -> list[Agreement]:  # fmt: skip
     """Solve ``tokens`` (N,), in sequences of ``length``, in every window and compare with the first.
 
@@ -178,7 +166,7 @@ def compare_windows(
     own = own if policy is None else replace(own, convergence=policy)
     every = [own if window == "model" else replace(own, window=window) for window in windows]
     comparisons = [_Comparison(options) for options in every]
-    bar = tqdm(total=len(tokens) - 1, desc="duality", unit="tok", leave=False, disable=not progress)
+    bar = tqdm(total=len(tokens) - 1, desc="duality", unit="tok", leave=False, disable=None)
     for inputs, targets in cut:
         first: Any = None
         for comparison in comparisons:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -56,31 +56,19 @@ class Positions:
     change_stderr: float | None
 
 
-@dataclass
-class Score:
-    """A text under one model, cut into sequences of one length and solved in one way.
+@dataclass(kw_only=True)
+class Search:
+    """How a text was solved. All fields are ``None`` for explicit models.
 
     Attributes:
-        length: tokens of a sequence; the last may be shorter.
-        tokens: predicted, which is all but the first.
-        nll: mean negative log-likelihood of a predicted token.
-        perplexity: ``exp(nll)``.
         window: tokens solved at a time, or ``"all"``.
         policy, budget: the convergence policy, and the most evaluations a token could take part in.
         iterations: evaluations a token took part in, mean.
         residual: relative, mean over tokens.
         converged: share of tokens that met the tolerance; ``None`` for policies without one.
         passes_per_batch: calls of f over a window, mean over batches.
-        seconds, tokens_per_second: of the model and the loss.
-        by_position: tokens 1 to 16 of their sequences, 17 to 32, 33 to 64 and so on.
-
-    Fields about the search are ``None`` for explicit models.
     """
 
-    length: int
-    tokens: int
-    nll: float
-    perplexity: float
     window: int | str | None
     policy: str | None
     budget: int | None
@@ -88,6 +76,39 @@ class Score:
     residual: float | None
     converged: float | None
     passes_per_batch: float | None
+
+
+def search_fields(solve: SolveOptions | None, solves: SolveStatistics) -> dict[str, Any]:
+    """The fields of :class:`Search`, from the options and the statistics of the solves."""
+    found = solves.read()
+    return {
+        "window": None if solve is None else solve.window or "all",
+        "policy": None if solve is None else repr(solve.convergence),
+        "budget": None if solve is None else solve.convergence.max_iter,
+        "iterations": found.get("iterations"),
+        "residual": found.get("residual"),
+        "converged": found["share_converged"] if found.get("share_completed", 1) < 1 else None,
+        "passes_per_batch": found.get("nfe"),
+    }
+
+
+@dataclass(kw_only=True)
+class Score(Search):
+    """A text under one model, cut into sequences of one length and solved in one way.
+
+    Attributes:
+        length: tokens of a sequence; the last may be shorter.
+        tokens: predicted, which is all but the first.
+        nll: mean negative log-likelihood of a predicted token.
+        perplexity: ``exp(nll)``.
+        seconds, tokens_per_second: of the model and the loss.
+        by_position: tokens 1 to 16 of their sequences, 17 to 32, 33 to 64 and so on.
+    """
+
+    length: int
+    tokens: int
+    nll: float
+    perplexity: float
     seconds: float
     tokens_per_second: float
     by_position: list[Positions]
@@ -98,7 +119,7 @@ def exponential(nll: float) -> float:
     return torch.tensor(nll, dtype=torch.float64).exp().item()
 
 
-def batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(tokens: Tensor, length: int, batch_size: int) -> list[tuple[Tensor, Tensor]]:
     """Inputs and the tokens that follow them, each (B, L): every token of (N,) but the first is a target.
 
     If the text does not divide, the last batch is one shorter sequence.
@@ -113,17 +134,12 @@ def batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Tens
             f"the text has {len(tokens)} tokens; one sequence of length {length} needs {length + 1}, "
             "for its last token predicts one more: give more text (or raise --limit), or a smaller length"
         )
-    return _batches(tokens, length, batch_size)
-
-
-def _batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    inputs, targets = tokens[:-1], tokens[1:]
-    whole = len(inputs) // length * length
-    for i in range(0, whole, length * batch_size):
-        part = slice(i, min(i + length * batch_size, whole))
-        yield inputs[part].view(-1, length), targets[part].view(-1, length)
-    if whole < len(inputs):
-        yield inputs[None, whole:], targets[None, whole:]
+    whole = (len(tokens) - 1) // length * length
+    inputs, targets = (
+        [*text[:whole].view(-1, length).split(batch_size), text[None, whole:]]
+        for text in (tokens[:-1], tokens[1:])
+    )
+    return [pair for pair in zip(inputs, targets, strict=True) if pair[0].numel()]
 
 
 def run(model: PreTrainedModel, inputs: Tensor, solve: SolveOptions | None) -> Any:
@@ -141,36 +157,15 @@ def run(model: PreTrainedModel, inputs: Tensor, solve: SolveOptions | None) -> A
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood (B, L) float64, on the CPU, of ``targets`` (B, L) under (B, L, V)."""
-    rows, wanted = logits.flatten(0, 1), targets.to(logits.device).flatten()
-    parts = [
-        F.cross_entropy(rows[i : i + _ROWS].float(), wanted[i : i + _ROWS], reduction="none")
-        for i in range(0, len(rows), _ROWS)
-    ]
-    return torch.cat(parts).view(targets.shape).cpu().double()
-
-
-def solve_names(solve: SolveOptions | None) -> dict[str, Any]:
-    """The fields of :class:`Score` that describe the options; all ``None`` for explicit models."""
-    if solve is None:
-        return dict.fromkeys(("window", "policy", "budget"))
-    policy = solve.convergence
-    return {"window": solve.window or "all", "policy": repr(policy), "budget": policy.max_iter}
-
-
-def search_means(solves: SolveStatistics) -> dict[str, Any]:
-    """The fields of :class:`Score` that describe the search; all ``None`` if nothing was solved."""
-    found = solves.read()
-    judged = found.get("share_completed", 1) < 1
-    return {
-        "iterations": found.get("iterations"),
-        "residual": found.get("residual"),
-        "converged": found["share_converged"] if judged else None,
-        "passes_per_batch": found.get("nfe"),
-    }
+    parts = zip(
+        logits.flatten(0, 1).split(_ROWS), targets.to(logits.device).flatten().split(_ROWS), strict=True
+    )
+    found = [F.cross_entropy(rows.float(), wanted, reduction="none") for rows, wanted in parts]
+    return torch.cat(found).view(targets.shape).cpu().double()
 
 
 def score(
-    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8, progress: bool = False,
+    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8,
     solve: SolveOptions | None = None,
 ) -> Score:  # fmt: skip
     """Perplexity of ``tokens`` (N,) in sequences of ``length``.
@@ -184,13 +179,13 @@ def score(
     Raises:
         ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
     """
-    return _score(model, tokens, length, batch_size, progress, solve)[0]
+    return _score(model, tokens, length, batch_size, solve)[0]
 
 
 @torch.no_grad()
 def _score(
-    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int, progress: bool,
-    solve: SolveOptions | None, first: Tensor | None = None,
+    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int, solve: SolveOptions | None,
+    first: Tensor | None = None,
 ) -> tuple[Score, Tensor]:  # fmt: skip
     """The score, and the nll (N - 1,) of every predicted token. ``first``: the nll at the first length."""
     solve = solve_options(model) if solve is None else solve
@@ -200,7 +195,7 @@ def _score(
     solves = SolveStatistics()
     nll_parts, iterations_parts = [], []  # in the order of the text
     start = time.perf_counter()
-    bar = tqdm(total=len(tokens) - 1, desc=f"length {length}", unit="tok", leave=False, disable=not progress)
+    bar = tqdm(total=len(tokens) - 1, desc=f"length {length}", unit="tok", leave=False, disable=None)
     for inputs, targets in cut:
         out = run(model, inputs, solve)
         nll_parts.append(losses(out.logits, targets).flatten())
@@ -219,8 +214,7 @@ def _score(
         tokens=len(nll),
         nll=nll_mean,
         perplexity=exponential(nll_mean),
-        **solve_names(solve),
-        **search_means(solves),
+        **search_fields(solve, solves),
         seconds=seconds,
         tokens_per_second=len(nll) / seconds,
         by_position=_by_position(length, nll, iterations, None if first is None else nll - first),
@@ -264,7 +258,7 @@ def _mean(values: Tensor) -> tuple[float, float | None]:
 
 def score_by_length(
     model: PreTrainedModel, tokens: Tensor, lengths: Sequence[int], batch_size: int = 8,
-    progress: bool = False, solve: SolveOptions | None = None,
+    solve: SolveOptions | None = None,
 ) -> list[Score]:  # fmt: skip
     """The same tokens in sequences of several lengths.
 
@@ -281,7 +275,7 @@ def score_by_length(
     first: Tensor | None = None
     for length in lengths:
         fitting = max(1, batch_size * min(lengths) // length)
-        one, nll = _score(model, tokens, length, fitting, progress, solve, first)
+        one, nll = _score(model, tokens, length, fitting, solve, first)
         found.append(one)
         first = nll if first is None else first
     return found
@@ -289,7 +283,7 @@ def score_by_length(
 
 def score_by_budget(
     model: PreTrainedModel, tokens: Tensor, length: int, budgets: Sequence[int], window: Window = "model",
-    rtol: float | None = None, batch_size: int = 8, progress: bool = False,
+    rtol: float | None = None, batch_size: int = 8,
 ) -> list[Score]:  # fmt: skip
     """The same sequences with several numbers of iterations; last, with the model's own policy.
 
@@ -299,14 +293,14 @@ def score_by_budget(
     Raises:
         ValueError: the model is explicit; a budget below 1; as :func:`score`.
     """
-    needed_layer(model, "a number of iterations")
-    options = solve_options(model, window)
-    assert options is not None
+    options = needed_layer(model, "a number of iterations").eval_solve
+    if window != "model":
+        options = replace(options, window=window)
     own = options.convergence
     if rtol is None and options.window is not None:
         rtol = own.rtol if isinstance(own, Residual) and own.rtol > 0 else 1e-3
     policies = [FixedIterations(n) if rtol is None else Residual(rtol=rtol, max_iter=n) for n in budgets]
     return [
-        score(model, tokens, length, batch_size, progress, replace(options, convergence=policy))
+        score(model, tokens, length, batch_size, replace(options, convergence=policy))
         for policy in (*policies, own)
     ]

@@ -274,11 +274,9 @@ def evaluate_tasks(
         include_path=[own / part for part in sorted({TASKS[name].folder for name in names})],
         include_defaults=False,
     )
+    docs = {} if files is None else {name: read_docs(name, files[name]) for name in names}
     tasks: list[Any] = list(names)
-    own_prompts: dict[str, str | None] = dict.fromkeys(names)
     if files is not None:
-        docs = {name: read_docs(name, files[name]) for name in names}
-        own_prompts = {name: _own_prompt(name, docs[name]) for name in names}
         index = manager.task_index
         tasks = [_over_docs(name, docs[name], files[name], index[name].yaml_path) for name in names]
     # Resample in this process: processes forked from one that runs torch can hang.
@@ -298,12 +296,10 @@ def evaluate_tasks(
             )
     except OSError as error:
         raise ValueError(f"no data from the hub: {first_line(error)}; or give --data-dir") from error
-    return [
-        _read(name, found, None if files is None else str(files[name]), own_prompts[name]) for name in names
-    ]
+    return [_read(name, found, _own_prompt(name, docs.get(name, ()))) for name in names]
 
 
-def _read(name: str, found: dict[str, Any], source: str | None, own_prompt: str | None) -> TaskScore:
+def _read(name: str, found: dict[str, Any], own_prompt: str | None) -> TaskScore:
     result = found["results"][name]
 
     def value(metric: str) -> float | None:
@@ -317,7 +313,7 @@ def _read(name: str, found: dict[str, Any], source: str | None, own_prompt: str 
     return TaskScore(
         task=name,
         documents=found["n-samples"][name]["effective"],
-        source=source or found["configs"][name]["dataset_path"],
+        source=found["configs"][name]["dataset_path"],
         metric=metric,
         main=main,
         main_stderr=value(f"{metric}_stderr"),

@@ -77,7 +77,7 @@ def report(options: Any) -> None:
     tokenizer = load_tokenizer(options.model, options.tokenizer)
     tokens = read_tokens(options.text, tokenizer, options.limit) if hasattr(options, "text") else None
     model = load_model(options.model, options.device, options.dtype)
-    window = "model" if isinstance(options.window, list) else _layers(options.window)
+    window: Any = "model" if isinstance(options.window, list) else _layers(options.window)
     budget = (options.rtol, options.max_iter) if hasattr(options, "max_iter") else ()
     solve = solve_options(model, window, *budget)
     folder = None
@@ -105,9 +105,8 @@ def _layers(window: Any) -> Any:
 
 def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
     """The options, with the values used where they leave the choice to the model or the machine."""
-    found = {
-        name: v for name, v in vars(options).items() if name not in ("model", "output", "force", "files")
-    }
+    unrecorded = ("model", "output", "force", "files")
+    found = {name: value for name, value in vars(options).items() if name not in unrecorded}
     found["tokenizer"] = options.tokenizer or options.model
     found["device"] = str(model.device)
     found["dtype"] = str(model.dtype).removeprefix("torch.")
@@ -164,8 +163,8 @@ def _downstream(options: Any, model: Any, tokenizer: Any, solve: SolveOptions | 
     if layer is not None and solve is not None:
         layer.eval_solve = solve  # lm-eval calls the model without options
     found = evaluate_tasks(model, tokenizer, options.tasks, options.files, options.limit, options.batch_size)
-    more = {"average": average(found), "warnings": other_prompts(found)}
-    notes = [f"average {more['average']:.4f}", *more["warnings"]]
+    mean, warnings = average(found), other_prompts(found)
+    notes, more = [f"average {mean:.4f}", *warnings], {"average": mean, "warnings": warnings}
     return _Found(found, _TASKS, plots.tasks, "zero-shot tasks", 1, notes, more)
 
 

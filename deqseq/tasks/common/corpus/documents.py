@@ -100,11 +100,8 @@ class TextFile:
     def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         """The parts of the file, and whether a document ends after each."""
         if self.kind == "file":
-            yield from _pieces(file)
-        elif self.kind == "line":
-            yield from ((line, True) for line in file)
-        else:
-            yield from ((lines, True) for lines in _paragraphs(file))
+            return _pieces(file)
+        return ((part, True) for part in (file if self.kind == "line" else _paragraphs(file)))
 
     def _text(self, data: bytes, start: int) -> str:
         """The document in ``data``, which begins at offset ``start``."""
@@ -276,9 +273,8 @@ def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
 def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Sizes and times of a dataset's files, which show that they have changed: of its data files, or of all
     files of a local folder."""
-    folder = Path(name)
-    inside = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
-    return [_stamp(path) for path in map(Path, files)] or [_stamp(path) for path in inside]
+    inside = (path for path in Path(name).rglob("*") if path.is_file())
+    return [_stamp(path) for path in [*map(Path, files)] or sorted(inside)]
 
 
 def _stamp(path: Path) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from deqseq.tasks.common.corpus.holdout import SPLITS, Split
 from deqseq.tasks.common.files import PART, rename, write_json
 from deqseq.tasks.common.results import changes
+from deqseq.tasks.common.settings import flat
 
 VERSION = 1
 _MANIFEST = "manifest.json"
@@ -54,6 +55,7 @@ class Place:
     offset: int = 0
 
 
+@dataclass
 class Manifest:
     """The contents of a folder, and what they were made from.
 
@@ -63,10 +65,9 @@ class Manifest:
         shards: the finished shards.
     """
 
-    def __init__(self, head: dict[str, Any], next: Place | None = None, shards: Sequence[Shard] = ()) -> None:
-        self.head = head
-        self.next = next
-        self.shards = list(shards)
+    head: dict[str, Any]
+    next: Place | None = None
+    shards: list[Shard] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -99,13 +100,9 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest in one step."""
-        content = {
-            "version": VERSION,
-            **self.head,
-            "next": None if self.next is None else asdict(self.next),
-            "shards": [asdict(shard) for shard in self.shards],
-        }
-        write_json(folder / _MANIFEST, content)
+        place = None if self.next is None else asdict(self.next)
+        shards = [asdict(shard) for shard in self.shards]
+        write_json(folder / _MANIFEST, {"version": VERSION, **self.head, "next": place, "shards": shards})
 
 
 class Preparation:
@@ -222,15 +219,8 @@ class ShardWriter:
         return Shard(self.path.name, self.split, self.tokens, self.documents, self._sha256.hexdigest())
 
 
-def _flat(head: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one level, their names joined; each source goes by its path."""
-    found: dict[str, Any] = {}
-    for name, value in head.items():
-        if name == "sources":
-            found[name] = [source["path"] for source in value]
-            value = {source["path"]: source for source in value}
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name} ")
-        else:
-            found[prefix + name] = value
-    return found
+def _flat(head: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings as one level; those of a source go by its path."""
+    sources = head["sources"]
+    own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
+    return {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}

@@ -11,10 +11,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from deqseq.tasks.common.corpus import TokenFolder
 from deqseq.tasks.common.results import Column, column, table
 from deqseq.tasks.common.runs import read_record
+from deqseq.tasks.pretraining.card import plot_curves
+from deqseq.tasks.pretraining.run_files import load_run
+from deqseq.tasks.pretraining.train import pretrain
 
 MODELS = ("llama", "mamba2")
 _VOCABULARY = 1024
@@ -48,18 +55,13 @@ _COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> list[Line]:
+def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> None:
     """Prepare, train, compare, sample and evaluate in folder ``output``; prints as it goes.
 
     Raises:
         ValueError: a text that cannot be read; steps that are no multiple of 5; other runs in ``output``.
         Diverged: numbers that are not finite.
     """
-    from deqseq.tasks.common.corpus import TokenFolder
-    from deqseq.tasks.pretraining.card import plot_curves
-    from deqseq.tasks.pretraining.run_files import load_run
-    from deqseq.tasks.pretraining.train import pretrain
-
     start = time.perf_counter()
     if steps is not None and (steps < 5 or steps % 5):
         raise ValueError(f"steps must be a multiple of 5, as the first stage has four fifths, got {steps}")
@@ -79,11 +81,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
             log = read_record(output / run)["log"]
             logs.append({e["step"]: e for e in log if "eval_loss" in e})
             runs.append((run.replace("-tiny", ""), log, settings))
-        settings = runs[-2][2]
-        curriculum = settings.curriculum()
-        assert curriculum is not None
-        for stage, title in zip(curriculum.stages, ("bounded", "free"), strict=True):
-            step = curriculum.end(stage, settings.total_steps)
+        for title, step in zip(("bounded", "free"), runs[-2][2].stage_ends, strict=True):
             mine, twin = (scores[step] for scores in logs)
             perplexities = mine["eval_perplexity"], twin["eval_perplexity"]
             tokens = step * settings.batch_tokens
@@ -103,10 +101,8 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
         print(f"\n{name}, deqseq.tasks.evaluate perplexity:")
         report = ["--text", held_out, "--length", settings.length, "--output", model.parent / "report"]
         _run("evaluate", "perplexity", model, *report, "--force")
-    print(
-        f"\nwrote {output / 'curves.png'} and the models' folders; {time.perf_counter() - start:.0f} s in all"
-    )
-    return lines
+    seconds = time.perf_counter() - start
+    print(f"\nwrote {output / 'curves.png'} and the models' folders; {seconds:.0f} s in all")
 
 
 def _run(task: str, *arguments: Any) -> None:
@@ -123,8 +119,6 @@ def _run(task: str, *arguments: Any) -> None:
 
 def help_pages(path: Path) -> Path:
     """Write Python's own help pages, 0.7 MB of English, to ``path``."""
-    from pydoc_data.topics import topics
-
     path.write_text("\n".join(text for _, text in sorted(topics.items())))
     return path
 
@@ -135,8 +129,6 @@ def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
     Raises:
         ValueError: a text that is not there or not UTF-8.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     if path.exists():
         return path
     made: Any = Tokenizer(models.BPE())

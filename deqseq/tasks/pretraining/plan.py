@@ -6,6 +6,7 @@ Shapes: B rows in memory at a time, L tokens of a row, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,15 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
     if settings.bf16:  # on a GPU, then
         saved *= 0.5 * _FUSED.get(config.backbone["name"], 1)
     curriculum = settings.curriculum()
-    found, first = [], 1
-    for stage in [None] if curriculum is None else curriculum.stages:
-        last = settings.total_steps if stage is None else curriculum.end(stage, settings.total_steps)  # type: ignore[union-attr]
+    stages = [None] if curriculum is None else curriculum.stages
+    found = []
+    for stage, (before, last) in zip(stages, pairwise([0, *settings.stage_ends]), strict=True):
         searched, with_graph = _evaluations(config, stage)
-        rows = (last - first + 1) * settings.rows_per_step
+        rows = (last - before) * settings.rows_per_step
         kept = 1 if settings.recompute else with_graph
         found.append(
             StagePlan(
-                first,
+                before + 1,
                 last,
                 searched + with_graph,
                 with_graph,
@@ -79,7 +80,6 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
                 settings.per_device_batch_size * (kept * saved + _logit_bytes(settings, config)),
             )
         )
-        first = last + 1
     return found
 
 

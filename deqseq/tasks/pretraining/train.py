@@ -46,7 +46,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     """
     args = arguments(settings, Path(output), progress)
     state = PartialState()  # the arguments have set up the processes
-    data = open_data(settings, progress and state.is_main_process)
+    data = open_data(settings)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
     folder = RunFolder(output, kept, RESUMES)
     final = folder.path / "model"

@@ -76,10 +76,8 @@ class PretrainTrainer(CurriculumTrainer):
         self.advice = Advice()
         self.spectral_every = spectral_every
         self.eval_solves = SolveStatistics(tail=True)
-        self.add_callback(_Clock(speed))
-        self.add_callback(_Steps())
-        if curriculum is not None:
-            self.add_callback(_Stages(self, curriculum))
+        self.add_callback(speed)
+        self.add_callback(_Schedule(self, curriculum))
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, tokens that are not finite
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids, z and positions of a row
         if self.is_fsdp_enabled:
@@ -183,14 +181,14 @@ class PretrainTrainer(CurriculumTrainer):
     def _radius(self) -> dict[str, float]:
         if self._last is None or self.is_fsdp_enabled:  # FSDP gathers the weights in a forward pass only
             return {}
-        self.speed.pause()
+        self.speed.count()
         ids, z, positions = self._last
         if positions is not None:  # documents were solved separately: take the first one
             end = int((positions == 0).cumsum(0).eq(1).sum())
             ids, z = ids[:, :end], z[:, :end]
         with self.accelerator.autocast():
             radius = model_radius(self.model, ids, z)
-        self.speed.start()
+        self.speed.skip()
         return {} if radius is None else {"spectral_radius": round(radius, 4)}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -214,65 +212,28 @@ class PretrainTrainer(CurriculumTrainer):
         self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
 
 
-class _Clock(TrainerCallback):
-    """Measures the time from step to step, without evaluations and checkpoints."""
+class _Schedule(TrainerCallback):
+    """Trains for exactly the run's own steps, whatever a checkpoint's settings say.
 
-    def __init__(self, speed: Speed) -> None:
-        self.speed = speed
+    Logs, evaluates and saves a checkpoint at the end of every stage, and saves the model in ``stage-N`` at
+    the end of every stage but the last.
+    """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.speed.elapsed = max(
-            (entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0
-        )
-        self.speed.start()
+    def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum | None) -> None:
+        self.trainer = trainer
+        self.stages = [] if curriculum is None else curriculum.stages
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.speed.step()
-        self.speed.pause()
-        self.speed.start()
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.speed.start()
-
-    on_save = on_evaluate
-
-
-class _Steps(TrainerCallback):
-    """Trains for exactly the run's own steps, whatever a checkpoint's settings say, and evaluates after the
-    last one."""
+    def _ends(self, state: Any) -> list[int]:
+        """The last step of every stage."""
+        return [Curriculum.end(stage, state.max_steps) for stage in self.stages] or [state.max_steps]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.compute_steps(args, state.max_steps)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == state.max_steps:
-            control.should_log = control.should_evaluate = True
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The data is one epoch. The length of a stream is not known before its end.
-        if state.global_step < state.max_steps and not control.should_training_stop:
-            raise ValueError(
-                f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
-                "tokens or steps, or allow more --passes; the checkpoints are whole"
-            )
-
-
-class _Stages(TrainerCallback):
-    """Evaluates and saves a checkpoint at the end of every stage, and saves the model in ``stage-N`` at the
-    end of every stage but the last."""
-
-    def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum) -> None:
-        self.trainer, self.curriculum = trainer, curriculum
-
-    def _ends(self, state: Any) -> list[int]:
-        """The last step of every stage."""
-        return [self.curriculum.end(stage, state.max_steps) for stage in self.curriculum.stages]
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        starts = [0, *self._ends(state)[:-1]]
-        if state.global_step in starts and state.is_world_process_zero:
-            number = starts.index(state.global_step)
-            logger.info("stage %d: %s", number + 1, self.curriculum.stages[number])
+        for number, (start, stage) in enumerate(zip([0, *self._ends(state)], self.stages, strict=False), 1):
+            if start == state.global_step and state.is_world_process_zero:
+                logger.info("stage %d: %s", number, stage)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in self._ends(state):
@@ -284,6 +245,14 @@ class _Stages(TrainerCallback):
             number = ends.index(state.global_step) + 1
             self.trainer.save_model(str(Path(str(args.output_dir)) / f"stage-{number}"))
             self.trainer.advice.new_stage()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The data is one epoch. The length of a stream is not known before its end.
+        if state.global_step < state.max_steps and not control.should_training_stop:
+            raise ValueError(
+                f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
+                "tokens or steps, or allow more --passes; the checkpoints are whole"
+            )
 
 
 class Progress(ProgressCallback):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerCallback
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.gradient import GradientStrategy
@@ -70,8 +71,10 @@ def graph_evaluations(gradient: GradientStrategy | None) -> int:
     return int(getattr(gradient, "steps", getattr(gradient, "iterations", 1)))
 
 
-class Speed:
+class Speed(TrainerCallback):
     """Tokens a second and model FLOPs utilisation, over the time spent training.
+
+    Evaluations and checkpoints do not count.
 
     Args:
         flops: of a row.
@@ -81,7 +84,7 @@ class Speed:
         peak: FLOP/s of a device; ``None`` if unknown.
 
     Attributes:
-        elapsed: seconds of training so far. A resumed run sets it to those before the interruption.
+        elapsed: seconds of training so far, those before an interruption included.
     """
 
     def __init__(self, flops: Flops, rows: int, length: int, processes: int, peak: float | None) -> None:
@@ -89,26 +92,35 @@ class Speed:
         self.elapsed = 0.0
         self._seconds = 0.0
         self._steps = 0
-        self._since: float | None = None
+        self.skip()
 
-    def start(self) -> None:
+    def skip(self) -> None:
+        """Do not count the time since the last step."""
         self._since = time.perf_counter()
 
-    def pause(self) -> None:
-        """Stop the clock."""
-        if self._since is not None:
-            passed = time.perf_counter() - self._since
-            self._seconds += passed
-            self.elapsed += passed
-        self._since = None
+    def count(self) -> None:
+        """Count the time up to now."""
+        passed = time.perf_counter() - self._since
+        self._seconds += passed
+        self.elapsed += passed
+        self.skip()
 
-    def step(self) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.elapsed = max((entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0)
+        self.skip()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._steps += 1
+        self.count()
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.skip()
+
+    on_save = on_evaluate
 
     def read(self, evaluations: float, with_graph: float) -> dict[str, float]:
         """Speed since the last call, given the mean evaluations of f in a forward pass."""
-        self.pause()
-        self.start()
+        self.count()
         seconds, steps = self._seconds, self._steps
         self._seconds, self._steps = 0.0, 0
         if not steps:

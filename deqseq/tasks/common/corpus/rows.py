@@ -74,14 +74,14 @@ class TokenFolder:
             raise ValueError(f"{self.path} has no {TOKENIZER}/: copy it again, or prepare anew with --force")
         return AutoTokenizer.from_pretrained(self.path / TOKENIZER)
 
-    def verify(self, progress: bool = False) -> None:
+    def verify(self) -> None:
         """Compare the tokenizer and all shards with their checksums.
 
         Raises:
             ValueError: a file is missing or has changed.
         """
         self._verify("tokenizer", f"{TOKENIZER}/tokenizer.json", self._manifest.head["tokenizer"]["sha256"])
-        for shard in tqdm(self._manifest.shards, desc="verify", unit="shard", disable=not progress):
+        for shard in tqdm(self._manifest.shards, desc="verify", unit="shard", disable=None):
             self._verify("shard", shard.file, shard.sha256)
 
     def _verify(self, what: str, name: str, checksum: str) -> None:

@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 from deqseq.tasks.common.results import Column, column, table
 from deqseq.tasks.common.runs import read_record, read_settings
 from deqseq.tasks.common.settings import build
 from deqseq.tasks.pretraining.card import plot_curves
 from deqseq.tasks.pretraining.settings import RunSettings
-
-
-@dataclass
-class Line:
-    """A run at the end of a stage.
-
-    Attributes:
-        run: name of its folder.
-        tokens: trained on so far.
-        minutes: of training so far, without evaluations and checkpoints.
-        perplexity: of the held-out rows that evaluations in training read.
-        iterations: of a held-out token, mean.
-        tokens_per_second: in training, median over the stage.
-        mfu: model FLOPs utilisation, likewise; ``None`` if the device's peak is unknown.
-        memory_gib: most that was allocated on a GPU so far.
-    """
-
-    run: str
-    tokens: int
-    minutes: float
-    perplexity: float
-    iterations: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    memory_gib: float | None
-
 
 _COLUMNS: tuple[Column, ...] = (
     column("run"), column("tokens", ","), column("minutes", ".2f"), column("perplexity", ".2f"),
@@ -48,7 +22,10 @@ _COLUMNS: tuple[Column, ...] = (
 
 
 def compare(folders: Sequence[Path], figure: Path) -> str:
-    """The table of finished runs; draws their curves.
+    """The table of finished runs at the end of their stages; draws their curves.
+
+    Times and tokens count from the beginning of the run, without evaluations and checkpoints. Tokens a second
+    and MFU (model FLOPs utilisation) are medians over the stage, GiB the most that was allocated on a GPU.
 
     Raises:
         ValueError: a folder without a finished run.
@@ -65,7 +42,8 @@ def compare(folders: Sequence[Path], figure: Path) -> str:
     return table(_COLUMNS, lines) + (f"\n\ndrew {figure}" if drawn else "")
 
 
-def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> list[Line]:
+def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> list[SimpleNamespace]:
+    """A row for each stage: scores of the rows that evaluations in training read, and what it took."""
     found = []
     for first, end in pairwise([0, *settings.stage_ends]):
         trained = [entry for entry in log if "loss" in entry and first < entry["step"] <= end]
@@ -75,7 +53,7 @@ def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> lis
         columns = ("tokens_per_second", "mfu", "memory_gib")
         speeds, mfus, memory = ([entry[key] for entry in trained if key in entry] for key in columns)
         found.append(
-            Line(
+            SimpleNamespace(
                 run=name,
                 tokens=end * settings.batch_tokens,
                 minutes=trained[-1]["train_seconds"] / 60,

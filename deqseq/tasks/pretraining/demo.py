@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,27 +26,6 @@ from deqseq.tasks.pretraining.train import pretrain
 MODELS = ("llama", "mamba2")
 _VOCABULARY = 1024
 _PROMPT_TOKENS = 8
-
-
-@dataclass
-class Line:
-    """Held-out perplexity of a model at the end of a stage.
-
-    Attributes:
-        model: its name.
-        stage: its name.
-        tokens: trained on so far.
-        perplexity: of the held-out text.
-        explicit: perplexity of the explicit twin after as many tokens.
-        iterations: per token, mean.
-    """
-
-    model: str
-    stage: str
-    tokens: int
-    perplexity: float
-    explicit: float
-    iterations: float
 
 
 _COLUMNS: tuple[Column, ...] = (
@@ -83,9 +62,16 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
             runs.append((run.replace("-tiny", ""), log, settings))
         for title, step in zip(("bounded", "free"), runs[-2][2].stage_ends, strict=True):
             mine, twin = (scores[step] for scores in logs)
-            perplexities = mine["eval_perplexity"], twin["eval_perplexity"]
-            tokens = step * settings.batch_tokens
-            lines.append(Line(name, title, tokens, *perplexities, mine["eval_iterations"]))
+            lines.append(
+                SimpleNamespace(
+                    model=name,
+                    stage=title,
+                    tokens=step * settings.batch_tokens,
+                    perplexity=mine["eval_perplexity"],
+                    explicit=twin["eval_perplexity"],
+                    iterations=mine["eval_iterations"],
+                )
+            )
     print(f"\nheld-out perplexity in rows of {settings.length} tokens\n{table(_COLUMNS, lines)}\n")
     plot_curves(runs, output / "curves.png")
     folder = TokenFolder(data)

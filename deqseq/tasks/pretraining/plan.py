@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from transformers.optimization import get_wsd_schedule
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.checks import check_count
 from deqseq.curriculum import Stage
 from deqseq.gradient import gradients
 from deqseq.policy import policies
@@ -63,6 +62,7 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
     saved = saved_bytes(config, settings.length) * settings.activation_budget
     if settings.bf16:  # on a GPU, then
         saved *= 0.5 * _FUSED.get(config.backbone["name"], 1)
+    logits = 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)  # and their gradient
     curriculum = settings.curriculum()
     stages = [None] if curriculum is None else curriculum.stages
     found = []
@@ -77,7 +77,7 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
                 searched + with_graph,
                 with_graph,
                 rows * flops.step(searched + with_graph, with_graph),
-                settings.per_device_batch_size * (kept * saved + _logit_bytes(settings, config)),
+                settings.per_device_batch_size * (kept * saved + logits),
             )
         )
     return found
@@ -117,19 +117,12 @@ def saved_bytes(config: ImplicitConfig, length: int) -> float:
     return float(sum(size for storage, size in sizes.items() if storage not in weights))
 
 
-def _logit_bytes(settings: RunSettings, config: ImplicitConfig) -> float:
-    """Bytes of the logits of a row and their gradient."""
-    return 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)
-
-
-def describe(settings: RunSettings, processes: int | None = None) -> str:
+def describe(settings: RunSettings, processes: int = 1) -> str:
     """A table of the costs of the run.
 
     Raises:
-        ValueError: fewer than one process, or a step that does not divide among them.
+        ValueError: a step that does not divide among the processes.
     """
-    processes = 1 if processes is None else processes
-    check_count("processes", processes)
     accumulation = settings.accumulation(processes)
     config = settings.config()
     with torch.device("meta"):
@@ -140,7 +133,9 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
     tokens = settings.total_steps * settings.batch_tokens
     size = settings.per_device_batch_size
     weights = 4 * parameters + (2 if settings.bf16 else 4) * body
-    state = {"one copy a GPU": 12 * parameters, f"sharded over {processes}": 12 * parameters / processes}
+    state = {"one copy a GPU": 12.0 * parameters}
+    if processes > 1:
+        state[f"sharded over {processes}"] = 12 * parameters / processes
     lines = [
         ("model", f"{'implicit' if config.implicit else 'explicit'} {config.backbone['name']}, "
                   f"{parameters:,} parameters, {parameters - body:,} of them embeddings"),
@@ -162,8 +157,6 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
     hours = total / (0.4 * PEAK["H100"]) / 3600 / processes
     lines.append(("FLOPs", f"{total:.3g} at most: {hours:,.1f} hours at 40 % of H100s' peak"))
     for name, held in state.items():
-        if "over 1" in name and processes == 1:
-            continue
         peak = weights + held + max(stage.activations for stage in stages)
         lines.append((f"memory, {name}", f"about {peak / _GIB:.1f} GiB: weights {weights / _GIB:.1f}, "
                       f"gradients and AdamW {held / _GIB:.1f}, the rest activations"))  # fmt: skip

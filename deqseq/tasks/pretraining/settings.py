@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -207,10 +207,9 @@ class RunSettings:
             return None
         stages = []
         for number, entry in enumerate(self.stages):
-            fields = vars(build(StageSettings, entry, f"stages.{number}."))
-            if fields["eval_convergence"] is None:
-                fields = {**fields, "eval_convergence": fields["convergence"]}
-            stages.append(Stage(**{**fields, "until": self._share(fields["until"], number)}))
+            until = {"until": self._share(entry["until"], number)} if "until" in entry else {}
+            stage = build(Stage, entry | until, f"stages.{number}.")
+            stages.append(replace(stage, eval_convergence=stage.eval_convergence or stage.convergence))
         return Curriculum(stages)
 
     @property
@@ -273,17 +272,6 @@ class StreamSettings:
     files: str | list[str] = field(default_factory=list)
     column: str = "text"
     tokenizer: str = "EleutherAI/gpt-neox-20b"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSettings:
-    """An entry of ``stages``; parts go by name or mapping, as in :class:`~deqseq.curriculum.Stage`."""
-
-    until: float | dict[str, Any]
-    gradient: str | dict[str, Any]
-    convergence: str | dict[str, Any] | None = None
-    eval_convergence: str | dict[str, Any] | None = None
-    window: PositiveInt | None = None
 
 
 def _config(options: Tree) -> ImplicitConfig:

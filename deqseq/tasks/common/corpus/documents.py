@@ -9,12 +9,9 @@ import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from deqseq.tasks.common.tokenizer import first_line
-
-DOCUMENTS = ("file", "blank", "line")
-"""The unit of a plain text file that is a document: the file, a block between blank lines, or a line."""
 
 # Fewest bytes of a piece of a file; the most are twice as many. That is about a thousand tokens. Pieces are
 # held out as a whole, so small ones give a single book a validation split.
@@ -38,41 +35,24 @@ class Document(NamedTuple):
     size: int
 
 
-class Source(Protocol):
-    """Documents in a fixed order."""
-
-    @property
-    def size(self) -> int | None:
-        """Bytes, if that is known."""
-
-    def describe(self) -> dict[str, Any]:
-        """Plain data that differs between sources, and after a source has changed."""
-
-    def documents(self, start: int = 0) -> Iterator[Document]:
-        """The documents from ``start`` on, which is 0 or some document's ``next``.
-
-        Raises:
-            ValueError: something there that is not a document; says where.
-        """
-
-
 class TextFile:
     """A plain text file, UTF-8.
 
     A file that is one document is cut into pieces of 4 to 8 KiB, if possible at line ends.
 
     Args:
-        documents: one of :data:`DOCUMENTS`.
+        documents: the unit that is a document: ``"file"``; ``"blank"``, a block between blank lines; or
+            ``"line"``.
+
+    Attributes:
+        size: bytes.
 
     Raises:
         ValueError: no such file, or an empty or compressed one.
     """
 
     def __init__(self, path: str, documents: str = "file") -> None:
-        if documents not in DOCUMENTS:
-            raise ValueError(f"documents must be one of {', '.join(DOCUMENTS)}, got {documents!r}")
-        self.path = Path(path)
-        self.kind = documents
+        self.path, self.kind = Path(path), documents
         if self.path.is_dir():
             raise ValueError(f"{path} is a folder: name the files in it, such as {self.path}/*.txt")
         if not self.path.is_file():
@@ -84,18 +64,24 @@ class TextFile:
             raise ValueError(f"{path} is empty")
 
     def describe(self) -> dict[str, Any]:
+        """Plain data that differs between sources, and after a source has changed."""
         return {**_stamp(self.path), "documents": self.kind}
 
     def documents(self, start: int = 0) -> Iterator[Document]:
+        """The documents from ``start`` on, which is 0 or some document's ``next``.
+
+        Raises:
+            ValueError: something there that is not a document; says where.
+        """
         with self.path.open("rb") as file:
             if start == 0 and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
                 start = len(codecs.BOM_UTF8)
             file.seek(start)
             for data, ends in self._cut(file):
                 text = self._text(data, start)
-                if text:
-                    yield Document(text, ends, start + len(data), len(data))
                 start += len(data)
+                if text:
+                    yield Document(text, ends, start, len(data))
 
     def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         """The parts of the file, and whether a document ends after each."""
@@ -142,7 +128,8 @@ class JsonLines(TextFile):
 
 
 class DatasetRows:
-    """The rows of a dataset that the datasets library streams; ``column`` has the document.
+    """The rows of a dataset that the datasets library streams; ``column`` has the document. As a
+    :class:`TextFile`, but of unknown size.
 
     Args:
         name: on the hub, a local folder, or a format such as "parquet", "json" and "text" with files.
@@ -158,13 +145,13 @@ class DatasetRows:
         self, name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = (),
         column: str = "text",
     ) -> None:  # fmt: skip
-        self.name, self.subset, self.split, self.column = name, subset, split, column
-        self.files = list(files)
+        self.name, self.column = name, column
+        self._kind = {"path": name, "subset": subset, "split": split, "column": column}
+        self._files = files
         self._rows = stream(name, subset, split, files)
 
     def describe(self) -> dict[str, Any]:
-        kind = {"subset": self.subset, "split": self.split, "column": self.column}
-        return {"path": self.name, **kind, "files": stamps(self.name, self.files)}
+        return {**self._kind, "files": stamps(self.name, self._files)}
 
     def documents(self, start: int = 0) -> Iterator[Document]:
         number = start
@@ -176,6 +163,10 @@ class DatasetRows:
                     yield Document(text, True, number, len(text.encode()))
         except Exception as error:  # the library has many classes of errors
             raise ValueError(f"row {number} of {self.name} cannot be read: {first_line(error)}") from error
+
+
+Source = TextFile | DatasetRows
+"""Documents in a fixed order."""
 
 
 def sources(
@@ -193,19 +184,19 @@ def sources(
     real = [Path(path).resolve() for path in paths]
     if twice := [path for i, path in enumerate(paths) if real[i] in real[:i]]:
         raise ValueError(f"{twice[0]} is named twice")
-    if dataset is None and (subset is not None or split != "train"):
-        raise ValueError("subset and split are of a --dataset, and none is named")
     if dataset is not None:
         return [DatasetRows(dataset, subset, split, paths, column)]
-    found: list[Source] = []
-    for path in paths:
-        plain = TextFile(path, documents)  # checks that the file is there
-        ending = plain.path.suffix.lower()
-        if ending == ".parquet":
-            found.append(DatasetRows("parquet", files=[path], column=column))
-        else:
-            found.append(JsonLines(path, column) if ending in (".jsonl", ".ndjson", ".json") else plain)
-    return found
+    if subset is not None or split != "train":
+        raise ValueError("subset and split are of a --dataset, and none is named")
+    return [_file(path, documents, column) for path in paths]
+
+
+def _file(path: str, documents: str, column: str) -> Source:
+    plain = TextFile(path, documents)  # checks that the file is there
+    ending = plain.path.suffix.lower()
+    if ending == ".parquet":
+        return DatasetRows("parquet", files=[path], column=column)
+    return JsonLines(path, column) if ending in (".jsonl", ".ndjson", ".json") else plain
 
 
 def stream(name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = ()) -> Any:
@@ -241,10 +232,7 @@ def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """The rest of a file in pieces, cut after a line end, else before a space, else between characters."""
     longest = 2 * _PIECE
     data = b""
-    while True:
-        data += file.read(longest + 1 - len(data))
-        if len(data) <= longest:
-            break
+    while len(data := data + file.read(longest + 1 - len(data))) > longest:
         cut = data.rfind(b"\n", _PIECE, longest) + 1 or data.rfind(b" ", _PIECE, longest)
         if cut < 0:
             cut = longest

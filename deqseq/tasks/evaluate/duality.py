@@ -90,9 +90,8 @@ class _Comparison:
     def add(self, out: Any, first: Any) -> None:
         """Add the model's output on one batch, in this window and in the first."""
         largest = []
-        for here, there in zip(
-            out.logits.flatten(0, 1).split(_ROWS), first.logits.flatten(0, 1).split(_ROWS), strict=True
-        ):
+        rows = (found.logits.flatten(0, 1).split(_ROWS) for found in (out, first))
+        for here, there in zip(*rows, strict=True):
             here, there = here.float(), there.float()
             difference = (here - there).abs()
             p = there.log_softmax(-1)
@@ -107,19 +106,13 @@ class _Comparison:
         B, L = here.status.shape
         for value, i in zip(*largest.topk(min(_WORST, B * L)), strict=True):
             at = divmod(int(i), L)
-            self.worst.append(
-                Difference(
-                    sequence=self._sequences + at[0] + 1,
-                    position=at[1] + 1,
-                    max_logit_diff=value.item(),
-                    iterations=int(here.iterations[at]),
-                    first_iterations=int(first.iterations[at]),
-                    residual=here.residual[at].item(),
-                    first_residual=first.residual[at].item(),
-                    converged=bool(here.status[at] == Status.CONVERGED),
-                    first_converged=bool(first.status[at] == Status.CONVERGED),
-                )
-            )
+            solves: dict[str, Any] = {}
+            for prefix, solution in (("", here), ("first_", first)):
+                solves[f"{prefix}iterations"] = int(solution.iterations[at])
+                solves[f"{prefix}residual"] = solution.residual[at].item()
+                solves[f"{prefix}converged"] = bool(solution.status[at] == Status.CONVERGED)
+            sequence = self._sequences + at[0] + 1
+            self.worst.append(Difference(sequence, at[1] + 1, value.item(), **solves))
         self._sequences += B
         self.worst = sorted(self.worst, key=lambda found: -found.max_logit_diff)[:_WORST]
 
@@ -163,11 +156,10 @@ def compare_windows(
     cut = batches(tokens, length, batch_size)
     check_tokens(model, tokens)
     own = needed_layer(model, "a comparison of windows").eval_solve
-    own = own if policy is None else replace(own, convergence=policy)
+    own = replace(own, convergence=policy or own.convergence)
     every = [own if window == "model" else replace(own, window=window) for window in windows]
     comparisons = [_Comparison(options) for options in every]
-    bar = tqdm(total=len(tokens) - 1, desc="duality", unit="tok", leave=False, disable=None)
-    for inputs, targets in cut:
+    for inputs, targets in tqdm(cut, desc="duality", leave=False, disable=None):
         first: Any = None
         for comparison in comparisons:
             start = time.perf_counter()
@@ -176,8 +168,6 @@ def compare_windows(
             comparison.seconds += time.perf_counter() - start  # reading the loss waits for the device
             first = out if first is None else first
             comparison.add(out, first)
-        bar.update(targets.numel())
-    bar.close()
     return [comparison.read(len(tokens) - 1) for comparison in comparisons]
 
 

@@ -179,88 +179,14 @@ def score(
     Raises:
         ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
     """
-    return _score(model, tokens, length, batch_size, solve)[0]
-
-
-@torch.no_grad()
-def _score(
-    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int, solve: SolveOptions | None,
-    first: Tensor | None = None,
-) -> tuple[Score, Tensor]:  # fmt: skip
-    """The score, and the nll (N - 1,) of every predicted token. ``first``: the nll at the first length."""
-    solve = solve_options(model) if solve is None else solve
-    model.eval()
-    cut = batches(tokens, length, batch_size)
-    check_tokens(model, tokens)
-    solves = SolveStatistics()
-    nll_parts, iterations_parts = [], []  # in the order of the text
-    start = time.perf_counter()
-    bar = tqdm(total=len(tokens) - 1, desc=f"length {length}", unit="tok", leave=False, disable=None)
-    for inputs, targets in cut:
-        out = run(model, inputs, solve)
-        nll_parts.append(losses(out.logits, targets).flatten())
-        solution = getattr(out, "solution", None)
-        if solution is not None:
-            solves.add(solution)
-            iterations_parts.append(solution.iterations.cpu().double().flatten())
-        bar.update(targets.numel())
-    bar.close()
-    seconds = time.perf_counter() - start
-    nll = torch.cat(nll_parts)
-    iterations = torch.cat(iterations_parts) if iterations_parts else None
-    nll_mean = nll.mean().item()
-    found = Score(
-        length=length,
-        tokens=len(nll),
-        nll=nll_mean,
-        perplexity=exponential(nll_mean),
-        **search_fields(solve, solves),
-        seconds=seconds,
-        tokens_per_second=len(nll) / seconds,
-        by_position=_by_position(length, nll, iterations, None if first is None else nll - first),
-    )
-    return found, nll
-
-
-def _by_position(
-    length: int, nll: Tensor, iterations: Tensor | None, change: Tensor | None
-) -> list[Positions]:
-    """Means of what was found for every token (N - 1,), by its place in its sequence."""
-    position = torch.arange(len(nll)) % length
-    doublings = max(0, math.ceil(math.log2(length / _FIRST_BUCKET)))
-    edges = [0, *(min(length, _FIRST_BUCKET * 2**i) for i in range(doublings + 1))]
-    found = []
-    for first, last in pairwise(edges):
-        here = (position >= first) & (position < last)
-        mean, error = _mean(nll[here])
-        changed, change_error = (None, None) if change is None else _mean(change[here])
-        found.append(
-            Positions(
-                first=first + 1,
-                last=last,
-                tokens=int(here.sum()),
-                nll=mean,
-                nll_stderr=error,
-                perplexity=exponential(mean),
-                iterations=None if iterations is None else iterations[here].mean().item(),
-                change=changed,
-                change_stderr=change_error,
-            )
-        )
-    return found
-
-
-def _mean(values: Tensor) -> tuple[float, float | None]:
-    """Mean and standard error."""
-    error = (values.std() / len(values) ** 0.5).item() if len(values) > 1 else None
-    return values.mean().item(), error
+    return score_by_length(model, tokens, [length], batch_size, solve)[0]
 
 
 def score_by_length(
     model: PreTrainedModel, tokens: Tensor, lengths: Sequence[int], batch_size: int = 8,
     solve: SolveOptions | None = None,
 ) -> list[Score]:  # fmt: skip
-    """The same tokens in sequences of several lengths.
+    """The same tokens in sequences of several lengths, as :func:`score`.
 
     The effect of a position on the loss is smaller than the differences between the few tokens that stand
     there. So ``by_position`` also has the change of the same tokens against the first length.
@@ -269,15 +195,82 @@ def score_by_length(
         batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of
             as many tokens.
     """
-    for length in lengths:
-        batches(tokens, length, batch_size)  # checks all lengths before the work starts
+    solve = solve_options(model) if solve is None else solve
+    sizes = [max(1, batch_size * min(lengths) // length) for length in lengths]
+    cuts = [batches(tokens, length, size) for length, size in zip(lengths, sizes, strict=True)]
+    check_tokens(model, tokens)
     found: list[Score] = []
     first: Tensor | None = None
-    for length in lengths:
-        fitting = max(1, batch_size * min(lengths) // length)
-        one, nll = _score(model, tokens, length, fitting, solve, first)
+    for length, cut in zip(lengths, cuts, strict=True):
+        one, nll = _score(model, cut, length, solve, first)
         found.append(one)
         first = nll if first is None else first
+    return found
+
+
+@torch.no_grad()
+def _score(
+    model: PreTrainedModel, cut: list[tuple[Tensor, Tensor]], length: int, solve: SolveOptions | None,
+    first: Tensor | None,
+) -> tuple[Score, Tensor]:  # fmt: skip
+    """The score, and the nll (N - 1,) of every predicted token. ``first``: the nll at the first length."""
+    model.eval()
+    solves = SolveStatistics()
+    nll_parts, iterations_parts = [], []  # in the order of the text
+    start = time.perf_counter()
+    for inputs, targets in tqdm(cut, desc=f"length {length}", leave=False, disable=None):
+        out = run(model, inputs, solve)
+        nll_parts.append(losses(out.logits, targets).flatten())
+        solution = getattr(out, "solution", None)
+        if solution is not None:
+            solves.add(solution)
+            iterations_parts.append(solution.iterations.cpu().double().flatten())
+    seconds = time.perf_counter() - start
+    nll = torch.cat(nll_parts)
+    measured = {"nll": nll}
+    if iterations_parts:
+        measured["iterations"] = torch.cat(iterations_parts)
+    if first is not None:
+        measured["change"] = nll - first
+    found = Score(
+        length=length,
+        tokens=len(nll),
+        nll=nll.mean().item(),
+        perplexity=exponential(nll.mean().item()),
+        **search_fields(solve, solves),
+        seconds=seconds,
+        tokens_per_second=len(nll) / seconds,
+        by_position=_by_position(length, measured),
+    )
+    return found, nll
+
+
+def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
+    """Means of what was measured for every token (N - 1,), by its place in its sequence."""
+    position = torch.arange(len(measured["nll"])) % length
+    doublings = max(0, math.ceil(math.log2(length / _FIRST_BUCKET)))
+    edges = [0, *(min(length, _FIRST_BUCKET * 2**i) for i in range(doublings + 1))]
+    found = []
+    for first, last in pairwise(edges):
+        here = (position >= first) & (position < last)
+        count = int(here.sum())
+        means = {name: values[here].mean().item() for name, values in measured.items()}
+        errors = {}
+        if count > 1:
+            errors = {name: (v[here].std() / count**0.5).item() for name, v in measured.items()}
+        found.append(
+            Positions(
+                first=first + 1,
+                last=last,
+                tokens=count,
+                nll=means["nll"],
+                nll_stderr=errors.get("nll"),
+                perplexity=exponential(means["nll"]),
+                iterations=means.get("iterations"),
+                change=means.get("change"),
+                change_stderr=errors.get("change"),
+            )
+        )
     return found
 
 

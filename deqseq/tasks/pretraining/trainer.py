@@ -62,14 +62,9 @@ class PretrainTrainer(CurriculumTrainer):
     lr_scheduler: Any
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: TrainingArguments,
-        curriculum: Curriculum | None,
-        speed: Speed,
-        spectral_every: int = 0,
-        **options: Any,
-    ) -> None:
+        self, model: nn.Module, args: TrainingArguments, curriculum: Curriculum | None, speed: Speed,
+        spectral_every: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(curriculum, model=model, args=args, data_collator=batch_of, **options)
         self.layer = implicit_layer(model)
         self.speed = speed
@@ -79,12 +74,11 @@ class PretrainTrainer(CurriculumTrainer):
         self.add_callback(speed)
         self.add_callback(_Schedule(self, curriculum))
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, tokens that are not finite
-        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids, z and positions of a row
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids and z of a row, all positions
         if self.is_fsdp_enabled:
-            self._prepare_fsdp()
+            self._prepare_fsdp(self.accelerator.state.fsdp_plugin)
 
-    def _prepare_fsdp(self) -> None:
-        plugin = self.accelerator.state.fsdp_plugin
+    def _prepare_fsdp(self, plugin: Any) -> None:
         if plugin.fsdp_version != 2:
             raise ValueError("FSDP needs version 2: set fsdp_version: 2 in accelerate's configuration")
         if plugin.auto_wrap_policy is not None:
@@ -107,12 +101,10 @@ class PretrainTrainer(CurriculumTrainer):
         if solution is not None:
             (self.solves if model.training else self.eval_solves).add(solution)
         if model.training:
-            broken = loss.new_zeros(()) if solution is None else (solution.status == Status.NON_FINITE).sum()
-            self._faults += torch.stack([loss.detach().float(), broken.float()])
+            self._faults[0] += loss.detach()
             if solution is not None:
-                positions = inputs.get("position_ids")
-                positions = None if positions is None else positions[0]
-                self._last = inputs["input_ids"][:1], solution.z[:1].detach(), positions
+                self._faults[1] += (solution.status == Status.NON_FINITE).sum()
+                self._last = inputs["input_ids"][:1], solution.z[:1].detach(), inputs.get("position_ids")
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -148,10 +140,10 @@ class PretrainTrainer(CurriculumTrainer):
         reduced to one that divides the rows.
         """
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        rows = len(data)
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
-        fits = [n for n in range(1, size + 1) if rows % (n * processes) == 0]
-        self.args.per_device_eval_batch_size = size if processes == 1 else max(fits, default=1)
+        if processes > 1:
+            fits = [n for n in range(1, size + 1) if len(data) % (n * processes) == 0]
+            self.args.per_device_eval_batch_size = max(fits, default=1)
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
@@ -184,7 +176,7 @@ class PretrainTrainer(CurriculumTrainer):
         self.speed.count()
         ids, z, positions = self._last
         if positions is not None:  # documents were solved separately: take the first one
-            end = int((positions == 0).cumsum(0).eq(1).sum())
+            end = int((positions[0] == 0).cumsum(0).eq(1).sum())
             ids, z = ids[:, :end], z[:, :end]
         with self.accelerator.autocast():
             radius = model_radius(self.model, ids, z)

@@ -161,12 +161,7 @@ class Advice:
         self._lines.append((logs["residual"], logs["share_budget_exhausted"]))
         if len(self._lines) < _WINDOW:
             return []
-        half = _WINDOW // 2
-        lines = list(self._lines)
-        before, now = (
-            [sum(values) / half for values in zip(*part, strict=True)]
-            for part in (lines[:half], lines[half:])
-        )
+        before, now = torch.tensor(self._lines, dtype=torch.float64).view(2, -1, 2).mean(1).tolist()
         found = {}
         # A few iterations from zero, as in the bounded stage, need not reach the equilibrium.
         large = 0.3 if tolerance is None else max(0.1, 2 * tolerance)

@@ -1,8 +1,4 @@
-"""Continue a prompt: ``python -m deqseq.tasks.generate MODEL "prompt"``.
-
-The text streams as it is made. ``--show-iterations`` shows for every token how many iterations it took to
-settle, which is where an equilibrium model spends its work.
-"""
+"""Continue a prompt: ``python -m deqseq.tasks.generate MODEL "prompt"``."""
 
 from __future__ import annotations
 
@@ -235,10 +231,7 @@ def summary(watch: _Watch) -> str:
 def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Path) -> bool:
     """Iterations and residual of every token, as a PNG; returns whether one was written.
 
-    Args:
-        texts: of the tokens, written on the axis when they are few.
-        prompt: how many of them are the prompt's.
-        budget: iterations that a token may take.
+    The first ``prompt`` tokens are the prompt's. Few ``texts`` are written on the axis.
     """
 
     def drawn(axes: list[Any]) -> None:

@@ -47,15 +47,9 @@ _TASKS: list[Column] = [
 
 @dataclass
 class _Found:
-    """What a report has measured.
+    """What a report has measured: the rows of its table, notes below it, and ``more`` for the JSON file.
 
-    Attributes:
-        rows: a dataclass each.
-        columns: of the printed table.
-        draw: draws the rows on the axes of ``panels``.
-        title: of the figure.
-        notes: lines below the table.
-        more: further entries of the JSON file.
+    ``draw`` draws the rows on so many ``panels``.
     """
 
     rows: Sequence[Any]
@@ -68,7 +62,7 @@ class _Found:
 
 
 def report(options: Any) -> None:
-    """Make the report that ``options``, an instance of a class of :data:`arguments.REPORTS`, asks for.
+    """Make the report that ``options``, one of the classes of the command line, asks for.
 
     Raises:
         ValueError: what cannot be loaded; options that do not fit the model or the text.

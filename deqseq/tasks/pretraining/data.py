@@ -26,12 +26,7 @@ from deqseq.tasks.pretraining.settings import RunSettings, StreamSettings
 class TrainingOrder(Dataset[Row]):
     """The rows of a training run in order: pass after pass over the data, each shuffled differently.
 
-    Row i depends on i and the seed alone, so a run can be resumed on any number of processes.
-
-    Args:
-        rows: map-style, of any length.
-        count: rows of the run.
-        seed: of the orders.
+    Row i of ``count`` depends on i and the seed alone, so a run can be resumed on any number of processes.
     """
 
     def __init__(self, rows: Any, count: int, seed: int) -> None:
@@ -61,8 +56,6 @@ class Data:
     Attributes:
         train: in the order of the run, map-style; or a stream.
         validation: held out, map-style.
-        tokenizer: that made the rows.
-        vocab_size, end_of_text: the tokenizer's.
         fingerprint: changes if the data does.
         verify: reads all data and raises ``ValueError`` if it has changed since it was prepared.
     """

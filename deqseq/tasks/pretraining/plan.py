@@ -37,22 +37,14 @@ PyTorch keeps 118.
 
 @dataclass
 class StagePlan:
-    """One stage, or all of an explicit run.
+    """One stage, or all of an explicit run."""
 
-    Attributes:
-        first, last: optimiser steps, counted from 1.
-        evaluations: most evaluations of f in a forward pass.
-        with_graph: evaluations that the backward pass goes through.
-        flops: of the stage, if every search takes all its evaluations.
-        activations: estimated bytes in memory at a time.
-    """
-
-    first: int
+    first: int  # optimiser steps, counted from 1
     last: int
-    evaluations: int
-    with_graph: int
-    flops: float
-    activations: float
+    evaluations: int  # of f in a forward pass, at most
+    with_graph: int  # of them, those that the backward pass goes through
+    flops: float  # of the stage, if every search takes all its evaluations
+    activations: float  # estimated bytes in memory at a time
 
 
 def plan_stages(settings: RunSettings) -> list[StagePlan]:

@@ -30,14 +30,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
 
     Writes ``settings.json``, checkpoints, ``stage-N/`` with the model at the end of every stage but the
     last, ``model/`` with the final model, its tokenizer and a model card, and ``training.json`` with scores
-    and the log. A finished run is not repeated.
-
-    Args:
-        output: folder of the run.
-        progress: show a progress bar.
-
-    Returns:
-        The folder of the model.
+    and the log. A finished run is not repeated. Returns the folder of the model.
 
     Raises:
         ValueError: ``output`` holds another run; data that do not exist, do not fit the model's vocabulary or

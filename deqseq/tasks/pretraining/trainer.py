@@ -49,10 +49,8 @@ class PretrainTrainer(CurriculumTrainer):
     - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights change.
 
     Args:
-        model: with the weights to start from.
         args: the whole training is one epoch of ``train_dataset``.
         curriculum: ``None`` for explicit models.
-        speed: measures tokens a second.
         spectral_every: lines of the log between estimates of the spectral radius; 0: none.
         options: of transformers' ``Trainer``.
     """

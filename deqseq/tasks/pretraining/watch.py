@@ -59,9 +59,7 @@ class Flops:
     def step(self, evaluations: float, with_graph: float) -> float:
         """FLOPs of a training step on one row; a backward pass takes twice those of the forward pass.
 
-        Args:
-            evaluations: all evaluations of f.
-            with_graph: evaluations that the backward pass goes through. Recomputation does not count.
+        It goes through ``with_graph`` of the evaluations of f. Recomputation does not count.
         """
         return self.evaluation * (evaluations + 2 * with_graph) + 3 * self.rest
 
@@ -74,17 +72,12 @@ def graph_evaluations(gradient: GradientStrategy | None) -> int:
 class Speed(TrainerCallback):
     """Tokens a second and model FLOPs utilisation, over the time spent training.
 
-    Evaluations and checkpoints do not count.
+    Evaluations and checkpoints do not count. ``elapsed`` has the seconds of training so far, those before an
+    interruption included.
 
     Args:
-        flops: of a row.
-        rows: per process and step.
-        length: tokens of a row.
-        processes: number of processes.
+        rows: of ``length`` tokens, per process and step.
         peak: FLOP/s of a device; ``None`` if unknown.
-
-    Attributes:
-        elapsed: seconds of training so far, those before an interruption included.
     """
 
     def __init__(self, flops: Flops, rows: int, length: int, processes: int, peak: float | None) -> None:
@@ -153,7 +146,6 @@ class Advice:
         """New warnings after another line of the log.
 
         Args:
-            logs: with ``residual`` and ``share_budget_exhausted``.
             tolerance: of the search; ``None`` for a fixed number of iterations.
         """
         if "residual" not in logs:

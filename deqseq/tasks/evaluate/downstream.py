@@ -213,14 +213,11 @@ def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> 
     fields = TASKS[name].fields + ([*_ACTIVITY] if name == "hellaswag" and not own_prompt else [])
     kept = [{field: doc[field] for field in fields} for doc in docs]
 
-    def load(**_: Any) -> Any:
-        return datasets.DatasetDict({"test": datasets.Dataset.from_list(kept)})
-
     # lm-eval cannot change tasks that it knows by name, so this reads the task's definition.
     return {
         **load_yaml(definition),
         "dataset_path": str(path),
-        "custom_dataset": load,
+        "custom_dataset": lambda **_: datasets.DatasetDict({"test": datasets.Dataset.from_list(kept)}),
         "training_split": None,
         "validation_split": None,
         "test_split": "test",
@@ -264,10 +261,8 @@ def evaluate_tasks(
         raise ValueError(f"downstream tasks need lm-eval: pip install 'deqseq[eval]' ({error})") from error
     # Index only the folders needed: there are some thousand task files.
     own = Path(lm_eval.__file__).parent / "tasks"
-    manager = TaskManager(
-        include_path=[own / part for part in sorted({TASKS[name].folder for name in names})],
-        include_defaults=False,
-    )
+    folders = [own / part for part in sorted({TASKS[name].folder for name in names})]
+    manager = TaskManager(include_path=folders, include_defaults=False)
     docs = {} if files is None else {name: read_docs(name, files[name]) for name in names}
     tasks: list[Any] = list(names)
     if files is not None:
@@ -301,15 +296,13 @@ def _read(name: str, found: dict[str, Any], own_prompt: str | None) -> TaskScore
         return float(number) if isinstance(number, (int, float)) else None
 
     metric = TASKS[name].metric
-    main = value(metric)
-    assert main is not None, f"lm-eval reports no {metric} for {name}"
     every = {key: value(key) for m in ("acc", "acc_norm", "perplexity") for key in (m, f"{m}_stderr")}
     return TaskScore(
         task=name,
         documents=found["n-samples"][name]["effective"],
         source=found["configs"][name]["dataset_path"],
         metric=metric,
-        main=main,
+        main=float(result[f"{metric},none"]),
         main_stderr=value(f"{metric}_stderr"),
         chance=TASKS[name].chance,
         own_prompt=own_prompt,
@@ -324,12 +317,8 @@ def average(scores: Sequence[TaskScore]) -> float:
 
 def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
     """A warning for each task whose prompts are not lm-eval's."""
-    return [
-        f"warning: {s.task}: the prompt is not lm-eval's but {s.own_prompt}. The score does not compare with "
-        "those of lm-eval"
-        for s in scores
-        if s.own_prompt is not None
-    ]
+    said = "warning: {}: the prompt is not lm-eval's but {}. The score does not compare with those of lm-eval"
+    return [said.format(s.task, s.own_prompt) for s in scores if s.own_prompt is not None]
 
 
 def _watched(lm: Any, screen: TextIO) -> Any:
@@ -351,12 +340,6 @@ def _watched(lm: Any, screen: TextIO) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide what lm-eval and datasets print, and what they log below errors."""
-    log = logging.getLogger("lm_eval")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    nowhere = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            yield
-    finally:
-        log.setLevel(before)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

@@ -30,13 +30,9 @@ _WORST = 5
 
 @dataclass
 class Difference:
-    """A token on which a window and the first disagree.
+    """A token on which a window and the first disagree; ``sequence`` and ``position`` count from 1.
 
-    Attributes:
-        sequence, position: of the token, counted from 1.
-        max_logit_diff: largest absolute difference of a logit.
-        iterations, residual, converged: of the search in this window.
-        first_iterations, first_residual, first_converged: in the first.
+    ``max_logit_diff`` is the largest absolute difference of a logit.
     """
 
     sequence: int

@@ -34,15 +34,8 @@ _FIRST_BUCKET = 16
 class Positions:
     """The tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
-    Attributes:
-        tokens: how many.
-        nll, nll_stderr: mean negative log-likelihood and its standard error.
-        perplexity: ``exp(nll)``.
-        iterations: evaluations a token took part in, mean; ``None`` for explicit models.
-        change, change_stderr: mean difference of these tokens' nll from their nll in sequences of the first
-            length; ``None`` at the first length.
-
-    Standard errors assume independent tokens; ``None`` for a single token.
+    ``change`` is the mean difference of their negative log-likelihoods (nll) from those in sequences of the
+    first length; ``None`` at the first length. Standard errors assume independent tokens.
     """
 
     first: int
@@ -97,10 +90,8 @@ class Score(Search):
     """A text under one model, cut into sequences of one length and solved in one way.
 
     Attributes:
-        length: tokens of a sequence; the last may be shorter.
         tokens: predicted, which is all but the first.
         nll: mean negative log-likelihood of a predicted token.
-        perplexity: ``exp(nll)``.
         seconds, tokens_per_second: of the model and the loss.
         by_position: tokens 1 to 16 of their sequences, 17 to 32, 33 to 64 and so on.
     """

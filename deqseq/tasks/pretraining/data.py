@@ -36,16 +36,12 @@ class TrainingOrder(Dataset[Row]):
     def __len__(self) -> int:
         return self.count
 
-    def place(self, index: int) -> int:
-        """The row of the data that is row ``index`` of the run."""
+    def __getitem__(self, index: int) -> Row:
         number, position = divmod(index, len(self.rows))
         if self._pass is None or self._pass[0] != number:
             chance = np.random.default_rng((self.seed, number))
             self._pass = number, chance.permutation(np.arange(len(self.rows), dtype=np.int32))
-        return int(self._pass[1][position])
-
-    def __getitem__(self, index: int) -> Row:
-        row: Row = self.rows[self.place(index)]
+        row: Row = self.rows[int(self._pass[1][position])]
         return row
 
 
@@ -69,11 +65,7 @@ class Data:
     verify: Callable[[], None] = lambda: None
 
     def fitted(self, config: ImplicitConfig) -> ImplicitConfig:
-        """The configuration with the data's end of text.
-
-        Raises:
-            ValueError: the tokenizer has more tokens than the model.
-        """
+        """The configuration with the data's end of text; ``ValueError`` if it has fewer tokens."""
         if self.vocab_size > config.vocab_size:
             raise ValueError(
                 f"the data's tokenizer has {self.vocab_size} tokens, the model {config.vocab_size}: prepare "

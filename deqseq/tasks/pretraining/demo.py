@@ -92,11 +92,7 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
 
 
 def _run(task: str, *arguments: Any) -> None:
-    """Run ``python -m deqseq.tasks.TASK`` with these arguments.
-
-    Raises:
-        ValueError: the command fails; it has printed why.
-    """
+    """Run ``python -m deqseq.tasks.TASK`` with these arguments."""
     sys.stdout.flush()
     command = [sys.executable, "-m", f"deqseq.tasks.{task}", *map(str, arguments)]
     if subprocess.run(command).returncode:
@@ -121,11 +117,9 @@ def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=_VOCABULARY, special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     try:
         made.train([str(text) for text in texts], trainer)
     except Exception as error:  # the library raises bare exceptions

@@ -125,9 +125,7 @@ def describe(settings: RunSettings, processes: int = 1) -> str:
     tokens = settings.total_steps * settings.batch_tokens
     size = settings.per_device_batch_size
     weights = 4 * parameters + (2 if settings.bf16 else 4) * body
-    state = {"one copy a GPU": 12.0 * parameters}
-    if processes > 1:
-        state[f"sharded over {processes}"] = 12 * parameters / processes
+    activations = max(stage.activations for stage in stages)
     lines = [
         ("model", f"{'implicit' if config.implicit else 'explicit'} {config.backbone['name']}, "
                   f"{parameters:,} parameters, {parameters - body:,} of them embeddings"),
@@ -145,11 +143,14 @@ def describe(settings: RunSettings, processes: int = 1) -> str:
             f"evaluations at most, {stage.flops:.3g} FLOPs at most, activations about "
             f"{stage.activations / _GIB:.1f} GiB"
         ))  # fmt: skip
+    held_by = {"one copy a GPU": 12.0 * parameters}
+    if processes > 1:
+        held_by[f"sharded over {processes}"] = 12 * parameters / processes
     total = sum(stage.flops for stage in stages)
     hours = total / (0.4 * PEAK["H100"]) / 3600 / processes
     lines.append(("FLOPs", f"{total:.3g} at most: {hours:,.1f} hours at 40 % of H100s' peak"))
-    for name, held in state.items():
-        peak = weights + held + max(stage.activations for stage in stages)
+    for name, held in held_by.items():
+        peak = weights + held + activations
         lines.append((f"memory, {name}", f"about {peak / _GIB:.1f} GiB: weights {weights / _GIB:.1f}, "
                       f"gradients and AdamW {held / _GIB:.1f}, the rest activations"))  # fmt: skip
     note = (
@@ -171,18 +172,15 @@ def _data(settings: RunSettings) -> str:
     return f"{settings.data}, {len(data.validation):,} rows held out"
 
 
-def learning_rates(settings: RunSettings, points: int = 1000) -> tuple[list[int], list[float]]:
+def learning_rates(settings: RunSettings) -> tuple[list[int], list[float]]:
     """Steps, and the learning rate at each by the run's own scheduler."""
     one = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=settings.learning_rate)
+    ratio = settings.min_learning_rate / settings.learning_rate
     rate = get_wsd_schedule(
-        one,
-        num_warmup_steps=settings.warmup_steps,
-        num_decay_steps=settings.decay_steps,
-        num_training_steps=settings.total_steps,
-        decay_type="1-sqrt",
-        min_lr_ratio=settings.min_learning_rate / settings.learning_rate,
-    ).lr_lambdas[0]
-    every = max(1, settings.total_steps // points)
+        one, settings.warmup_steps, settings.decay_steps, settings.total_steps, decay_type="1-sqrt",
+        min_lr_ratio=ratio,
+    ).lr_lambdas[0]  # fmt: skip
+    every = max(1, settings.total_steps // 1000)
     steps = list(range(0, settings.total_steps + 1, every))
     return steps, [settings.learning_rate * rate(step) for step in steps]
 

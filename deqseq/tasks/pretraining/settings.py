@@ -112,6 +112,10 @@ class RunSettings:
     report_to: str = "tensorboard"
 
     def __post_init__(self) -> None:
+        import torch
+
+        from deqseq.causal_lm import ImplicitForCausalLM
+
         check_types(self)
         if self.stream and self.eval_rows is None:
             raise ValueError("eval_rows must be a number where the data is a stream, got None")
@@ -142,7 +146,14 @@ class RunSettings:
                     f"stages.{number} would have none of {self.total_steps} steps: it ends with step {end}, "
                     f"and {begin} are over before it"
                 )
-        self._check_model()
+        with torch.device("meta"):  # checks the model's sizes
+            body: Any = ImplicitForCausalLM(self.config()).model.layer.backbone
+        name = self.config().backbone["name"]
+        if self.compile and (name in _OWN_KERNELS or not hasattr(body, "layers")):
+            raise ValueError(
+                f"compile is for backbones with layers and without kernels of their own, such as llama, "
+                f"got {name}"
+            )
 
     @property
     def stream(self) -> StreamSettings | None:
@@ -218,20 +229,6 @@ class RunSettings:
         curriculum = self.curriculum()
         stages = [] if curriculum is None else curriculum.stages
         return [round(stage.until * self.total_steps) for stage in stages] or [self.total_steps]
-
-    def _check_model(self) -> None:
-        import torch
-
-        from deqseq.causal_lm import ImplicitForCausalLM
-
-        config = self.config()
-        with torch.device("meta"):  # checks the model's sizes
-            body: Any = ImplicitForCausalLM(config).model.layer.backbone
-        if self.compile and (config.backbone["name"] in _OWN_KERNELS or not hasattr(body, "layers")):
-            raise ValueError(
-                f"compile is for backbones with layers and without kernels of their own, such as llama, "
-                f"got {config.backbone['name']}"
-            )
 
     def _share(self, until: Any, number: int) -> float:
         if isinstance(until, dict) and len(until) == 1:

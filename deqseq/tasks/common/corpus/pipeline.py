@@ -102,9 +102,6 @@ def prepare(
 def check(sources: Sequence[Source]) -> None:
     """Read all files and the first row of datasets, to find errors before tokenising, which takes a hundred
     times as long.
-
-    Raises:
-        ValueError: no documents, or one that cannot be read; says where.
     """
     found = False
     with _bar("check", sources, Place()) as bar:

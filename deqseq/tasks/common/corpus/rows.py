@@ -65,11 +65,7 @@ class TokenFolder:
         return sum(shard.documents for shard in self._shards(split))
 
     def tokenizer(self) -> Any:
-        """The tokenizer that made the shards.
-
-        Raises:
-            ValueError: the folder has none.
-        """
+        """The tokenizer that made the shards."""
         if not (self.path / TOKENIZER).is_dir():
             raise ValueError(f"{self.path} has no {TOKENIZER}/: copy it again, or prepare anew with --force")
         return AutoTokenizer.from_pretrained(self.path / TOKENIZER)
@@ -144,19 +140,17 @@ class TokenRows(Dataset[Row]):
 
     def _read(self, start: int) -> np.ndarray:
         """``length`` tokens int64, from as many files as needed."""
-        row = np.empty(self.length, np.int64)
-        filled = 0
+        parts, end = [], start + self.length
         file = bisect_right(self._ends, start)
-        while filled < self.length:
+        while start < end:
             if file not in self._maps:
                 self._maps[file] = np.memmap(self._files[file], self._dtype, "r")
             tokens = self._maps[file]
             first = self._ends[file] - len(tokens)
-            part = tokens[start + filled - first :][: self.length - filled]
-            row[filled : filled + len(part)] = part
-            filled += len(part)
+            parts.append(tokens[start - first : end - first])
+            start += len(parts[-1])
             file += 1
-        return row
+        return np.concatenate(parts, dtype=np.int64)
 
 
 class StreamedRows(IterableDataset[Row]):
@@ -187,18 +181,15 @@ class StreamedRows(IterableDataset[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         left = np.empty(0, np.int64)
-        for text in self._texts():
+        for document in self._documents:
+            text = document if isinstance(document, str) else text_of(document, self._column)
+            if not text or (self._split and self._hold_out.split(text) != self._split):
+                continue
             left = np.concatenate([left, *self._encoder([text]), [self._encoder.end_of_text]])
             whole = len(left) - len(left) % self.length
             for row in torch.from_numpy(left[:whole]).split(self.length) if whole else ():
                 yield _row(row, self._separator)
             left = left[whole:]
-
-    def _texts(self) -> Iterator[str]:
-        for document in self._documents:
-            text = document if isinstance(document, str) else text_of(document, self._column)
-            if text and (self._split is None or self._hold_out.split(text) == self._split):
-                yield text
 
 
 def _row(input_ids: Tensor, end_of_text: int | None) -> Row:

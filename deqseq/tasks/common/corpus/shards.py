@@ -32,13 +32,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens.
-
-    Attributes:
-        file: its name in the folder.
-        documents: how many end in it.
-        sha256: checksum of its bytes.
-    """
+    """One file of tokens, in which so many documents end."""
 
     file: str
     split: Split
@@ -108,11 +102,7 @@ class Manifest:
 class Preparation:
     """A folder while its shards are written. An interrupted preparation continues.
 
-    Nothing is written before :meth:`start`.
-
-    Args:
-        head: of the manifest.
-        force: start afresh, whatever the folder holds.
+    Nothing is written before :meth:`start`. With ``force`` it starts afresh, whatever the folder holds.
 
     Raises:
         ValueError: without ``force``, the folder holds other files, shards that are damaged, or shards of
@@ -123,8 +113,7 @@ class Preparation:
         self.path = path
         self.manifest = Manifest(head, Place())
         self.fresh = force or not (path / _MANIFEST).exists()
-        if force:
-            return
+        others = sorted(f.name for f in path.iterdir() if f.suffix != PART) if path.exists() else []
         if not self.fresh:
             former = Manifest.read(path)
             if differ := changes(_flat(former.head), _flat(head)):
@@ -134,7 +123,7 @@ class Preparation:
                     "folder, or begin anew with --force"
                 )
             self.manifest = former
-        elif path.exists() and (others := sorted(f.name for f in path.iterdir() if f.suffix != PART)):
+        elif others and not force:
             raise ValueError(
                 f"{path} holds other files ({', '.join(others[:3])}): name another folder, or write beside "
                 "them with --force"
@@ -152,9 +141,9 @@ class Preparation:
 
     def writers(self) -> dict[Split, ShardWriter]:
         """A writer for the next shard of every split."""
-        dtype = np.dtype(self.manifest.head["dtype"])
-        number = {split: sum(shard.split == split for shard in self.manifest.shards) for split in SPLITS}
-        return {split: ShardWriter(self.path, split, number[split], dtype) for split in SPLITS}
+        dtype, shards = np.dtype(self.manifest.head["dtype"]), self.manifest.shards
+        numbers = {split: sum(shard.split == split for shard in shards) for split in SPLITS}
+        return {split: ShardWriter(self.path, split, number, dtype) for split, number in numbers.items()}
 
     def commit(self, writers: dict[Split, ShardWriter], next: Place | None) -> None:
         """Finish the shards, which contain everything up to ``next``."""
@@ -166,11 +155,9 @@ class Preparation:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and lock it until the context or the process ends. File systems without locks are not
-    protected.
+    """Make ``folder`` and lock it until the context or the process ends; ``ValueError`` if another one has.
 
-    Raises:
-        ValueError: another process has locked it.
+    File systems without locks are not protected.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
@@ -193,8 +180,7 @@ class ShardWriter:
     def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype) -> None:
         self.path = folder / f"{split}-{number:05d}.bin"
         self.split = split
-        self.tokens = 0
-        self.documents = 0
+        self.tokens, self.documents = 0, 0
         self._dtype = dtype
         self._sha256 = hashlib.sha256()
         self._file = Path(f"{self.path}{PART}").open("wb")  # noqa: SIM115 - until finish

@@ -247,8 +247,8 @@ def evaluate_tasks(
         limit: documents of each task; all by default.
 
     Raises:
-        ValueError: a task twice; malformed files; data that the hub does not have; tokens
-            outside the model's vocabulary; lm-eval is not installed.
+        ValueError: a task twice; malformed files; data that the hub does not have; tokens outside the
+            model's vocabulary; lm-eval is not installed.
     """
     from deqseq.tasks.common.tokenizer import first_line
 

@@ -62,11 +62,7 @@ class _Found:
 
 
 def report(options: Any) -> None:
-    """Make the report that ``options``, one of the classes of the command line, asks for.
-
-    Raises:
-        ValueError: what cannot be loaded; options that do not fit the model or the text.
-    """
+    """Make the report that ``options`` asks for: an instance of a class of the command line."""
     name = type(options).__name__.lower()
     tokenizer = load_tokenizer(options.model, options.tokenizer)
     tokens = read_tokens(options.text, tokenizer, options.limit) if hasattr(options, "text") else None

@@ -33,8 +33,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Flops:
-    """Floating-point operations of a model on a row of ``length`` tokens: of one ``evaluation`` of f, forward,
-    and of the ``rest``, done once a forward pass: injection and output layer.
+    """Floating-point operations of a model on one row of ``length`` tokens.
+
+    ``evaluation`` has those of one evaluation of f, ``rest`` those done once a forward pass: injection and
+    output layer.
 
     PyTorch counts them while the plain implementation runs without data. Matrix products, convolutions and
     attention count, element-wise work does not. Attention counts in full, not only its causal half.

@@ -20,19 +20,12 @@ _COMPRESSED = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
 class Document(NamedTuple):
-    """A document, or a piece of a document that is a whole file.
+    """A document, or a piece of a document that is a whole file."""
 
-    Attributes:
-        text: never empty.
-        ends: whether the document ends here; ``False`` if the next piece continues it.
-        next: where its source continues after it: the offset in a file, or the number of a row.
-        size: its bytes in the source.
-    """
-
-    text: str
-    ends: bool
-    next: int
-    size: int
+    text: str  # never empty
+    ends: bool  # whether the document ends here; otherwise the next piece continues it
+    next: int  # where its source continues: the offset in a file, or the number of a row
+    size: int  # bytes in the source
 
 
 class TextFile:
@@ -116,27 +109,19 @@ class JsonLines(TextFile):
         try:
             return text_of(json.loads(line), self.column) if line else ""
         except ValueError as error:  # JSONDecodeError is a ValueError
-            raise ValueError(f"{self.path}:{self._line_number(start)}: {error}") from error
-
-    def _line_number(self, start: int) -> int:
-        number = 1
-        with self.path.open("rb") as file:
-            while file.tell() < start:
-                file.readline()
-                number += 1
-        return number
+            number = 1
+            with self.path.open("rb") as file:
+                while file.tell() < start:
+                    number += file.readline().count(b"\n")
+            raise ValueError(f"{self.path}:{number}: {error}") from error
 
 
 class DatasetRows:
-    """The rows of a dataset that the datasets library streams; ``column`` has the document. As a
-    :class:`TextFile`, but of unknown size.
+    """The rows of a dataset that the datasets library streams; ``column`` has the document.
 
     Args:
         name: on the hub, a local folder, or a format such as "parquet", "json" and "text" with files.
         files: data files, if the name does not say which.
-
-    Raises:
-        ValueError: the library cannot load it.
     """
 
     size = None
@@ -200,11 +185,7 @@ def _file(path: str, documents: str, column: str) -> Source:
 
 
 def stream(name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = ()) -> Any:
-    """A streamed dataset of the datasets library.
-
-    Raises:
-        ValueError: the library cannot load it.
-    """
+    """A streamed dataset of the datasets library; ``ValueError`` if it cannot be loaded."""
     import datasets
 
     try:

@@ -160,9 +160,6 @@ class StreamedRows(IterableDataset[Row]):
         documents: texts, or rows of a dataset with a text in ``column``.
         split: only the documents on this side of ``hold_out``, so that nothing that ``prepare`` holds out is
             trained on. ``None``: all.
-
-    Raises:
-        ValueError: a tokenizer that does not fit.
     """
 
     def __init__(

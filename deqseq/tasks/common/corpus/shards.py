@@ -51,17 +51,11 @@ class Place:
 
 @dataclass
 class Manifest:
-    """The contents of a folder, and what they were made from.
+    """The contents of a folder, and what they were made from."""
 
-    Attributes:
-        head: tokenizer, sources and settings.
-        next: where an unfinished preparation continues; ``None``: it is finished.
-        shards: the finished shards.
-    """
-
-    head: dict[str, Any]
-    next: Place | None = None
-    shards: list[Shard] = field(default_factory=list)
+    head: dict[str, Any]  # tokenizer, sources and settings
+    next: Place | None = None  # where an unfinished preparation continues
+    shards: list[Shard] = field(default_factory=list)  # the finished ones
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

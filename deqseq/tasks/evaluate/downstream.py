@@ -274,15 +274,10 @@ def evaluate_tasks(
     screen = sys.stderr  # for the progress bar of the requests
     try:
         with _quiet():
-            lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            lm = _watched(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size), screen)
+            loaded = manager.load(tasks)
             # simple_evaluate would also look for git and list the machine's packages.
-            found: Any = lm_eval.evaluate(
-                lm=_watched(lm, screen),
-                task_dict=manager.load(tasks),
-                limit=limit,
-                bootstrap_iters=1000,
-                log_samples=False,
-            )
+            found: Any = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     except OSError as error:
         raise ValueError(f"no data from the hub: {first_line(error)}; or give --data-dir") from error
     return [_read(name, found, _own_prompt(name, docs.get(name, ()))) for name in names]

@@ -112,10 +112,6 @@ class RunSettings:
     report_to: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        import torch
-
-        from deqseq.causal_lm import ImplicitForCausalLM
-
         check_types(self)
         if self.stream and self.eval_rows is None:
             raise ValueError("eval_rows must be a number where the data is a stream, got None")
@@ -146,6 +142,10 @@ class RunSettings:
                     f"stages.{number} would have none of {self.total_steps} steps: it ends with step {end}, "
                     f"and {begin} are over before it"
                 )
+        import torch
+
+        from deqseq.causal_lm import ImplicitForCausalLM
+
         with torch.device("meta"):  # checks the model's sizes
             body: Any = ImplicitForCausalLM(self.config()).model.layer.backbone
         name = self.config().backbone["name"]

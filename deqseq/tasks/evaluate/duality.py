@@ -116,16 +116,12 @@ class _Comparison:
         """The means over ``tokens``."""
         same, mean, divergence = (self._sums / tokens).tolist()
         return Agreement(
-            **search_fields(self.options, self.solves),
-            tokens=tokens,
-            agreement=same,
-            max_logit_diff=self.worst[0].max_logit_diff,
-            mean_logit_diff=mean,
+            **search_fields(self.options, self.solves), tokens=tokens, agreement=same,
+            max_logit_diff=self.worst[0].max_logit_diff, mean_logit_diff=mean,
             kl=max(0.0, divergence),  # rounding may give less for equal predictions
-            perplexity=exponential(self.nll / tokens),
-            seconds=self.seconds,
+            perplexity=exponential(self.nll / tokens), seconds=self.seconds,
             worst=[found for found in self.worst if found.max_logit_diff > 0],
-        )
+        )  # fmt: skip
 
 
 @torch.no_grad()

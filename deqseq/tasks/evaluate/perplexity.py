@@ -249,19 +249,11 @@ def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
         errors = {}
         if count > 1:
             errors = {name: (v[here].std() / count**0.5).item() for name, v in measured.items()}
-        found.append(
-            Positions(
-                first=first + 1,
-                last=last,
-                tokens=count,
-                nll=means["nll"],
-                nll_stderr=errors.get("nll"),
-                perplexity=exponential(means["nll"]),
-                iterations=means.get("iterations"),
-                change=means.get("change"),
-                change_stderr=errors.get("change"),
-            )
-        )
+        found.append(Positions(
+            first=first + 1, last=last, tokens=count, nll=means["nll"], nll_stderr=errors.get("nll"),
+            perplexity=exponential(means["nll"]), iterations=means.get("iterations"),
+            change=means.get("change"), change_stderr=errors.get("change"),
+        ))  # fmt: skip
     return found
 
 

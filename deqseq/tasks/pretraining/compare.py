@@ -52,16 +52,10 @@ def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> lis
             continue
         columns = ("tokens_per_second", "mfu", "memory_gib")
         speeds, mfus, memory = ([entry[key] for entry in trained if key in entry] for key in columns)
-        found.append(
-            SimpleNamespace(
-                run=name,
-                tokens=end * settings.batch_tokens,
-                minutes=trained[-1]["train_seconds"] / 60,
-                perplexity=score["eval_perplexity"],
-                iterations=score.get("eval_iterations"),
-                tokens_per_second=statistics.median(speeds) if speeds else None,
-                mfu=statistics.median(mfus) if mfus else None,
-                memory_gib=max(memory, default=None),
-            )
-        )
+        found.append(SimpleNamespace(
+            run=name, tokens=end * settings.batch_tokens, minutes=trained[-1]["train_seconds"] / 60,
+            perplexity=score["eval_perplexity"], iterations=score.get("eval_iterations"),
+            tokens_per_second=statistics.median(speeds) if speeds else None,
+            mfu=statistics.median(mfus) if mfus else None, memory_gib=max(memory, default=None),
+        ))  # fmt: skip
     return found

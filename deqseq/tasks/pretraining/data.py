@@ -96,14 +96,9 @@ def open_data(settings: RunSettings) -> Data:
             f"--passes {wanted / len(train):.3g}"
         )
     return Data(
-        TrainingOrder(train, wanted, settings.seed),
-        validation,
-        folder.tokenizer(),
-        folder.vocab_size,
-        folder.end_of_text,
-        folder.fingerprint,
-        folder.verify,
-    )
+        TrainingOrder(train, wanted, settings.seed), validation, folder.tokenizer(), folder.vocab_size,
+        folder.end_of_text, folder.fingerprint, folder.verify,
+    )  # fmt: skip
 
 
 def _streamed(settings: RunSettings, given: StreamSettings) -> Data:
@@ -134,11 +129,6 @@ def _streamed(settings: RunSettings, given: StreamSettings) -> Data:
     encoder = Encoder(tokenizer)
     reading = [given.dataset, given.subset, given.split, other, given.column, given.validation_share]
     content = [encoder.sha256(), *reading, *stamps(given.dataset, files)]
-    return Data(
-        ChainDataset([rows(given.split, "train")] * math.ceil(settings.passes)),
-        validation,
-        tokenizer,
-        encoder.vocab_size,
-        encoder.end_of_text,
-        hashlib.sha256(json.dumps(content).encode()).hexdigest(),
-    )
+    train = ChainDataset([rows(given.split, "train")] * math.ceil(settings.passes))
+    fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return Data(train, validation, tokenizer, encoder.vocab_size, encoder.end_of_text, fingerprint)

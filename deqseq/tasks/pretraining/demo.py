@@ -62,16 +62,11 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
             runs.append((run.replace("-tiny", ""), log, settings))
         for title, step in zip(("bounded", "free"), runs[-2][2].stage_ends, strict=True):
             mine, twin = (scores[step] for scores in logs)
-            lines.append(
-                SimpleNamespace(
-                    model=name,
-                    stage=title,
-                    tokens=step * settings.batch_tokens,
-                    perplexity=mine["eval_perplexity"],
-                    explicit=twin["eval_perplexity"],
-                    iterations=mine["eval_iterations"],
-                )
-            )
+            lines.append(SimpleNamespace(
+                model=name, stage=title, tokens=step * settings.batch_tokens,
+                perplexity=mine["eval_perplexity"], explicit=twin["eval_perplexity"],
+                iterations=mine["eval_iterations"],
+            ))  # fmt: skip
     print(f"\nheld-out perplexity in rows of {settings.length} tokens\n{table(_COLUMNS, lines)}\n")
     plot_curves(runs, output / "curves.png")
     folder = TokenFolder(data)

@@ -62,16 +62,11 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
         searched, with_graph = _evaluations(config, stage)
         rows = (last - before) * settings.rows_per_step
         kept = 1 if settings.recompute else with_graph
-        found.append(
-            StagePlan(
-                before + 1,
-                last,
-                searched + with_graph,
-                with_graph,
-                rows * flops.step(searched + with_graph, with_graph),
-                settings.per_device_batch_size * (kept * saved + logits),
-            )
-        )
+        found.append(StagePlan(
+            before + 1, last, searched + with_graph, with_graph,
+            flops=rows * flops.step(searched + with_graph, with_graph),
+            activations=settings.per_device_batch_size * (kept * saved + logits),
+        ))  # fmt: skip
     return found
 
 

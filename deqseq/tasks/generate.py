@@ -1,8 +1,4 @@
-"""Continue a prompt: ``python -m deqseq.tasks.generate MODEL "prompt"``.
-
-The text streams as it is made. ``--show-iterations`` shows for every token how many iterations it took to
-settle, which is where an equilibrium model spends its work.
-"""
+"""Continue a prompt: ``python -m deqseq.tasks.generate MODEL "prompt"``."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +15,7 @@ import torch
 
 from deqseq.solution import Status
 from deqseq.tasks.common import command_line
-from deqseq.tasks.common.figures import log_scale, pyplot
+from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, PositiveInt
 
 # Cheap to dear, from the 256-colour table: green, yellow, orange, red.
@@ -31,18 +28,16 @@ Show = Callable[[str, int | None], str]
 
 
 class _Watch:
-    """Keeps how every token was solved; wraps the model's forward pass."""
+    """Keeps how every token was solved: the forward hook of a model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self) -> None:
         self.iterations: list[int] = []
         self.residual: list[float] = []
         self.status: list[int] = []
-        model.register_forward_hook(self._see)
 
-    def _see(self, module: Any, arguments: Any, output: Any) -> None:
-        solution = output.solution
-        for name in ("iterations", "residual", "status"):
-            getattr(self, name).extend(getattr(solution, name)[0].tolist())
+    def __call__(self, module: Any, arguments: Any, output: Any) -> None:
+        for name, values in vars(self).items():
+            values += getattr(output.solution, name)[0].tolist()
 
 
 class _SolvedStreamer:
@@ -53,9 +48,7 @@ class _SolvedStreamer:
     """
 
     def __init__(self, tokenizer: Any, watch: _Watch, show: Show) -> None:
-        self.tokenizer = tokenizer
-        self.watch = watch
-        self.show = show
+        self.tokenizer, self.watch, self.show = tokenizer, watch, show
         self.tokens: list[int] = []
         self.printed = 0
         self.text = ""
@@ -63,36 +56,30 @@ class _SolvedStreamer:
     def put(self, value: torch.Tensor) -> None:
         """Take in the prompt (1, L), or the next token (1,)."""
         self.tokens.extend(value.flatten().tolist())
-        self._print(len(self.watch.iterations))
+        for iterations in self.watch.iterations[self.printed : len(self.tokens)]:
+            self._print(iterations)
 
     def end(self) -> None:
-        """Print what is left: the last token, which nothing follows and so nothing solves."""
-        self._print(len(self.tokens))
+        """Print the last token, which is not solved because none follows."""
+        while self.printed < len(self.tokens):
+            self._print(None)
         sys.stdout.write("\n")
 
-    def _print(self, upto: int) -> None:
-        while self.printed < min(upto, len(self.tokens)):
-            text = str(self.tokenizer.decode(self.tokens[: self.printed + 1]))
-            added = text[len(self.text) :]
-            if text.endswith("\ufffd"):  # a part of a character, which comes with its last part
-                added = ""
-            else:
-                self.text = text
-            solved = self.printed < len(self.watch.iterations)
-            sys.stdout.write(self.show(added, self.watch.iterations[self.printed] if solved else None))
-            self.printed += 1
+    def _print(self, iterations: int | None) -> None:
+        self.printed += 1
+        text = str(self.tokenizer.decode(self.tokens[: self.printed]))
+        added = ""
+        if not text.endswith("\ufffd"):  # a part of a character, which comes with its last part
+            added, self.text = text[len(self.text) :], text
+        sys.stdout.write(self.show(added, iterations))
         sys.stdout.flush()
 
 
-def in_colour(budget: int) -> Show:
-    """Text in the shade of its iterations; a line break has to be made visible to have one."""
-
-    def show(text: str, iterations: int | None) -> str:
-        if iterations is None:
-            return text
-        return _shaded(text.replace("\n", "⏎\n"), shade_of(iterations, budget))
-
-    return show
+def in_colour(text: str, iterations: int | None, budget: int) -> str:
+    """Text in the shade of its iterations; a line break becomes visible, so that it has one."""
+    if iterations is None:
+        return text
+    return _shaded(text.replace("\n", "⏎\n"), shade_of(iterations, budget))
 
 
 def in_lines(text: str, iterations: int | None) -> str:
@@ -174,79 +161,60 @@ def generate(
     if top_p is not None and temperature == 0:
         raise ValueError("--top-p is for sampling: give a --temperature above 0 with it")
     if plot is not None:
-        check_png(plot)
+        if plot.suffix.lower() != ".png":
+            raise ValueError(f"--plot must end in .png, got {plot}")
+        if plot.is_dir():
+            raise ValueError(f"{plot} is a folder, name a file")
+        command_line.check_folder(plot.parent)
     # transformers takes seconds to import: not before the arguments are right.
     from transformers.generation.streamers import TextStreamer
 
-    from deqseq.tasks.common.models import (
-        check_tokens,
-        implicit_layer,
-        load_model,
-        quiet_transformers,
-        solve_options,
-    )
+    from deqseq.tasks.common import models
     from deqseq.tasks.common.tokenizer import load_tokenizer
 
-    quiet_transformers()
+    models.quiet_transformers()
     # A shell's pipe ends in a line break that is not part of the prompt.
     prompt = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt must be UTF-8: {error.reason} at character {error.start}") from error
-    network: Any = load_model(model, device)
+    network: Any = models.load_model(model, device)
     vocabulary = load_tokenizer(model, tokenizer)
-    layer = implicit_layer(network)
-    solve = solve_options(network, rtol=rtol, max_iter=max_iter)
-    if layer is None and (initial_guess or show_iterations or plot):
+    solve = models.solve_options(network, rtol=rtol, max_iter=max_iter)
+    if solve is None and (initial_guess or show_iterations or plot):
         raise ValueError(f"{model} is explicit: it has no iterations to set or to show")
     tokens = vocabulary(prompt, return_tensors="pt").to(network.device)
     if tokens.input_ids.shape[1] == 0:
         raise ValueError("the prompt has no tokens")
-    check_tokens(network, tokens.input_ids)
-    watch = None
+    models.check_tokens(network, tokens.input_ids)
+    watch: Any = None
     streamer: Any = TextStreamer(vocabulary)
     if solve is not None:
         if initial_guess:
             network.config.initial_guess = initial_guess
-        watch = _Watch(network)
+        watch = _Watch()
+        network.register_forward_hook(watch)
         budget = solve.convergence.max_iter
         if show_iterations:
             coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+            show: Show = partial(in_colour, budget=budget) if coloured else in_lines
             print(legend(budget) if coloured else "iterations  token")
-            streamer = _SolvedStreamer(vocabulary, watch, in_colour(budget) if coloured else in_lines)
+            streamer = _SolvedStreamer(vocabulary, watch, show)
     torch.manual_seed(seed)
-    sampling = {
-        "do_sample": True,
-        "temperature": temperature,
-        "top_p": top_p or 1.0,
-        "top_k": 0,  # all: transformers leaves out all but 50 unless told
-    }
+    options: dict[str, Any] = {} if solve is None else {"solve": solve}
+    if temperature > 0:  # from all tokens: transformers leaves out all but 50 unless told
+        options |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": 0}
     found = network.generate(
-        tokens.input_ids,
-        attention_mask=tokens.attention_mask,
-        max_new_tokens=max_new_tokens,
-        streamer=streamer,
-        **({} if solve is None else {"solve": solve}),
-        **(sampling if temperature > 0 else {"do_sample": False}),
-    )
-    if watch is not None and show_iterations:
+        tokens.input_ids, attention_mask=tokens.attention_mask, max_new_tokens=max_new_tokens,
+        streamer=streamer, do_sample=temperature > 0, **options,
+    )  # fmt: skip
+    if show_iterations:
         print(summary(watch))
-    if watch is not None and plot:
+    if plot:
         texts = [str(vocabulary.decode([token])) for token in found[0].tolist()]
         drawn = draw(watch, texts, tokens.input_ids.shape[1], budget, plot)
         print(f"wrote {plot}" if drawn else "no figure was drawn", file=sys.stderr)
-
-
-def check_png(path: Path) -> None:
-    """Raise ``ValueError`` unless a PNG file can be written there."""
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--plot must end in .png, got {path}")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, name a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent}")
-    command_line.check_folder(path.parent)
 
 
 def summary(watch: _Watch) -> str:
@@ -263,35 +231,30 @@ def summary(watch: _Watch) -> str:
 def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Path) -> bool:
     """Iterations and residual of every token, as a PNG; returns whether one was written.
 
-    Args:
-        texts: of the tokens, written on the axis when they are few.
-        prompt: how many of them are the prompt's.
-        budget: iterations that a token may take.
+    The first ``prompt`` tokens are the prompt's. Few ``texts`` are written on the axis.
     """
-    plt = pyplot()
-    if plt is None:
-        return False
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
-    place = range(len(watch.iterations))
-    above.bar(place, watch.iterations)
-    above.axhline(budget, color="grey", linestyle="--", label=f"most allowed: {budget}")
-    above.set_ylabel("iterations")
-    below.plot(place, watch.residual, ".")
-    below.set_ylabel("relative residual")
-    log_scale(above.yaxis, 2)
-    log_scale(below.yaxis)
-    above.set_ylim(bottom=0.8)  # so that a single iteration is a bar too
-    for axis in (above, below):
-        axis.axvline(prompt - 0.5, color="black", linestyle=":", label="end of the prompt")
-    above.legend(fontsize="small")
-    if len(place) <= _FEW:
-        labels = [text.replace("\n", "⏎") for text in texts[: len(place)]]
-        below.set_xticks(place, labels, rotation=90, fontsize="small", parse_math=False)
-    else:
-        below.set_xlabel("token")
-    figure.savefig(path, dpi=120, format="png")
-    plt.close(figure)
-    return True
+
+    def drawn(axes: list[Any]) -> None:
+        above, below = axes
+        place = range(len(watch.iterations))
+        above.bar(place, watch.iterations)
+        above.axhline(budget, color="grey", linestyle="--", label=f"most allowed: {budget}")
+        above.set_ylabel("iterations")
+        below.plot(place, watch.residual, ".")
+        below.set_ylabel("relative residual")
+        log_scale(above.yaxis, 2)
+        log_scale(below.yaxis)
+        above.set_ylim(bottom=0.8)  # so that a single iteration is a bar too
+        for axis in axes:
+            axis.axvline(prompt - 0.5, color="black", linestyle=":", label="end of the prompt")
+        above.legend()
+        if len(place) <= _FEW:
+            labels = [text.replace("\n", "⏎") for text in texts[: len(place)]]
+            below.set_xticks(place, labels, rotation=90, fontsize="small", parse_math=False)
+        else:
+            below.set_xlabel("token")
+
+    return save_figure(path, drawn, 2, size=(9, 5), sharex=True)
 
 
 if __name__ == "__main__":

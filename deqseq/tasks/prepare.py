@@ -36,18 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
 
 
-def check_shards(output: Path) -> None:
-    """Compare the shards of a folder with their checksums.
-
-    Raises:
-        ValueError: no shards there, or damaged ones.
-    """
-    from deqseq.tasks.common.corpus import TokenFolder
-
-    TokenFolder(output).verify(progress=sys.stderr.isatty())
-    print(f"{output}: all shards are as they were written")
-
-
 def prepare(
     text: list[str] = [],  # noqa: B006
     *,
@@ -86,38 +74,28 @@ def prepare(
         ValueError: sources that cannot be read; a folder that holds something else, or that another process
             prepares.
     """
-    if verify:
-        if text or dataset:
-            raise ValueError("--verify reads the shards of --output alone: leave out TEXT and --dataset")
-        check_shards(output)
-        return
-    command_line.check_folder(output)
     # Tokenizers and datasets take seconds to import: not before the arguments are right.
     from deqseq.tasks.common.corpus import HoldOut, TokenFolder, pipeline
     from deqseq.tasks.common.corpus.documents import sources
-    from deqseq.tasks.common.corpus.encoder import Encoder
     from deqseq.tasks.common.corpus.holdout import SPLITS
-    from deqseq.tasks.common.corpus.shards import Preparation, locked
     from deqseq.tasks.common.tokenizer import load_tokenizer
 
-    progress = sys.stderr.isatty()
+    if verify:
+        if text or dataset:
+            raise ValueError("--verify reads the shards of --output alone: leave out TEXT and --dataset")
+        TokenFolder(output).verify()
+        print(f"{output}: all shards are as they were written")
+        return
+    command_line.check_folder(output)
     read = sources(text, documents, column, dataset, subset, split)
     vocabulary = load_tokenizer(tokenizer)
-    encoder = Encoder(vocabulary, remember=workers <= 3)
-    hold_out = HoldOut(validation_share)
-    head = pipeline.describe(encoder, tokenizer, read, hold_out, shard_tokens)
-    preparation = Preparation(output, head, force)
     start = time.perf_counter()
-    size = 0
-    if preparation.manifest.next is not None:
-        if preparation.fresh:
-            pipeline.check(read, progress)
-        with locked(output):
-            preparation.start(vocabulary)
-            size = pipeline.write(preparation, read, encoder, hold_out, shard_tokens, workers, progress)
+    size = pipeline.prepare(
+        output, read, vocabulary, tokenizer, HoldOut(validation_share), shard_tokens, workers, force
+    )
     seconds = time.perf_counter() - start
     made = TokenFolder(output)
-    if hold_out.share and not made.tokens("validation"):
+    if validation_share and not made.tokens("validation"):
         print("nothing was held out: a larger --validation-share holds out some", file=sys.stderr)
     rate = f"{size / 1e6:.1f} MB in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s"
     counts = [

@@ -21,7 +21,6 @@ from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, pipel
 from deqseq.tasks.common.corpus import encoder as encoder_module
 from deqseq.tasks.common.corpus.documents import JsonLines, Source, TextFile, sources
 from deqseq.tasks.common.corpus.encoder import Encoder
-from deqseq.tasks.common.corpus.shards import Preparation
 
 WORDS = ("the", "cat", "saw", "a", "dog", "near", "river", "and", "old king", "naïve", "猫", "über", "🙂")
 END = "<|endoftext|>"
@@ -57,11 +56,7 @@ def prepare(
     folder: Path, read: list[Source], tokenizer: Any, hold_out: HoldOut = FIFTH,
     shard_tokens: int = 10**9, workers: int = 1, force: bool = False,
 ) -> TokenFolder:  # fmt: skip
-    encoder = Encoder(tokenizer)
-    head = pipeline.describe(encoder, "test", read, hold_out, shard_tokens)
-    preparation = Preparation(folder, head, force)
-    preparation.start(tokenizer)
-    pipeline.write(preparation, read, encoder, hold_out, shard_tokens, workers)
+    pipeline.prepare(folder, read, tokenizer, "test", hold_out, shard_tokens, workers, force)
     return TokenFolder(folder)
 
 

@@ -194,7 +194,7 @@ def test_other_settings_and_sources_are_named(
     before = contents(output)
     capsys.readouterr()
     for options, difference in (
-        ({"validation_share": 0.3}, "hold_out share 0.2, now 0.3"),
+        ({"validation_share": 0.3}, "hold_out.share 0.2, now 0.3"),
         ({"shard_tokens": 50}, "shard_tokens 1000, now 50"),
         ({"documents": "line"}, f"{text} documents file, now line"),
     ):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.settings import PositiveFinite, PositiveInt
-from deqseq.tasks.evaluate.downstream import TASKS
+from deqseq.tasks.evaluate.downstream import TASKS, check_tasks, local_files
 
 Window = PositiveInt | Literal["all", "model"]
 
 
 @dataclass
 class _Report:
-    """What all reports take.
+    """The options of all reports.
 
     Args:
         model: folder of a model, or its name on the hub
@@ -41,36 +40,26 @@ class _Report:
     tokenizer: str | None = None
     rtol: PositiveFinite | None = None
     batch_size: PositiveInt = 8
+    limit: PositiveInt | None = None
     device: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     output: Path | None = None
     force: bool = False
 
     def run(self) -> None:
-        """Make the report.
-
-        Raises:
-            ValueError: what cannot be loaded; options that do not fit the model or the text.
-        """
+        """Make the report."""
         if self.output is not None:
             check_folder(self.output)
-        # Models take seconds to import: not before the arguments are right.
         from deqseq.tasks.common.models import quiet_transformers
-        from deqseq.tasks.evaluate.reports import REPORTS as made_by
+        from deqseq.tasks.evaluate.reports import report
 
         quiet_transformers()
-        options = Namespace(**{f.name: getattr(self, f.name) for f in fields(self)})
-        own = getattr(options, "window", "model")
-        none = {"all": None}  # what the layers call all tokens
-        options.window = [none.get(w, w) for w in own] if isinstance(own, list) else none.get(own, own)
-        options.report = type(self).__name__.lower()
-        made_by[options.report](options)
+        report(self)
 
 
 @dataclass(kw_only=True)
 class _TextReport(_Report):
     text: list[str]
-    limit: PositiveInt | None = None
 
 
 @dataclass(kw_only=True)
@@ -147,7 +136,12 @@ class Downstream(_Report):
     max_iter: PositiveInt | None = None
     tasks: list[Literal[tuple(TASKS)]] = field(default_factory=lambda: list(TASKS))  # type: ignore[valid-type]
     data_dir: str | None = None
-    limit: PositiveInt | None = None
+    files: dict[str, Path] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        check_tasks(self.tasks)
+        if self.data_dir is not None:
+            self.files = local_files(self.tasks, self.data_dir)
 
 
 REPORTS = {kind.__name__.lower(): kind for kind in (Perplexity, Length, Iterations, Duality, Downstream)}

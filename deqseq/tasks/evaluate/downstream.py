@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from deqseq.checks import check_count
-
 if TYPE_CHECKING:  # the command line lists the tasks without waiting for transformers
     from transformers import PreTrainedModel
 
@@ -66,12 +64,10 @@ class TaskScore:
     """One task. Standard errors are lm-eval's.
 
     Attributes:
-        documents: how many were evaluated.
         source: the local file, or the name on the hub.
         metric, main, main_stderr: the metric in the average, its value and standard error.
         chance: value of the metric for a random guess.
         own_prompt: describes prompts that are not lm-eval's; otherwise ``None``.
-        acc, acc_norm, perplexity: all metrics that the task reports.
     """
 
     task: str
@@ -135,11 +131,7 @@ _ACTIVITY = ("activity_label", "ctx_a", "ctx_b")
 
 
 def check_tasks(names: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless the names are of :data:`TASKS`, at least one and none of them twice."""
-    if not names:
-        raise ValueError(f"at least one task is needed, of {', '.join(TASKS)}")
-    if unknown := [name for name in names if name not in TASKS]:
-        raise ValueError(f"unknown tasks {unknown}; known: {', '.join(TASKS)}")
+    """Raise ``ValueError`` if a name is there twice."""
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"each task counts once in the average, but {', '.join(repeated)} is given again")
 
@@ -174,10 +166,9 @@ def read_docs(name: str, path: Path) -> list[Doc]:
             continue
         try:
             docs.append(_read_doc(TASKS[name], line))
-        except (KeyError, TypeError, AttributeError) as error:  # inside a field
-            raise ValueError(f"{path}, line {number}: no document of {name}: {error!r}") from error
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no document of {name}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three inside a field
+            said = error if isinstance(error, ValueError) else repr(error)
+            raise ValueError(f"{path}, line {number}: no document of {name}: {said}") from error
     if not docs:
         raise ValueError(f"{path} holds no documents")
     return docs
@@ -218,26 +209,19 @@ def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> 
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    fields = TASKS[name].fields
-    changes: dict[str, Any] = {}
-    if _own_prompt(name, docs):
-        changes["process_docs"] = _hellaswag_without_activity
-    elif name == "hellaswag":
-        fields += _ACTIVITY
+    own_prompt = _own_prompt(name, docs)
+    fields = TASKS[name].fields + ([*_ACTIVITY] if name == "hellaswag" and not own_prompt else [])
     kept = [{field: doc[field] for field in fields} for doc in docs]
-
-    def load(**_: Any) -> Any:
-        return datasets.DatasetDict({"test": datasets.Dataset.from_list(kept)})
 
     # lm-eval cannot change tasks that it knows by name, so this reads the task's definition.
     return {
         **load_yaml(definition),
         "dataset_path": str(path),
-        "custom_dataset": load,
+        "custom_dataset": lambda **_: datasets.DatasetDict({"test": datasets.Dataset.from_list(kept)}),
         "training_split": None,
         "validation_split": None,
         "test_split": "test",
-        **changes,
+        **({"process_docs": _hellaswag_without_activity} if own_prompt else {}),
     }
 
 
@@ -254,7 +238,6 @@ def _hellaswag_without_activity(dataset: Any) -> Any:
 def evaluate_tasks(
     model: PreTrainedModel, tokenizer: Any, names: Sequence[str] = tuple(TASKS),
     files: Mapping[str, Path] | None = None, limit: int | None = None, batch_size: int = 8,
-    progress: bool = False,
 ) -> list[TaskScore]:  # fmt: skip
     """Zero-shot scores of the model, solved with its own options (``layer.eval_solve``).
 
@@ -264,15 +247,12 @@ def evaluate_tasks(
         limit: documents of each task; all by default.
 
     Raises:
-        ValueError: unknown tasks, or one twice; malformed files; data that the hub does not have; tokens
-            outside the model's vocabulary; lm-eval is not installed.
+        ValueError: a task twice; malformed files; data that the hub does not have; tokens outside the
+            model's vocabulary; lm-eval is not installed.
     """
     from deqseq.tasks.common.tokenizer import first_line
 
     check_tasks(names)
-    check_count("batch_size", batch_size)
-    if limit is not None:
-        check_count("limit", limit)
     try:
         import lm_eval
         from lm_eval.models.huggingface import HFLM
@@ -281,56 +261,43 @@ def evaluate_tasks(
         raise ValueError(f"downstream tasks need lm-eval: pip install 'deqseq[eval]' ({error})") from error
     # Index only the folders needed: there are some thousand task files.
     own = Path(lm_eval.__file__).parent / "tasks"
-    manager = TaskManager(
-        include_path=[own / part for part in sorted({TASKS[name].folder for name in names})],
-        include_defaults=False,
-    )
+    folders = [own / part for part in sorted({TASKS[name].folder for name in names})]
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    docs = {} if files is None else {name: read_docs(name, files[name]) for name in names}
     tasks: list[Any] = list(names)
-    own_prompts: dict[str, str | None] = dict.fromkeys(names)
     if files is not None:
-        docs = {name: read_docs(name, files[name]) for name in names}
-        own_prompts = {name: _own_prompt(name, docs[name]) for name in names}
         index = manager.task_index
         tasks = [_over_docs(name, docs[name], files[name], index[name].yaml_path) for name in names]
     # Resample in this process: processes forked from one that runs torch can hang.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
-    screen = sys.stderr if progress else None
+    screen = sys.stderr  # for the progress bar of the requests
     try:
         with _quiet():
-            lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            lm = _watched(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size), screen)
+            loaded = manager.load(tasks)
             # simple_evaluate would also look for git and list the machine's packages.
-            found: Any = lm_eval.evaluate(
-                lm=_watched(lm, screen),
-                task_dict=manager.load(tasks),
-                limit=limit,
-                bootstrap_iters=1000,
-                log_samples=False,
-            )
+            found: Any = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     except OSError as error:
         raise ValueError(f"no data from the hub: {first_line(error)}; or give --data-dir") from error
-    return [
-        _read(name, found, None if files is None else str(files[name]), own_prompts[name]) for name in names
-    ]
+    return [_read(name, found, _own_prompt(name, docs.get(name, ()))) for name in names]
 
 
-def _read(name: str, found: dict[str, Any], source: str | None, own_prompt: str | None) -> TaskScore:
-    result, config = found["results"][name], found["configs"][name]
+def _read(name: str, found: dict[str, Any], own_prompt: str | None) -> TaskScore:
+    result = found["results"][name]
 
     def value(metric: str) -> float | None:
         number = result.get(f"{metric},none")
         return float(number) if isinstance(number, (int, float)) else None
 
     metric = TASKS[name].metric
-    main = value(metric)
-    assert main is not None, f"lm-eval reports no {metric} for {name}"
     every = {key: value(key) for m in ("acc", "acc_norm", "perplexity") for key in (m, f"{m}_stderr")}
     return TaskScore(
         task=name,
         documents=found["n-samples"][name]["effective"],
-        source=source or config["dataset_path"],
+        source=found["configs"][name]["dataset_path"],
         metric=metric,
-        main=main,
+        main=float(result[f"{metric},none"]),
         main_stderr=value(f"{metric}_stderr"),
         chance=TASKS[name].chance,
         own_prompt=own_prompt,
@@ -345,28 +312,21 @@ def average(scores: Sequence[TaskScore]) -> float:
 
 def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
     """A warning for each task whose prompts are not lm-eval's."""
-    return [
-        f"warning: {s.task}: the prompt is not lm-eval's but {s.own_prompt}. The score does not compare with "
-        "those of lm-eval"
-        for s in scores
-        if s.own_prompt is not None
-    ]
+    said = "warning: {}: the prompt is not lm-eval's but {}. The score does not compare with those of lm-eval"
+    return [said.format(s.task, s.own_prompt) for s in scores if s.own_prompt is not None]
 
 
-def _watched(lm: Any, screen: TextIO | None) -> Any:
-    """lm-eval's model, which checks all tokens before it scores any.
-
-    Of lm-eval's progress bars, only that of the requests is shown, on ``screen``.
-    """
+def _watched(lm: Any, screen: TextIO) -> Any:
+    """lm-eval's model: checks all tokens before it scores any, and shows its progress bar on ``screen``."""
     from deqseq.tasks.common.models import check_tokens
 
     compute = lm._loglikelihood_tokens
 
-    def compute_watched(requests: Any, disable_tqdm: bool = False, **options: Any) -> Any:
+    def compute_watched(requests: Any, **options: Any) -> Any:
         tokens = [token for _, context, choice in requests for token in context + choice]
         check_tokens(lm.model, torch.tensor(tokens))
-        with contextlib.redirect_stderr(screen or sys.stderr):
-            return compute(requests, disable_tqdm=screen is None, **options)
+        with contextlib.redirect_stderr(screen):
+            return compute(requests, **options)
 
     lm._loglikelihood_tokens = compute_watched
     return lm
@@ -375,12 +335,6 @@ def _watched(lm: Any, screen: TextIO | None) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide what lm-eval and datasets print, and what they log below errors."""
-    log = logging.getLogger("lm_eval")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    nowhere = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            yield
-    finally:
-        log.setLevel(before)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield

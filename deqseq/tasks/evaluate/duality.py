@@ -20,7 +20,7 @@ from deqseq.problem import SolveOptions
 from deqseq.solution import Solution, Status
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer
-from deqseq.tasks.evaluate.perplexity import batches, exponential, losses, run, search_means, solve_names
+from deqseq.tasks.evaluate.perplexity import Search, batches, exponential, losses, run, search_fields
 
 # Rows of logits compared at once, in float32.
 _ROWS = 1024
@@ -30,13 +30,9 @@ _WORST = 5
 
 @dataclass
 class Difference:
-    """A token on which a window and the first disagree.
+    """A token on which a window and the first disagree; ``sequence`` and ``position`` count from 1.
 
-    Attributes:
-        sequence, position: of the token, counted from 1.
-        max_logit_diff: largest absolute difference of a logit.
-        iterations, residual, converged: of the search in this window.
-        first_iterations, first_residual, first_converged: in the first.
+    ``max_logit_diff`` is the largest absolute difference of a logit.
     """
 
     sequence: int
@@ -50,38 +46,27 @@ class Difference:
     first_converged: bool
 
 
-@dataclass
-class Agreement:
+@dataclass(kw_only=True)
+class Agreement(Search):
     """One window against the first.
 
     Attributes:
-        window: tokens solved at a time, or ``"all"``.
-        policy, budget: the convergence policy, and the most evaluations a token could take part in.
         tokens: compared.
         agreement: share of tokens with the same most likely next token.
         max_logit_diff, mean_logit_diff: absolute differences of logits.
         kl: Kullback-Leibler divergence of this window's prediction from the first's, nats a token.
         perplexity: of the text, in this window.
-        iterations, residual, converged, passes_per_batch: as in
-            :class:`~deqseq.tasks.evaluate.perplexity.Score`.
         seconds: of the model.
         worst: the tokens with the largest differences. Windows may disagree on a token that has converged in
             both: a residual is the size of the last step, and a slow search may still be far from its end.
     """
 
-    window: int | str
-    policy: str
-    budget: int
     tokens: int
     agreement: float
     max_logit_diff: float
     mean_logit_diff: float
     kl: float
     perplexity: float
-    iterations: float
-    residual: float
-    converged: float | None
-    passes_per_batch: float
     seconds: float
     worst: list[Difference]
 
@@ -101,9 +86,8 @@ class _Comparison:
     def add(self, out: Any, first: Any) -> None:
         """Add the model's output on one batch, in this window and in the first."""
         largest = []
-        for here, there in zip(
-            out.logits.flatten(0, 1).split(_ROWS), first.logits.flatten(0, 1).split(_ROWS), strict=True
-        ):
+        rows = (found.logits.flatten(0, 1).split(_ROWS) for found in (out, first))
+        for here, there in zip(*rows, strict=True):
             here, there = here.float(), there.float()
             difference = (here - there).abs()
             p = there.log_softmax(-1)
@@ -118,19 +102,13 @@ class _Comparison:
         B, L = here.status.shape
         for value, i in zip(*largest.topk(min(_WORST, B * L)), strict=True):
             at = divmod(int(i), L)
-            self.worst.append(
-                Difference(
-                    sequence=self._sequences + at[0] + 1,
-                    position=at[1] + 1,
-                    max_logit_diff=value.item(),
-                    iterations=int(here.iterations[at]),
-                    first_iterations=int(first.iterations[at]),
-                    residual=here.residual[at].item(),
-                    first_residual=first.residual[at].item(),
-                    converged=bool(here.status[at] == Status.CONVERGED),
-                    first_converged=bool(first.status[at] == Status.CONVERGED),
-                )
-            )
+            solves: dict[str, Any] = {}
+            for prefix, solution in (("", here), ("first_", first)):
+                solves[f"{prefix}iterations"] = int(solution.iterations[at])
+                solves[f"{prefix}residual"] = solution.residual[at].item()
+                solves[f"{prefix}converged"] = bool(solution.status[at] == Status.CONVERGED)
+            sequence = self._sequences + at[0] + 1
+            self.worst.append(Difference(sequence, at[1] + 1, value.item(), **solves))
         self._sequences += B
         self.worst = sorted(self.worst, key=lambda found: -found.max_logit_diff)[:_WORST]
 
@@ -138,23 +116,18 @@ class _Comparison:
         """The means over ``tokens``."""
         same, mean, divergence = (self._sums / tokens).tolist()
         return Agreement(
-            **solve_names(self.options),
-            tokens=tokens,
-            agreement=same,
-            max_logit_diff=self.worst[0].max_logit_diff,
-            mean_logit_diff=mean,
+            **search_fields(self.options, self.solves), tokens=tokens, agreement=same,
+            max_logit_diff=self.worst[0].max_logit_diff, mean_logit_diff=mean,
             kl=max(0.0, divergence),  # rounding may give less for equal predictions
-            perplexity=exponential(self.nll / tokens),
-            **search_means(self.solves),
-            seconds=self.seconds,
+            perplexity=exponential(self.nll / tokens), seconds=self.seconds,
             worst=[found for found in self.worst if found.max_logit_diff > 0],
-        )
+        )  # fmt: skip
 
 
 @torch.no_grad()
 def compare_windows(
     model: PreTrainedModel, tokens: Tensor, length: int, windows: Sequence[Window],
-    policy: ConvergencePolicy | None = None, batch_size: int = 8, progress: bool = False,
+    policy: ConvergencePolicy | None = None, batch_size: int = 8,
 ) -> list[Agreement]:  # fmt: skip
     """Solve ``tokens`` (N,), in sequences of ``length``, in every window and compare with the first.
 
@@ -175,11 +148,10 @@ def compare_windows(
     cut = batches(tokens, length, batch_size)
     check_tokens(model, tokens)
     own = needed_layer(model, "a comparison of windows").eval_solve
-    own = own if policy is None else replace(own, convergence=policy)
+    own = replace(own, convergence=policy or own.convergence)
     every = [own if window == "model" else replace(own, window=window) for window in windows]
     comparisons = [_Comparison(options) for options in every]
-    bar = tqdm(total=len(tokens) - 1, desc="duality", unit="tok", leave=False, disable=not progress)
-    for inputs, targets in cut:
+    for inputs, targets in tqdm(cut, desc="duality", leave=False, disable=None):
         first: Any = None
         for comparison in comparisons:
             start = time.perf_counter()
@@ -188,8 +160,6 @@ def compare_windows(
             comparison.seconds += time.perf_counter() - start  # reading the loss waits for the device
             first = out if first is None else first
             comparison.add(out, first)
-        bar.update(targets.numel())
-    bar.close()
     return [comparison.read(len(tokens) - 1) for comparison in comparisons]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -34,15 +34,8 @@ _FIRST_BUCKET = 16
 class Positions:
     """The tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
-    Attributes:
-        tokens: how many.
-        nll, nll_stderr: mean negative log-likelihood and its standard error.
-        perplexity: ``exp(nll)``.
-        iterations: evaluations a token took part in, mean; ``None`` for explicit models.
-        change, change_stderr: mean difference of these tokens' nll from their nll in sequences of the first
-            length; ``None`` at the first length.
-
-    Standard errors assume independent tokens; ``None`` for a single token.
+    ``change`` is the mean difference of their negative log-likelihoods (nll) from those in sequences of the
+    first length; ``None`` at the first length. Standard errors assume independent tokens.
     """
 
     first: int
@@ -56,31 +49,19 @@ class Positions:
     change_stderr: float | None
 
 
-@dataclass
-class Score:
-    """A text under one model, cut into sequences of one length and solved in one way.
+@dataclass(kw_only=True)
+class Search:
+    """How a text was solved. All fields are ``None`` for explicit models.
 
     Attributes:
-        length: tokens of a sequence; the last may be shorter.
-        tokens: predicted, which is all but the first.
-        nll: mean negative log-likelihood of a predicted token.
-        perplexity: ``exp(nll)``.
         window: tokens solved at a time, or ``"all"``.
         policy, budget: the convergence policy, and the most evaluations a token could take part in.
         iterations: evaluations a token took part in, mean.
         residual: relative, mean over tokens.
         converged: share of tokens that met the tolerance; ``None`` for policies without one.
         passes_per_batch: calls of f over a window, mean over batches.
-        seconds, tokens_per_second: of the model and the loss.
-        by_position: tokens 1 to 16 of their sequences, 17 to 32, 33 to 64 and so on.
-
-    Fields about the search are ``None`` for explicit models.
     """
 
-    length: int
-    tokens: int
-    nll: float
-    perplexity: float
     window: int | str | None
     policy: str | None
     budget: int | None
@@ -88,6 +69,37 @@ class Score:
     residual: float | None
     converged: float | None
     passes_per_batch: float | None
+
+
+def search_fields(solve: SolveOptions | None, solves: SolveStatistics) -> dict[str, Any]:
+    """The fields of :class:`Search`, from the options and the statistics of the solves."""
+    found = solves.read()
+    return {
+        "window": None if solve is None else solve.window or "all",
+        "policy": None if solve is None else repr(solve.convergence),
+        "budget": None if solve is None else solve.convergence.max_iter,
+        "iterations": found.get("iterations"),
+        "residual": found.get("residual"),
+        "converged": found["share_converged"] if found.get("share_completed", 1) < 1 else None,
+        "passes_per_batch": found.get("nfe"),
+    }
+
+
+@dataclass(kw_only=True)
+class Score(Search):
+    """A text under one model, cut into sequences of one length and solved in one way.
+
+    Attributes:
+        tokens: predicted, which is all but the first.
+        nll: mean negative log-likelihood of a predicted token.
+        seconds, tokens_per_second: of the model and the loss.
+        by_position: tokens 1 to 16 of their sequences, 17 to 32, 33 to 64 and so on.
+    """
+
+    length: int
+    tokens: int
+    nll: float
+    perplexity: float
     seconds: float
     tokens_per_second: float
     by_position: list[Positions]
@@ -98,7 +110,7 @@ def exponential(nll: float) -> float:
     return torch.tensor(nll, dtype=torch.float64).exp().item()
 
 
-def batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(tokens: Tensor, length: int, batch_size: int) -> list[tuple[Tensor, Tensor]]:
     """Inputs and the tokens that follow them, each (B, L): every token of (N,) but the first is a target.
 
     If the text does not divide, the last batch is one shorter sequence.
@@ -113,17 +125,12 @@ def batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Tens
             f"the text has {len(tokens)} tokens; one sequence of length {length} needs {length + 1}, "
             "for its last token predicts one more: give more text (or raise --limit), or a smaller length"
         )
-    return _batches(tokens, length, batch_size)
-
-
-def _batches(tokens: Tensor, length: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    inputs, targets = tokens[:-1], tokens[1:]
-    whole = len(inputs) // length * length
-    for i in range(0, whole, length * batch_size):
-        part = slice(i, min(i + length * batch_size, whole))
-        yield inputs[part].view(-1, length), targets[part].view(-1, length)
-    if whole < len(inputs):
-        yield inputs[None, whole:], targets[None, whole:]
+    whole = (len(tokens) - 1) // length * length
+    inputs, targets = (
+        [*text[:whole].view(-1, length).split(batch_size), text[None, whole:]]
+        for text in (tokens[:-1], tokens[1:])
+    )
+    return [pair for pair in zip(inputs, targets, strict=True) if pair[0].numel()]
 
 
 def run(model: PreTrainedModel, inputs: Tensor, solve: SolveOptions | None) -> Any:
@@ -141,36 +148,15 @@ def run(model: PreTrainedModel, inputs: Tensor, solve: SolveOptions | None) -> A
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood (B, L) float64, on the CPU, of ``targets`` (B, L) under (B, L, V)."""
-    rows, wanted = logits.flatten(0, 1), targets.to(logits.device).flatten()
-    parts = [
-        F.cross_entropy(rows[i : i + _ROWS].float(), wanted[i : i + _ROWS], reduction="none")
-        for i in range(0, len(rows), _ROWS)
-    ]
-    return torch.cat(parts).view(targets.shape).cpu().double()
-
-
-def solve_names(solve: SolveOptions | None) -> dict[str, Any]:
-    """The fields of :class:`Score` that describe the options; all ``None`` for explicit models."""
-    if solve is None:
-        return dict.fromkeys(("window", "policy", "budget"))
-    policy = solve.convergence
-    return {"window": solve.window or "all", "policy": repr(policy), "budget": policy.max_iter}
-
-
-def search_means(solves: SolveStatistics) -> dict[str, Any]:
-    """The fields of :class:`Score` that describe the search; all ``None`` if nothing was solved."""
-    found = solves.read()
-    judged = found.get("share_completed", 1) < 1
-    return {
-        "iterations": found.get("iterations"),
-        "residual": found.get("residual"),
-        "converged": found["share_converged"] if judged else None,
-        "passes_per_batch": found.get("nfe"),
-    }
+    parts = zip(
+        logits.flatten(0, 1).split(_ROWS), targets.to(logits.device).flatten().split(_ROWS), strict=True
+    )
+    found = [F.cross_entropy(rows.float(), wanted, reduction="none") for rows, wanted in parts]
+    return torch.cat(found).view(targets.shape).cpu().double()
 
 
 def score(
-    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8, progress: bool = False,
+    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8,
     solve: SolveOptions | None = None,
 ) -> Score:  # fmt: skip
     """Perplexity of ``tokens`` (N,) in sequences of ``length``.
@@ -184,89 +170,14 @@ def score(
     Raises:
         ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
     """
-    return _score(model, tokens, length, batch_size, progress, solve)[0]
-
-
-@torch.no_grad()
-def _score(
-    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int, progress: bool,
-    solve: SolveOptions | None, first: Tensor | None = None,
-) -> tuple[Score, Tensor]:  # fmt: skip
-    """The score, and the nll (N - 1,) of every predicted token. ``first``: the nll at the first length."""
-    solve = solve_options(model) if solve is None else solve
-    model.eval()
-    cut = batches(tokens, length, batch_size)
-    check_tokens(model, tokens)
-    solves = SolveStatistics()
-    nll_parts, iterations_parts = [], []  # in the order of the text
-    start = time.perf_counter()
-    bar = tqdm(total=len(tokens) - 1, desc=f"length {length}", unit="tok", leave=False, disable=not progress)
-    for inputs, targets in cut:
-        out = run(model, inputs, solve)
-        nll_parts.append(losses(out.logits, targets).flatten())
-        solution = getattr(out, "solution", None)
-        if solution is not None:
-            solves.add(solution)
-            iterations_parts.append(solution.iterations.cpu().double().flatten())
-        bar.update(targets.numel())
-    bar.close()
-    seconds = time.perf_counter() - start
-    nll = torch.cat(nll_parts)
-    iterations = torch.cat(iterations_parts) if iterations_parts else None
-    nll_mean = nll.mean().item()
-    found = Score(
-        length=length,
-        tokens=len(nll),
-        nll=nll_mean,
-        perplexity=exponential(nll_mean),
-        **solve_names(solve),
-        **search_means(solves),
-        seconds=seconds,
-        tokens_per_second=len(nll) / seconds,
-        by_position=_by_position(length, nll, iterations, None if first is None else nll - first),
-    )
-    return found, nll
-
-
-def _by_position(
-    length: int, nll: Tensor, iterations: Tensor | None, change: Tensor | None
-) -> list[Positions]:
-    """Means of what was found for every token (N - 1,), by its place in its sequence."""
-    position = torch.arange(len(nll)) % length
-    doublings = max(0, math.ceil(math.log2(length / _FIRST_BUCKET)))
-    edges = [0, *(min(length, _FIRST_BUCKET * 2**i) for i in range(doublings + 1))]
-    found = []
-    for first, last in pairwise(edges):
-        here = (position >= first) & (position < last)
-        mean, error = _mean(nll[here])
-        changed, change_error = (None, None) if change is None else _mean(change[here])
-        found.append(
-            Positions(
-                first=first + 1,
-                last=last,
-                tokens=int(here.sum()),
-                nll=mean,
-                nll_stderr=error,
-                perplexity=exponential(mean),
-                iterations=None if iterations is None else iterations[here].mean().item(),
-                change=changed,
-                change_stderr=change_error,
-            )
-        )
-    return found
-
-
-def _mean(values: Tensor) -> tuple[float, float | None]:
-    """Mean and standard error."""
-    error = (values.std() / len(values) ** 0.5).item() if len(values) > 1 else None
-    return values.mean().item(), error
+    return score_by_length(model, tokens, [length], batch_size, solve)[0]
 
 
 def score_by_length(
     model: PreTrainedModel, tokens: Tensor, lengths: Sequence[int], batch_size: int = 8,
-    progress: bool = False, solve: SolveOptions | None = None,
+    solve: SolveOptions | None = None,
 ) -> list[Score]:  # fmt: skip
-    """The same tokens in sequences of several lengths.
+    """The same tokens in sequences of several lengths, as :func:`score`.
 
     The effect of a position on the loss is smaller than the differences between the few tokens that stand
     there. So ``by_position`` also has the change of the same tokens against the first length.
@@ -275,21 +186,80 @@ def score_by_length(
         batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of
             as many tokens.
     """
-    for length in lengths:
-        batches(tokens, length, batch_size)  # checks all lengths before the work starts
+    solve = solve_options(model) if solve is None else solve
+    sizes = [max(1, batch_size * min(lengths) // length) for length in lengths]
+    cuts = [batches(tokens, length, size) for length, size in zip(lengths, sizes, strict=True)]
+    check_tokens(model, tokens)
     found: list[Score] = []
     first: Tensor | None = None
-    for length in lengths:
-        fitting = max(1, batch_size * min(lengths) // length)
-        one, nll = _score(model, tokens, length, fitting, progress, solve, first)
+    for length, cut in zip(lengths, cuts, strict=True):
+        one, nll = _score(model, cut, length, solve, first)
         found.append(one)
         first = nll if first is None else first
     return found
 
 
+@torch.no_grad()
+def _score(
+    model: PreTrainedModel, cut: list[tuple[Tensor, Tensor]], length: int, solve: SolveOptions | None,
+    first: Tensor | None,
+) -> tuple[Score, Tensor]:  # fmt: skip
+    """The score, and the nll (N - 1,) of every predicted token. ``first``: the nll at the first length."""
+    model.eval()
+    solves = SolveStatistics()
+    nll_parts, iterations_parts = [], []  # in the order of the text
+    start = time.perf_counter()
+    for inputs, targets in tqdm(cut, desc=f"length {length}", leave=False, disable=None):
+        out = run(model, inputs, solve)
+        nll_parts.append(losses(out.logits, targets).flatten())
+        solution = getattr(out, "solution", None)
+        if solution is not None:
+            solves.add(solution)
+            iterations_parts.append(solution.iterations.cpu().double().flatten())
+    seconds = time.perf_counter() - start
+    nll = torch.cat(nll_parts)
+    measured = {"nll": nll}
+    if iterations_parts:
+        measured["iterations"] = torch.cat(iterations_parts)
+    if first is not None:
+        measured["change"] = nll - first
+    found = Score(
+        length=length,
+        tokens=len(nll),
+        nll=nll.mean().item(),
+        perplexity=exponential(nll.mean().item()),
+        **search_fields(solve, solves),
+        seconds=seconds,
+        tokens_per_second=len(nll) / seconds,
+        by_position=_by_position(length, measured),
+    )
+    return found, nll
+
+
+def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
+    """Means of what was measured for every token (N - 1,), by its place in its sequence."""
+    position = torch.arange(len(measured["nll"])) % length
+    doublings = max(0, math.ceil(math.log2(length / _FIRST_BUCKET)))
+    edges = [0, *(min(length, _FIRST_BUCKET * 2**i) for i in range(doublings + 1))]
+    found = []
+    for first, last in pairwise(edges):
+        here = (position >= first) & (position < last)
+        count = int(here.sum())
+        means = {name: values[here].mean().item() for name, values in measured.items()}
+        errors = {}
+        if count > 1:
+            errors = {name: (v[here].std() / count**0.5).item() for name, v in measured.items()}
+        found.append(Positions(
+            first=first + 1, last=last, tokens=count, nll=means["nll"], nll_stderr=errors.get("nll"),
+            perplexity=exponential(means["nll"]), iterations=means.get("iterations"),
+            change=means.get("change"), change_stderr=errors.get("change"),
+        ))  # fmt: skip
+    return found
+
+
 def score_by_budget(
     model: PreTrainedModel, tokens: Tensor, length: int, budgets: Sequence[int], window: Window = "model",
-    rtol: float | None = None, batch_size: int = 8, progress: bool = False,
+    rtol: float | None = None, batch_size: int = 8,
 ) -> list[Score]:  # fmt: skip
     """The same sequences with several numbers of iterations; last, with the model's own policy.
 
@@ -299,14 +269,14 @@ def score_by_budget(
     Raises:
         ValueError: the model is explicit; a budget below 1; as :func:`score`.
     """
-    needed_layer(model, "a number of iterations")
-    options = solve_options(model, window)
-    assert options is not None
+    options = needed_layer(model, "a number of iterations").eval_solve
+    if window != "model":
+        options = replace(options, window=window)
     own = options.convergence
     if rtol is None and options.window is not None:
         rtol = own.rtol if isinstance(own, Residual) and own.rtol > 0 else 1e-3
     policies = [FixedIterations(n) if rtol is None else Residual(rtol=rtol, max_iter=n) for n in budgets]
     return [
-        score(model, tokens, length, batch_size, progress, replace(options, convergence=policy))
+        score(model, tokens, length, batch_size, replace(options, convergence=policy))
         for policy in (*policies, own)
     ]

@@ -1,12 +1,11 @@
-"""Figures of the reports. Each function returns whether matplotlib is installed, so that it could draw."""
+"""Figures of the reports: each function draws the rows of one report on axes, one below the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from deqseq.tasks.common.figures import log_scale, save_figure
+from deqseq.tasks.common.figures import log_scale
 from deqseq.tasks.evaluate.downstream import TaskScore
 from deqseq.tasks.evaluate.duality import Agreement
 from deqseq.tasks.evaluate.perplexity import Score, exponential
@@ -15,115 +14,85 @@ from deqseq.tasks.evaluate.perplexity import Score, exponential
 _ENOUGH = 30
 
 
-def plot_positions(scores: Sequence[Score], path: Path, name: str) -> bool:
-    """Perplexity and, where there was a search, iterations against position, for one score."""
-    (found,) = scores
-    searched = found.policy is not None
-
-    def draw(axes: list[Any]) -> None:
-        shown = [p for p in found.by_position if p.tokens >= _ENOUGH]
-        last = [p.last for p in shown]
-        low, high = ([exponential(p.nll + s * (p.nll_stderr or 0)) for p in shown] for s in (-1, 1))
-        axes[0].plot(last, [p.perplexity for p in shown], "o-")
-        axes[0].fill_between(last, low, high, alpha=0.2, label="± standard error")
-        axes[0].set_ylabel("perplexity")
-        axes[0].legend()
-        if searched:
-            axes[1].plot(last, [p.iterations for p in shown], "o-")
-            axes[1].set_ylabel("iterations of a token")
-        for axis in axes:
-            _position_axis(axis)
-
-    return _figure(path, f"{name}: sequences of {found.length} tokens", 1 + searched, draw)
+def positions(axes: list[Any], scores: Sequence[Score]) -> None:
+    """Perplexity and, on a second axis, iterations against position, for one score."""
+    shown = [p for p in scores[0].by_position if p.tokens >= _ENOUGH]
+    last = [p.last for p in shown]
+    low, high = ([exponential(p.nll + s * (p.nll_stderr or 0)) for p in shown] for s in (-1, 1))
+    axes[0].plot(last, [p.perplexity for p in shown], "o-")
+    axes[0].fill_between(last, low, high, alpha=0.2, label="± standard error")
+    axes[0].set_ylabel("perplexity")
+    axes[0].legend()
+    for axis in axes[1:]:
+        axis.plot(last, [p.iterations for p in shown], "o-")
+        axis.set_ylabel("iterations of a token")
+    for axis in axes:
+        _position_axis(axis)
 
 
-def plot_lengths(scores: Sequence[Score], path: Path, name: str) -> bool:
+def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
     """Perplexity against the length; by position, the change of the same tokens against the first length."""
-
-    def draw(axes: list[Any]) -> None:
-        axes[0].plot([s.length for s in scores], [s.perplexity for s in scores], "o-")
-        axes[0].set(xlabel="length of the sequences", ylabel="perplexity")
-        log_scale(axes[0].xaxis, 2)
-        for s in scores[1:]:
-            shown = [p for p in s.by_position if p.tokens >= _ENOUGH]
-            last, change = [p.last for p in shown], [p.change or 0 for p in shown]
-            error = [p.change_stderr or 0 for p in shown]
-            (line,) = axes[1].plot(last, change, "o-", label=f"length {s.length}, ± standard error")
-            low, high = ([c + sign * e for c, e in zip(change, error, strict=True)] for sign in (-1, 1))
-            axes[1].fill_between(last, low, high, alpha=0.2, color=line.get_color())
-        same = f"the same tokens at length {scores[0].length}"
-        axes[1].axhline(0, color="grey", linestyle="--", label=same)
-        axes[1].set_ylabel("change of the loss, nats")
-        axes[1].legend()
-        _position_axis(axes[1])
-
-    return _figure(path, f"{name}: the same text in sequences of several lengths", 2, draw)
+    axes[0].plot([s.length for s in scores], [s.perplexity for s in scores], "o-")
+    axes[0].set(xlabel="length of the sequences", ylabel="perplexity")
+    log_scale(axes[0].xaxis, 2)
+    for s in scores[1:]:
+        shown = [p for p in s.by_position if p.tokens >= _ENOUGH]
+        last, change = [p.last for p in shown], [p.change or 0 for p in shown]
+        error = [p.change_stderr or 0 for p in shown]
+        (line,) = axes[1].plot(last, change, "o-", label=f"length {s.length}, ± standard error")
+        low, high = ([c + sign * e for c, e in zip(change, error, strict=True)] for sign in (-1, 1))
+        axes[1].fill_between(last, low, high, alpha=0.2, color=line.get_color())
+    same = f"the same tokens at length {scores[0].length}"
+    axes[1].axhline(0, color="grey", linestyle="--", label=same)
+    axes[1].set_ylabel("change of the loss, nats")
+    axes[1].legend()
+    _position_axis(axes[1])
 
 
-def plot_budgets(scores: Sequence[Score], path: Path, name: str) -> bool:
+def budgets(axes: list[Any], scores: Sequence[Score]) -> None:
     """Perplexity and residual against the iterations done; the last score is the model's own."""
-
-    def draw(axes: list[Any]) -> None:
-        *limited, own = scores
-        for axis, measure in zip(axes, ("perplexity", "residual"), strict=True):
-            axis.plot([s.iterations for s in limited], [getattr(s, measure) for s in limited], "o-")
-            axis.plot(own.iterations, getattr(own, measure), "*", ms=14, label="the model's own policy")
-            log_scale(axis.xaxis, 2)
-            log_scale(axis.yaxis)
-        axes[0].set_ylabel("perplexity")
-        axes[0].legend()
-        axes[1].set(ylabel="relative residual, mean", xlabel="iterations of a token, mean")
-
-    return _figure(path, f"{name}: more or fewer iterations", 2, draw)
+    *limited, own = scores
+    for axis, measure in zip(axes, ("perplexity", "residual"), strict=True):
+        axis.plot([s.iterations for s in limited], [getattr(s, measure) for s in limited], "o-")
+        axis.plot(own.iterations, getattr(own, measure), "*", ms=14, label="the model's own policy")
+        log_scale(axis.xaxis, 2)
+        log_scale(axis.yaxis)
+    axes[0].set_ylabel("perplexity")
+    axes[0].legend()
+    axes[1].set(ylabel="relative residual, mean", xlabel="iterations of a token, mean")
 
 
-def plot_duality(found: Sequence[Agreement], path: Path, name: str) -> bool:
+def windows(axes: list[Any], found: Sequence[Agreement]) -> None:
     """Divergence from the first window, and iterations of a token, by window."""
-
-    def draw(axes: list[Any]) -> None:
-        names = [str(a.window) for a in found]
-        place = range(len(found))
-        # A logarithmic axis has no zero, so windows without a difference, such as the first, get no point.
-        axes[0].plot(place, [a.kl or None for a in found], "o-", label="KL divergence, mean, nats")
-        different = [1 - a.agreement or None for a in found]
-        axes[0].plot(place, different, "s--", label="share of other most likely tokens")
-        log_scale(axes[0].yaxis)
-        axes[0].set_ylabel(f"difference from window {names[0]}")
-        axes[0].legend()
-        axes[1].plot(place, [a.iterations for a in found], "o-")
-        axes[1].set(ylabel="iterations of a token, mean", xlabel="window")
-        axes[1].set_ylim(bottom=0)
-        for axis in axes:
-            axis.set_xticks(place, names)
-            axis.set_xlim(-0.5, len(found) - 0.5)
-
-    return _figure(path, f"{name}: one text in several windows", 2, draw)
+    names = [str(a.window) for a in found]
+    place = range(len(found))
+    # A logarithmic axis has no zero, so windows without a difference, such as the first, get no point.
+    axes[0].plot(place, [a.kl or None for a in found], "o-", label="KL divergence, mean, nats")
+    different = [1 - a.agreement or None for a in found]
+    axes[0].plot(place, different, "s--", label="share of other most likely tokens")
+    log_scale(axes[0].yaxis)
+    axes[0].set_ylabel(f"difference from window {names[0]}")
+    axes[0].legend()
+    axes[1].plot(place, [a.iterations for a in found], "o-")
+    axes[1].set(ylabel="iterations of a token, mean", xlabel="window")
+    axes[1].set_ylim(bottom=0)
+    for axis in axes:
+        axis.set_xticks(place, names)
+        axis.set_xlim(-0.5, len(found) - 0.5)
 
 
-def plot_tasks(scores: Sequence[TaskScore], path: Path, name: str) -> bool:
+def tasks(axes: list[Any], scores: Sequence[TaskScore]) -> None:
     """The metric of every task that enters the average, with its standard error, and chance."""
-
-    def draw(axes: list[Any]) -> None:
-        place = range(len(scores))
-        error = [s.main_stderr or 0.0 for s in scores]
-        axes[0].bar(place, [s.main for s in scores], yerr=error, capsize=3)
-        left, right = ([i + side for i in place] for side in (-0.45, 0.45))
-        axes[0].hlines([s.chance for s in scores], left, right, "black", "--", label="chance")
-        axes[0].set_xticks(place, [f"{s.task}\n{s.metric}" for s in scores], fontsize="x-small")
-        axes[0].set(ylabel="accuracy, ± standard error", ylim=(0, 1))
-        axes[0].legend()
-
-    return _figure(path, f"{name}: zero-shot tasks", 1, draw)
+    place = range(len(scores))
+    error = [s.main_stderr or 0.0 for s in scores]
+    axes[0].bar(place, [s.main for s in scores], yerr=error, capsize=3)
+    left, right = ([i + side for i in place] for side in (-0.45, 0.45))
+    axes[0].hlines([s.chance for s in scores], left, right, "black", "--", label="chance")
+    axes[0].set_xticks(place, [f"{s.task}\n{s.metric}" for s in scores], fontsize="x-small")
+    axes[0].set(ylabel="accuracy, ± standard error", ylim=(0, 1))
+    axes[0].legend()
 
 
 def _position_axis(axis: Any) -> None:
     axis.set_xlabel("position in the sequence, up to")
     log_scale(axis.xaxis, 2)
-
-
-def _figure(path: Path, title: str, panels: int, draw: Callable[[list[Any]], None]) -> bool:
-    def titled(axes: list[Any]) -> None:
-        axes[0].figure.suptitle(title)
-        draw(axes)
-
-    return save_figure(path, titled, panels, size=(8, 3.5 * panels))

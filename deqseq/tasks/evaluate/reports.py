@@ -1,24 +1,19 @@
-"""The five reports: each loads a model, measures, prints a table and writes a result folder."""
+"""The reports: each measures a model, prints a table and writes a result folder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deqseq.problem import SolveOptions
+from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.common.models import implicit_layer, load_model, read_tokens, solve_options
 from deqseq.tasks.common.results import Column, ResultFolder, column, table
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.evaluate import plots
-from deqseq.tasks.evaluate.downstream import (
-    average,
-    check_tasks,
-    evaluate_tasks,
-    local_files,
-    other_prompts,
-)
+from deqseq.tasks.evaluate.downstream import average, evaluate_tasks, other_prompts
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
 from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
 
@@ -51,117 +46,119 @@ _TASKS: list[Column] = [
 
 
 @dataclass
-class _Setup:
-    """The inputs of a report. Making it finds all errors before the work starts."""
+class _Found:
+    """What a report has measured: the rows of its table, notes below it, and ``more`` for the JSON file.
 
-    model: Any
-    tokenizer: Any
-    tokens: Any
-    solve: SolveOptions | None
-    folder: ResultFolder | None
+    ``draw`` draws the rows on so many ``panels``.
+    """
+
+    rows: Sequence[Any]
+    columns: Sequence[Column]
+    draw: Callable[[list[Any], Any], None]
+    title: str
+    panels: int = 2
+    notes: Sequence[str] = ()
+    more: dict[str, Any] = field(default_factory=dict)
 
 
-def _prepare(options: Any) -> _Setup:
+def report(options: Any) -> None:
+    """Make the report that ``options`` asks for: an instance of a class of the command line."""
+    name = type(options).__name__.lower()
     tokenizer = load_tokenizer(options.model, options.tokenizer)
-    tokens = read_tokens(options.text, tokenizer, options.limit) if "text" in options else None
+    tokens = read_tokens(options.text, tokenizer, options.limit) if hasattr(options, "text") else None
     model = load_model(options.model, options.device, options.dtype)
-    window: Any = "model" if isinstance(options.window, list) else options.window
-    budget = (options.rtol, options.max_iter) if "max_iter" in options else ()
+    window: Any = "model" if isinstance(options.window, list) else _layers(options.window)
+    budget = (options.rtol, options.max_iter) if hasattr(options, "max_iter") else ()
     solve = solve_options(model, window, *budget)
     folder = None
     if options.output is not None:
         used = _settings(options, model, solve)
-        folder = ResultFolder(options.output, options.report, options.model, used, options.force)
-    return _Setup(model, tokenizer, tokens, solve, folder)
+        folder = ResultFolder(options.output, name, options.model, used, options.force)
+    found = _REPORTS[name](options, model, tokenizer if tokens is None else tokens, solve)
+    print(table(found.columns, found.rows), *found.notes, sep="\n")
+    if folder is None:
+        return
+    folder.write(found.rows, model, **found.more)
+
+    def draw(axes: list[Any]) -> None:
+        axes[0].figure.suptitle(f"{Path(options.model).name}: {found.title}")
+        found.draw(axes, found.rows)
+
+    drawn = save_figure(folder.figure, draw, found.panels, size=(8, 3.5 * found.panels))
+    print(f"wrote {folder.json}" + (f" and {folder.figure}" if drawn else ""))
+
+
+def _layers(window: Any) -> Any:
+    """A window as the layers take it: ``None`` for all tokens."""
+    return None if window == "all" else window
 
 
 def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
     """The options, with the values used where they leave the choice to the model or the machine."""
-    unrecorded = {"report", "model", "output", "force"}
+    unrecorded = ("model", "output", "force", "files")
     found = {name: value for name, value in vars(options).items() if name not in unrecorded}
     found["tokenizer"] = options.tokenizer or options.model
     found["device"] = str(model.device)
     found["dtype"] = str(model.dtype).removeprefix("torch.")
     layer = implicit_layer(model)
-    names = {"model": None if layer is None else layer.eval_solve.window or "all", None: "all"}
+    names = {"model": None if layer is None else layer.eval_solve.window or "all"}
     several = isinstance(options.window, list)
     windows = [names.get(w, w) for w in (options.window if several else [options.window])]
     found["window"] = windows if several else windows[0]
-    if solve is not None and "max_iter" in options:
+    if solve is not None and "max_iter" in found:
         found["rtol"] = getattr(solve.convergence, "rtol", None)
         found["max_iter"] = solve.convergence.max_iter
     return found
 
 
-def _finish(
-    setup: _Setup, options: Any, columns: Sequence[Column], rows: Sequence[Any],
-    plot: Callable[[Any, Path, str], bool], notes: Sequence[str] = (), **more: Any,
-) -> None:  # fmt: skip
-    print(table(columns, rows), *notes, sep="\n")
-    if setup.folder is None:
-        return
-    setup.folder.write(rows, setup.model, **more)
-    drawn = plot(rows, setup.folder.figure, Path(options.model).name)
-    print(f"wrote {setup.folder.json}" + (f" and {setup.folder.figure}" if drawn else ""))
-
-
-def _perplexity(options: Any) -> None:
-    setup = _prepare(options)
-    found = score(setup.model, setup.tokens, options.length, options.batch_size, True, setup.solve)
+def _perplexity(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
+    found = score(model, tokens, options.length, options.batch_size, solve)
+    panels = 1 if found.policy is None else 2
     notes = ["", table(_POSITIONS, found.by_position)]
-    _finish(setup, options, _SCORE, [found], plots.plot_positions, notes)
+    title = f"sequences of {found.length} tokens"
+    return _Found([found], _SCORE, plots.positions, title, panels, notes)
 
 
-def _length(options: Any) -> None:
-    setup = _prepare(options)
-    found = score_by_length(setup.model, setup.tokens, options.length, options.batch_size, True, setup.solve)
-    _finish(setup, options, _SCORE, found, plots.plot_lengths)
+def _length(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
+    found = score_by_length(model, tokens, options.length, options.batch_size, solve)
+    return _Found(found, _SCORE, plots.lengths, "the same text in sequences of several lengths")
 
 
-def _iterations(options: Any) -> None:
-    setup = _prepare(options)
+def _iterations(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
+    window = _layers(options.window)
     found = score_by_budget(
-        setup.model, setup.tokens, options.length, options.iterations, options.window, options.rtol,
-        options.batch_size, progress=True,
-    )  # fmt: skip
+        model, tokens, options.length, options.iterations, window, options.rtol, options.batch_size
+    )
 
     def budget(row: Any) -> str:
         return f"own: {row.budget}" if row is found[-1] else str(row.budget)
 
     notes = ["own: with the model's own convergence policy"]
-    _finish(setup, options, [("budget", budget), *_BUDGET], found, plots.plot_budgets, notes)
+    columns = [("budget", budget), *_BUDGET]
+    return _Found(found, columns, plots.budgets, "more or fewer iterations", notes=notes)
 
 
-def _duality(options: Any) -> None:
-    setup = _prepare(options)
-    found = compare_windows(
-        setup.model, setup.tokens, options.length, options.window,
-        None if setup.solve is None else setup.solve.convergence, options.batch_size, progress=True,
-    )  # fmt: skip
+def _duality(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
+    policy = None if solve is None else solve.convergence
+    windows = [_layers(window) for window in options.window]
+    found = compare_windows(model, tokens, options.length, windows, policy, options.batch_size)
     warnings = unconverged(found)
     notes = [describe_worst(found), *warnings]
-    _finish(setup, options, _DUALITY, found, plots.plot_duality, notes, warnings=warnings)
+    title = "one text in several windows"
+    return _Found(found, _DUALITY, plots.windows, title, notes=notes, more={"warnings": warnings})
 
 
-def _downstream(options: Any) -> None:
-    check_tasks(options.tasks)
-    files = None if options.data_dir is None else local_files(options.tasks, options.data_dir)
-    setup = _prepare(options)
-    layer = implicit_layer(setup.model)
-    if layer is not None and setup.solve is not None:
-        layer.eval_solve = setup.solve  # lm-eval calls the model without options
-    found = evaluate_tasks(
-        setup.model, setup.tokenizer, options.tasks, files, options.limit, options.batch_size, progress=True
-    )
+def _downstream(options: Any, model: Any, tokenizer: Any, solve: SolveOptions | None) -> _Found:
+    layer = implicit_layer(model)
+    if layer is not None and solve is not None:
+        layer.eval_solve = solve  # lm-eval calls the model without options
+    found = evaluate_tasks(model, tokenizer, options.tasks, options.files, options.limit, options.batch_size)
     mean, warnings = average(found), other_prompts(found)
-    notes = [f"average {mean:.4f}", *warnings]
-    _finish(setup, options, _TASKS, found, plots.plot_tasks, notes, average=mean, warnings=warnings)
+    notes, more = [f"average {mean:.4f}", *warnings], {"average": mean, "warnings": warnings}
+    return _Found(found, _TASKS, plots.tasks, "zero-shot tasks", 1, notes, more)
 
 
-REPORTS: dict[str, Callable[[Any], None]] = {
-    "perplexity": _perplexity,
-    "length": _length,
-    "iterations": _iterations,
-    "duality": _duality,
+_REPORTS: dict[str, Callable[..., _Found]] = {
+    "perplexity": _perplexity, "length": _length, "iterations": _iterations, "duality": _duality,
     "downstream": _downstream,
-}
+}  # fmt: skip

@@ -50,12 +50,9 @@ Held-out perplexity of a token, in rows of {length} tokens: **{perplexity:.2f}**
 
 
 def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -> None:
-    """Write ``README.md`` and ``curves.png`` into the model's folder.
+    """Write ``README.md`` and ``curves.png`` into the folder of a model.
 
-    Args:
-        folder: of the model.
-        settings: of the run.
-        record: ``log``, ``parameters`` and ``validation`` of the run.
+    ``record`` has ``log``, ``parameters`` and ``validation`` of the run.
     """
     config = settings.config()
     plot_curves([(folder.parent.name, record["log"], settings)], folder / "curves.png")
@@ -100,12 +97,7 @@ def _table(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> str:
 def plot_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], RunSettings]], path: Path) -> bool:
     """Draw losses and iterations of runs against tokens and against time; the held-out loss as points.
 
-    Args:
-        runs: name, log and settings of each.
-        path: the PNG to write.
-
-    Returns:
-        Whether matplotlib is installed.
+    ``runs`` has name, log and settings of each. Returns whether matplotlib is installed.
     """
 
     def draw(axes: list[Any]) -> None:

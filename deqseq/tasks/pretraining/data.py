@@ -5,32 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import ChainDataset, Dataset
 
 from deqseq.causal_lm import ImplicitConfig
-from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder
+from deqseq.tasks.common.corpus import HoldOut, Split, StreamedRows, TokenFolder
 from deqseq.tasks.common.corpus.documents import stamps, stream
 from deqseq.tasks.common.corpus.encoder import Encoder
+from deqseq.tasks.common.corpus.holdout import SPLITS
 from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.tokenizer import load_tokenizer
-from deqseq.tasks.pretraining.settings import RunSettings
+from deqseq.tasks.pretraining.settings import RunSettings, StreamSettings
 
 
 class TrainingOrder(Dataset[Row]):
     """The rows of a training run in order: pass after pass over the data, each shuffled differently.
 
-    Row i depends on i and the seed alone, so a run can be resumed on any number of processes.
-
-    Args:
-        rows: map-style, of any length.
-        count: rows of the run.
-        seed: of the orders.
+    Row i of ``count`` depends on i and the seed alone, so a run can be resumed on any number of processes.
     """
 
     def __init__(self, rows: Any, count: int, seed: int) -> None:
@@ -40,16 +36,12 @@ class TrainingOrder(Dataset[Row]):
     def __len__(self) -> int:
         return self.count
 
-    def place(self, index: int) -> int:
-        """The row of the data that is row ``index`` of the run."""
+    def __getitem__(self, index: int) -> Row:
         number, position = divmod(index, len(self.rows))
         if self._pass is None or self._pass[0] != number:
             chance = np.random.default_rng((self.seed, number))
             self._pass = number, chance.permutation(np.arange(len(self.rows), dtype=np.int32))
-        return int(self._pass[1][position])
-
-    def __getitem__(self, index: int) -> Row:
-        row: Row = self.rows[self.place(index)]
+        row: Row = self.rows[int(self._pass[1][position])]
         return row
 
 
@@ -60,8 +52,6 @@ class Data:
     Attributes:
         train: in the order of the run, map-style; or a stream.
         validation: held out, map-style.
-        tokenizer: that made the rows.
-        vocab_size, end_of_text: the tokenizer's.
         fingerprint: changes if the data does.
         verify: reads all data and raises ``ValueError`` if it has changed since it was prepared.
     """
@@ -75,11 +65,7 @@ class Data:
     verify: Callable[[], None] = lambda: None
 
     def fitted(self, config: ImplicitConfig) -> ImplicitConfig:
-        """The configuration with the data's end of text.
-
-        Raises:
-            ValueError: the tokenizer has more tokens than the model.
-        """
+        """The configuration with the data's end of text; ``ValueError`` if it has fewer tokens."""
         if self.vocab_size > config.vocab_size:
             raise ValueError(
                 f"the data's tokenizer has {self.vocab_size} tokens, the model {config.vocab_size}: prepare "
@@ -89,7 +75,7 @@ class Data:
         return config
 
 
-def open_data(settings: RunSettings, progress: bool = False) -> Data:
+def open_data(settings: RunSettings) -> Data:
     """The data of a run.
 
     Raises:
@@ -97,11 +83,10 @@ def open_data(settings: RunSettings, progress: bool = False) -> Data:
     """
     if settings.data is None:
         raise ValueError("no data: name a folder made by deqseq.tasks.prepare with --data FOLDER")
-    if isinstance(settings.data, Mapping):
-        return _streamed(settings, dict(settings.data))
-    folder = TokenFolder(settings.data)
-    documents: Any = settings.documents
-    train, validation = (folder.rows(split, settings.length, documents) for split in ("train", "validation"))
+    if settings.stream is not None:
+        return _streamed(settings, settings.stream)
+    folder = TokenFolder(str(settings.data))
+    train, validation = (folder.rows(split, settings.length, settings.documents) for split in SPLITS)
     wanted = settings.total_steps * settings.rows_per_step
     if wanted > settings.passes * len(train):
         raise ValueError(
@@ -111,62 +96,39 @@ def open_data(settings: RunSettings, progress: bool = False) -> Data:
             f"--passes {wanted / len(train):.3g}"
         )
     return Data(
-        TrainingOrder(train, wanted, settings.seed),
-        validation,
-        folder.tokenizer(),
-        folder.vocab_size,
-        folder.end_of_text,
-        folder.fingerprint,
-        lambda: folder.verify(progress),
-    )
+        TrainingOrder(train, wanted, settings.seed), validation, folder.tokenizer(), folder.vocab_size,
+        folder.end_of_text, folder.fingerprint, folder.verify,
+    )  # fmt: skip
 
 
-class Passes(IterableDataset[Row]):
-    """A stream, read ``count`` times."""
-
-    def __init__(self, rows: IterableDataset[Row], count: int) -> None:
-        self.rows, self.count = rows, count
-
-    def __iter__(self) -> Iterator[Row]:
-        for _ in range(self.count):
-            yield from self.rows
-
-
-def _streamed(settings: RunSettings, given: dict[str, Any]) -> Data:
+def _streamed(settings: RunSettings, given: StreamSettings) -> Data:
     """The rows of a Hugging Face dataset, tokenised as they come, without the documents that ``prepare``
     would hold out.
 
     The first ``eval_rows`` rows of ``validation_split`` are for evaluation; if there is no such split, those
     of the held-out documents.
     """
-    tokenizer = load_tokenizer(given.get("tokenizer", "EleutherAI/gpt-neox-20b"))
-    column = given.get("column", "text")
-    documents: Any = settings.documents
-    hold_out = HoldOut(given.get("validation_share", HoldOut().share))
-    name, files = given["dataset"], given.get("files", ())
-    split = given.get("split", "train")
-    other = given.get("validation_split") or split
+    tokenizer = load_tokenizer(given.tokenizer)
+    hold_out = HoldOut(given.validation_share)
+    files = [given.files] if isinstance(given.files, str) else given.files
+    other = given.validation_split or given.split
 
-    def rows(split: str, side: Any) -> Any:
-        texts = stream(name, given.get("subset"), split, files)
-        options: dict[str, Any] = {"column": column, "split": side, "hold_out": hold_out}
-        return StreamedRows(texts, tokenizer, settings.length, documents, **options)
+    def rows(split: str, side: Split | None) -> StreamedRows:
+        return StreamedRows(
+            stream(given.dataset, given.subset, split, files), tokenizer, settings.length,
+            settings.documents, column=given.column, split=side, hold_out=hold_out,
+        )  # fmt: skip
 
-    side = "validation" if other == split else None  # of the same split, only what is not trained on
+    side: Split | None = "validation" if other == given.split else None  # only what is not trained on
     validation = list(islice(rows(other, side), settings.eval_rows))
     if not validation:
         raise ValueError(
-            f"what is held out of {name} is not one row of {settings.length} tokens: name a "
+            f"what is held out of {given.dataset} is not one row of {settings.length} tokens: name a "
             "data.validation_split, or a larger data.validation_share"
         )
     encoder = Encoder(tokenizer)
-    reading = [name, given.get("subset"), split, other, column, hold_out.share]
-    content = [encoder.sha256(), *reading, *stamps(name, files)]
-    return Data(
-        Passes(rows(split, "train"), math.ceil(settings.passes)),
-        validation,
-        tokenizer,
-        encoder.vocab_size,
-        encoder.end_of_text,
-        hashlib.sha256(json.dumps(content).encode()).hexdigest(),
-    )
+    reading = [given.dataset, given.subset, given.split, other, given.column, given.validation_share]
+    content = [encoder.sha256(), *reading, *stamps(given.dataset, files)]
+    train = ChainDataset([rows(given.split, "train")] * math.ceil(settings.passes))
+    fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return Data(train, validation, tokenizer, encoder.vocab_size, encoder.end_of_text, fingerprint)

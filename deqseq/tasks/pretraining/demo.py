@@ -9,37 +9,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
+from types import SimpleNamespace
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from deqseq.tasks.common.corpus import TokenFolder
 from deqseq.tasks.common.results import Column, column, table
 from deqseq.tasks.common.runs import read_record
+from deqseq.tasks.pretraining.card import plot_curves
+from deqseq.tasks.pretraining.run_files import load_run
+from deqseq.tasks.pretraining.train import pretrain
 
 MODELS = ("llama", "mamba2")
 _VOCABULARY = 1024
 _PROMPT_TOKENS = 8
-
-
-@dataclass
-class Line:
-    """Held-out perplexity of a model at the end of a stage.
-
-    Attributes:
-        model: its name.
-        stage: its name.
-        tokens: trained on so far.
-        perplexity: of the held-out text.
-        explicit: perplexity of the explicit twin after as many tokens.
-        iterations: per token, mean.
-    """
-
-    model: str
-    stage: str
-    tokens: int
-    perplexity: float
-    explicit: float
-    iterations: float
 
 
 _COLUMNS: tuple[Column, ...] = (
@@ -48,18 +34,13 @@ _COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> list[Line]:
+def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> None:
     """Prepare, train, compare, sample and evaluate in folder ``output``; prints as it goes.
 
     Raises:
         ValueError: a text that cannot be read; steps that are no multiple of 5; other runs in ``output``.
         Diverged: numbers that are not finite.
     """
-    from deqseq.tasks.common.corpus import TokenFolder
-    from deqseq.tasks.pretraining.card import plot_curves
-    from deqseq.tasks.pretraining.run_files import load_run
-    from deqseq.tasks.pretraining.train import pretrain
-
     start = time.perf_counter()
     if steps is not None and (steps < 5 or steps % 5):
         raise ValueError(f"steps must be a multiple of 5, as the first stage has four fifths, got {steps}")
@@ -79,15 +60,13 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
             log = read_record(output / run)["log"]
             logs.append({e["step"]: e for e in log if "eval_loss" in e})
             runs.append((run.replace("-tiny", ""), log, settings))
-        settings = runs[-2][2]
-        curriculum = settings.curriculum()
-        assert curriculum is not None
-        for stage, title in zip(curriculum.stages, ("bounded", "free"), strict=True):
-            step = curriculum.end(stage, settings.total_steps)
+        for title, step in zip(("bounded", "free"), runs[-2][2].stage_ends, strict=True):
             mine, twin = (scores[step] for scores in logs)
-            perplexities = mine["eval_perplexity"], twin["eval_perplexity"]
-            tokens = step * settings.batch_tokens
-            lines.append(Line(name, title, tokens, *perplexities, mine["eval_iterations"]))
+            lines.append(SimpleNamespace(
+                model=name, stage=title, tokens=step * settings.batch_tokens,
+                perplexity=mine["eval_perplexity"], explicit=twin["eval_perplexity"],
+                iterations=mine["eval_iterations"],
+            ))  # fmt: skip
     print(f"\nheld-out perplexity in rows of {settings.length} tokens\n{table(_COLUMNS, lines)}\n")
     plot_curves(runs, output / "curves.png")
     folder = TokenFolder(data)
@@ -103,18 +82,12 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
         print(f"\n{name}, deqseq.tasks.evaluate perplexity:")
         report = ["--text", held_out, "--length", settings.length, "--output", model.parent / "report"]
         _run("evaluate", "perplexity", model, *report, "--force")
-    print(
-        f"\nwrote {output / 'curves.png'} and the models' folders; {time.perf_counter() - start:.0f} s in all"
-    )
-    return lines
+    seconds = time.perf_counter() - start
+    print(f"\nwrote {output / 'curves.png'} and the models' folders; {seconds:.0f} s in all")
 
 
 def _run(task: str, *arguments: Any) -> None:
-    """Run ``python -m deqseq.tasks.TASK`` with these arguments.
-
-    Raises:
-        ValueError: the command fails; it has printed why.
-    """
+    """Run ``python -m deqseq.tasks.TASK`` with these arguments."""
     sys.stdout.flush()
     command = [sys.executable, "-m", f"deqseq.tasks.{task}", *map(str, arguments)]
     if subprocess.run(command).returncode:
@@ -123,8 +96,6 @@ def _run(task: str, *arguments: Any) -> None:
 
 def help_pages(path: Path) -> Path:
     """Write Python's own help pages, 0.7 MB of English, to ``path``."""
-    from pydoc_data.topics import topics
-
     path.write_text("\n".join(text for _, text in sorted(topics.items())))
     return path
 
@@ -135,19 +106,15 @@ def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
     Raises:
         ValueError: a text that is not there or not UTF-8.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     if path.exists():
         return path
     made: Any = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=_VOCABULARY, special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     try:
         made.train([str(text) for text in texts], trainer)
     except Exception as error:  # the library raises bare exceptions

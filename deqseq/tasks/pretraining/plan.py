@@ -6,6 +6,7 @@ Shapes: B rows in memory at a time, L tokens of a row, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from transformers.optimization import get_wsd_schedule
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.checks import check_count
 from deqseq.curriculum import Stage
 from deqseq.gradient import gradients
 from deqseq.policy import policies
@@ -37,22 +37,14 @@ PyTorch keeps 118.
 
 @dataclass
 class StagePlan:
-    """One stage, or all of an explicit run.
+    """One stage, or all of an explicit run."""
 
-    Attributes:
-        first, last: optimiser steps, counted from 1.
-        evaluations: most evaluations of f in a forward pass.
-        with_graph: evaluations that the backward pass goes through.
-        flops: of the stage, if every search takes all its evaluations.
-        activations: estimated bytes in memory at a time.
-    """
-
-    first: int
+    first: int  # optimiser steps, counted from 1
     last: int
-    evaluations: int
-    with_graph: int
-    flops: float
-    activations: float
+    evaluations: int  # of f in a forward pass, at most
+    with_graph: int  # of them, those that the backward pass goes through
+    flops: float  # of the stage, if every search takes all its evaluations
+    activations: float  # estimated bytes in memory at a time
 
 
 def plan_stages(settings: RunSettings) -> list[StagePlan]:
@@ -62,24 +54,19 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
     saved = saved_bytes(config, settings.length) * settings.activation_budget
     if settings.bf16:  # on a GPU, then
         saved *= 0.5 * _FUSED.get(config.backbone["name"], 1)
+    logits = 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)  # and their gradient
     curriculum = settings.curriculum()
-    found, first = [], 1
-    for stage in [None] if curriculum is None else curriculum.stages:
-        last = settings.total_steps if stage is None else curriculum.end(stage, settings.total_steps)  # type: ignore[union-attr]
+    stages = [None] if curriculum is None else curriculum.stages
+    found = []
+    for stage, (before, last) in zip(stages, pairwise([0, *settings.stage_ends]), strict=True):
         searched, with_graph = _evaluations(config, stage)
-        rows = (last - first + 1) * settings.rows_per_step
+        rows = (last - before) * settings.rows_per_step
         kept = 1 if settings.recompute else with_graph
-        found.append(
-            StagePlan(
-                first,
-                last,
-                searched + with_graph,
-                with_graph,
-                rows * flops.step(searched + with_graph, with_graph),
-                settings.per_device_batch_size * (kept * saved + _logit_bytes(settings, config)),
-            )
-        )
-        first = last + 1
+        found.append(StagePlan(
+            before + 1, last, searched + with_graph, with_graph,
+            flops=rows * flops.step(searched + with_graph, with_graph),
+            activations=settings.per_device_batch_size * (kept * saved + logits),
+        ))  # fmt: skip
     return found
 
 
@@ -117,19 +104,12 @@ def saved_bytes(config: ImplicitConfig, length: int) -> float:
     return float(sum(size for storage, size in sizes.items() if storage not in weights))
 
 
-def _logit_bytes(settings: RunSettings, config: ImplicitConfig) -> float:
-    """Bytes of the logits of a row and their gradient."""
-    return 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)
-
-
-def describe(settings: RunSettings, processes: int | None = None) -> str:
+def describe(settings: RunSettings, processes: int = 1) -> str:
     """A table of the costs of the run.
 
     Raises:
-        ValueError: fewer than one process, or a step that does not divide among them.
+        ValueError: a step that does not divide among the processes.
     """
-    processes = 1 if processes is None else processes
-    check_count("processes", processes)
     accumulation = settings.accumulation(processes)
     config = settings.config()
     with torch.device("meta"):
@@ -140,7 +120,7 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
     tokens = settings.total_steps * settings.batch_tokens
     size = settings.per_device_batch_size
     weights = 4 * parameters + (2 if settings.bf16 else 4) * body
-    state = {"one copy a GPU": 12 * parameters, f"sharded over {processes}": 12 * parameters / processes}
+    activations = max(stage.activations for stage in stages)
     lines = [
         ("model", f"{'implicit' if config.implicit else 'explicit'} {config.backbone['name']}, "
                   f"{parameters:,} parameters, {parameters - body:,} of them embeddings"),
@@ -158,13 +138,14 @@ def describe(settings: RunSettings, processes: int | None = None) -> str:
             f"evaluations at most, {stage.flops:.3g} FLOPs at most, activations about "
             f"{stage.activations / _GIB:.1f} GiB"
         ))  # fmt: skip
+    held_by = {"one copy a GPU": 12.0 * parameters}
+    if processes > 1:
+        held_by[f"sharded over {processes}"] = 12 * parameters / processes
     total = sum(stage.flops for stage in stages)
     hours = total / (0.4 * PEAK["H100"]) / 3600 / processes
     lines.append(("FLOPs", f"{total:.3g} at most: {hours:,.1f} hours at 40 % of H100s' peak"))
-    for name, held in state.items():
-        if "over 1" in name and processes == 1:
-            continue
-        peak = weights + held + max(stage.activations for stage in stages)
+    for name, held in held_by.items():
+        peak = weights + held + activations
         lines.append((f"memory, {name}", f"about {peak / _GIB:.1f} GiB: weights {weights / _GIB:.1f}, "
                       f"gradients and AdamW {held / _GIB:.1f}, the rest activations"))  # fmt: skip
     note = (
@@ -186,18 +167,15 @@ def _data(settings: RunSettings) -> str:
     return f"{settings.data}, {len(data.validation):,} rows held out"
 
 
-def learning_rates(settings: RunSettings, points: int = 1000) -> tuple[list[int], list[float]]:
+def learning_rates(settings: RunSettings) -> tuple[list[int], list[float]]:
     """Steps, and the learning rate at each by the run's own scheduler."""
     one = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=settings.learning_rate)
+    ratio = settings.min_learning_rate / settings.learning_rate
     rate = get_wsd_schedule(
-        one,
-        num_warmup_steps=settings.warmup_steps,
-        num_decay_steps=settings.decay_steps,
-        num_training_steps=settings.total_steps,
-        decay_type="1-sqrt",
-        min_lr_ratio=settings.min_learning_rate / settings.learning_rate,
-    ).lr_lambdas[0]
-    every = max(1, settings.total_steps // points)
+        one, settings.warmup_steps, settings.decay_steps, settings.total_steps, decay_type="1-sqrt",
+        min_lr_ratio=ratio,
+    ).lr_lambdas[0]  # fmt: skip
+    every = max(1, settings.total_steps // 1000)
     steps = list(range(0, settings.total_steps + 1, every))
     return steps, [settings.learning_rate * rate(step) for step in steps]
 

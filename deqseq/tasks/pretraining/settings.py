@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from deqseq.tasks.common.settings import (
@@ -112,44 +113,52 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if isinstance(self.data, dict):
-            build(StreamSettings, self.data, "data.")
-            if self.eval_rows is None:
-                raise ValueError("eval_rows must be a number where the data is a stream, got None")
+        if self.stream and self.eval_rows is None:
+            raise ValueError("eval_rows must be a number where the data is a stream, got None")
         if (self.tokens is None) == (self.steps is None):
             raise ValueError(f"give either tokens or steps, got {self.tokens} and {self.steps}")
-        if self.length < 2:
-            raise ValueError(f"length must be at least 2, a token and its successor, got {self.length}")
-        if self.batch_tokens % self.length:
-            near = max(1, round(self.batch_tokens / self.length)) * self.length
+        whole = max(1, round(self.batch_tokens / self.length)) * self.length
+        for wrong, rule in (
+            (self.length < 2, f"length must be at least 2, a token and its successor, got {self.length}"),
+            (self.batch_tokens % self.length, f"batch_tokens must be whole rows of length = {self.length} "
+             f"tokens, got {self.batch_tokens}; {whole} would be"),
+            (self.total_steps < 1, f"tokens must fill a batch of {self.batch_tokens} tokens at least once, "
+             f"got {self.tokens}"),
+            (self.min_learning_rate > self.learning_rate, "min_learning_rate must be in (0, learning_rate = "
+             f"{self.learning_rate:g}], got {self.min_learning_rate:g}"),
+            (self.warmup_share + self.decay_share > 1, "warmup_share and decay_share must not be more than 1 "
+             f"together, got {self.warmup_share} and {self.decay_share}"),
+            (self.activation_budget == 0, "activation_budget must be in (0, 1], got 0"),
+            (self.activation_budget < 1 and not self.compile, "activation_budget is kept by compiled blocks: "
+             "set compile: true, or 1.0"),
+            (self.keep < 2, "keep must be at least 2, the last checkpoint and one being written, "
+             f"got {self.keep}"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(rule)
+        for number, (begin, end) in enumerate(pairwise([0, *self.stage_ends])):
+            if end <= begin:
+                raise ValueError(
+                    f"stages.{number} would have none of {self.total_steps} steps: it ends with step {end}, "
+                    f"and {begin} are over before it"
+                )
+        import torch
+
+        from deqseq.causal_lm import ImplicitForCausalLM
+
+        with torch.device("meta"):  # checks the model's sizes
+            body: Any = ImplicitForCausalLM(self.config()).model.layer.backbone
+        name = self.config().backbone["name"]
+        if self.compile and (name in _OWN_KERNELS or not hasattr(body, "layers")):
             raise ValueError(
-                f"batch_tokens must be whole rows of length = {self.length} tokens, got {self.batch_tokens}; "
-                f"{near} would be"
+                f"compile is for backbones with layers and without kernels of their own, such as llama, "
+                f"got {name}"
             )
-        if self.total_steps < 1:
-            raise ValueError(
-                f"tokens must fill a batch of {self.batch_tokens} tokens at least once, got {self.tokens}"
-            )
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"min_learning_rate must be in (0, learning_rate = {self.learning_rate:g}], "
-                f"got {self.min_learning_rate:g}"
-            )
-        if self.warmup_share + self.decay_share > 1:
-            raise ValueError(
-                "warmup_share and decay_share must not be more than 1 together, got "
-                f"{self.warmup_share} and {self.decay_share}"
-            )
-        if self.activation_budget == 0:
-            raise ValueError("activation_budget must be in (0, 1], got 0")
-        if self.activation_budget < 1 and not self.compile:
-            raise ValueError("activation_budget is kept by compiled blocks: set compile: true, or 1.0")
-        if self.keep < 2:
-            raise ValueError(
-                f"keep must be at least 2, the last checkpoint and one being written, got {self.keep}"
-            )
-        self._check_stages()
-        self._check_model()
+
+    @property
+    def stream(self) -> StreamSettings | None:
+        """The fields of ``data`` where it is a dataset that streams."""
+        return build(StreamSettings, self.data, "data.") if isinstance(self.data, dict) else None
 
     @property
     def rows_per_step(self) -> int:
@@ -174,22 +183,18 @@ class RunSettings:
             ValueError: a step's rows do not divide; says what would.
         """
         rows, size = self.rows_per_step, self.per_device_batch_size
-        if rows % (processes * size) == 0:
-            return rows // (processes * size)
+        together = processes * size
+        if rows % together == 0:
+            return rows // together
         message = (
             f"batch_tokens = {self.batch_tokens} is {rows} rows of {self.length} tokens, which do not divide "
             f"into {processes} processes x per_device_batch_size = {size}"
         )
         if rows % processes == 0:
-            fits = [n for n in range(1, rows // processes + 1) if rows // processes % n == 0]
-            near = sorted(fits, key=lambda n: abs(n - size))[:3]
-            raise ValueError(f"{message}: {_or(sorted(near))} rows at a time would")
-        fits = [n for n in range(1, rows // size + 1) if rows % (n * size) == 0]
-        near = sorted(sorted(fits, key=lambda n: abs(n - processes))[:3])
-        whole = max(1, round(rows / (processes * size))) * processes * size * self.length
-        raise ValueError(
-            f"{message}: " + (f"{_or(near)} processes would, or " if near else "") + f"batch_tokens = {whole}"
-        )
+            raise ValueError(f"{message}: {_near_divisors(rows // processes, size)} rows at a time would")
+        other = f"{_near_divisors(rows // size, processes)} processes would, or " if rows % size == 0 else ""
+        whole = max(1, round(rows / together)) * together * self.length
+        raise ValueError(f"{message}: {other}batch_tokens = {whole}")
 
     def config(self) -> ImplicitConfig:
         """The model's configuration, at the end of training."""
@@ -213,36 +218,17 @@ class RunSettings:
             return None
         stages = []
         for number, entry in enumerate(self.stages):
-            fields = vars(build(StageSettings, entry, f"stages.{number}."))
-            if fields["eval_convergence"] is None:
-                fields = {**fields, "eval_convergence": fields["convergence"]}
-            stages.append(Stage(**{**fields, "until": self._share(fields["until"], number)}))
+            until = {"until": self._share(entry["until"], number)} if "until" in entry else {}
+            stage = build(Stage, entry | until, f"stages.{number}.")
+            stages.append(replace(stage, eval_convergence=stage.eval_convergence or stage.convergence))
         return Curriculum(stages)
 
-    def _check_stages(self) -> None:
-        curriculum, begin = self.curriculum(), 0
-        for number, stage in enumerate([] if curriculum is None else curriculum.stages):
-            end = curriculum.end(stage, self.total_steps)  # type: ignore[union-attr]
-            if end <= begin:
-                raise ValueError(
-                    f"stages.{number} would have none of {self.total_steps} steps: it ends with step {end}, "
-                    f"and {begin} are over before it"
-                )
-            begin = end
-
-    def _check_model(self) -> None:
-        import torch
-
-        from deqseq.causal_lm import ImplicitForCausalLM
-
-        config = self.config()
-        with torch.device("meta"):  # checks the model's sizes
-            body: Any = ImplicitForCausalLM(config).model.layer.backbone
-        if self.compile and (config.backbone["name"] in _OWN_KERNELS or not hasattr(body, "layers")):
-            raise ValueError(
-                f"compile is for backbones with layers and without kernels of their own, such as llama, "
-                f"got {config.backbone['name']}"
-            )
+    @property
+    def stage_ends(self) -> list[int]:
+        """The last step of every stage; without stages, that of the run."""
+        curriculum = self.curriculum()
+        stages = [] if curriculum is None else curriculum.stages
+        return [round(stage.until * self.total_steps) for stage in stages] or [self.total_steps]
 
     def _share(self, until: Any, number: int) -> float:
         if isinstance(until, dict) and len(until) == 1:
@@ -277,23 +263,12 @@ class StreamSettings:
 
     dataset: str
     subset: str | None = None
-    split: str | None = None
+    split: str = "train"
     validation_split: str | None = None
-    validation_share: BelowOne | None = None
-    files: str | list[str] | None = None
-    column: str | None = None
-    tokenizer: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSettings:
-    """An entry of ``stages``; parts go by name or mapping, as in :class:`~deqseq.curriculum.Stage`."""
-
-    until: float | dict[str, Any]
-    gradient: str | dict[str, Any]
-    convergence: str | dict[str, Any] | None = None
-    eval_convergence: str | dict[str, Any] | None = None
-    window: PositiveInt | None = None
+    validation_share: BelowOne = 0.001
+    files: str | list[str] = field(default_factory=list)
+    column: str = "text"
+    tokenizer: str = "EleutherAI/gpt-neox-20b"
 
 
 def _config(options: Tree) -> ImplicitConfig:
@@ -334,6 +309,8 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return result
 
 
-def _or(numbers: Sequence[int]) -> str:
-    *head, last = map(str, numbers)
+def _near_divisors(number: int, wanted: int) -> str:
+    """The three divisors of ``number`` that are nearest to ``wanted``, in words."""
+    fits = sorted((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
+    *head, last = map(str, sorted(fits[:3]))
     return f"{', '.join(head)} or {last}" if head else last

@@ -30,14 +30,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
 
     Writes ``settings.json``, checkpoints, ``stage-N/`` with the model at the end of every stage but the
     last, ``model/`` with the final model, its tokenizer and a model card, and ``training.json`` with scores
-    and the log. A finished run is not repeated.
-
-    Args:
-        output: folder of the run.
-        progress: show a progress bar.
-
-    Returns:
-        The folder of the model.
+    and the log. A finished run is not repeated. Returns the folder of the model.
 
     Raises:
         ValueError: ``output`` holds another run; data that do not exist, do not fit the model's vocabulary or
@@ -46,7 +39,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     """
     args = arguments(settings, Path(output), progress)
     state = PartialState()  # the arguments have set up the processes
-    data = open_data(settings, progress and state.is_main_process)
+    data = open_data(settings)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
     folder = RunFolder(output, kept, RESUMES)
     final = folder.path / "model"
@@ -91,12 +84,8 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     return final
 
 
-def make_model(settings: RunSettings, data: Data, checkpoint: str | None = None) -> ImplicitForCausalLM:
-    """The model of a checkpoint, with the weights of ``settings.start_from``, or fresh; in float32.
-
-    Raises:
-        ValueError: no model there, or weights of another model.
-    """
+def _model(settings: RunSettings, data: Data, checkpoint: str | None) -> ImplicitForCausalLM:
+    """The model of a checkpoint, with the weights of ``settings.start_from``, or fresh; in float32."""
     set_seed(settings.seed)
     config = data.fitted(settings.config())
     source = checkpoint or settings.start_from
@@ -117,26 +106,23 @@ def make_model(settings: RunSettings, data: Data, checkpoint: str | None = None)
 def make_trainer(
     settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: str | None = None
 ) -> PretrainTrainer:
-    """The trainer of a run, ready to train."""
-    model = make_model(settings, data, checkpoint)
+    """The trainer of a run, ready to train.
+
+    Raises:
+        ValueError: no model to start from, or weights of another model.
+    """
+    model = _model(settings, data, checkpoint)
     model.model.layer.gradient_checkpointing = settings.recompute
     if settings.compile and args.device.type != "cpu":
-        compile_blocks(model, settings.activation_budget)
+        _compile_blocks(model, settings.activation_budget)
     rows = args.gradient_accumulation_steps * settings.per_device_batch_size
-    speed = Speed(
-        Flops(model.config, settings.length), rows, settings.length, args.world_size, peak_flops(args.device)
-    )
-    few = range(min(settings.eval_rows or len(data.validation), len(data.validation)))
+    flops, peak = Flops(model.config, settings.length), peak_flops(args.device)
+    speed = Speed(flops, rows, settings.length, args.world_size, peak)
+    few = range(len(data.validation))[: settings.eval_rows]
     trainer = PretrainTrainer(
-        model,
-        args,
-        settings.curriculum(),
-        speed,
-        settings.spectral_every,
-        train_dataset=data.train,
-        eval_dataset=Subset(data.validation, few),
-        processing_class=data.tokenizer,
-    )
+        model, args, settings.curriculum(), speed, settings.spectral_every, train_dataset=data.train,
+        eval_dataset=Subset(data.validation, few), processing_class=data.tokenizer,
+    )  # fmt: skip
     # The log is written to the folder, and to report_to; it need not be printed.
     trainer.remove_callback(PrinterCallback)
     if trainer.pop_callback(ProgressCallback) is not None:
@@ -144,7 +130,7 @@ def make_trainer(
     return trainer
 
 
-def compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
+def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
     """Compile every block. ``budget``: share of the activations to keep; cheap ones are recomputed first."""
     import torch._dynamo.config
     import torch._functorch.config

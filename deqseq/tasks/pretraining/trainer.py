@@ -49,10 +49,8 @@ class PretrainTrainer(CurriculumTrainer):
     - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights change.
 
     Args:
-        model: with the weights to start from.
         args: the whole training is one epoch of ``train_dataset``.
         curriculum: ``None`` for explicit models.
-        speed: measures tokens a second.
         spectral_every: lines of the log between estimates of the spectral radius; 0: none.
         options: of transformers' ``Trainer``.
     """
@@ -62,31 +60,23 @@ class PretrainTrainer(CurriculumTrainer):
     lr_scheduler: Any
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: TrainingArguments,
-        curriculum: Curriculum | None,
-        speed: Speed,
-        spectral_every: int = 0,
-        **options: Any,
-    ) -> None:
+        self, model: nn.Module, args: TrainingArguments, curriculum: Curriculum | None, speed: Speed,
+        spectral_every: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(curriculum, model=model, args=args, data_collator=batch_of, **options)
         self.layer = implicit_layer(model)
         self.speed = speed
         self.advice = Advice()
         self.spectral_every = spectral_every
         self.eval_solves = SolveStatistics(tail=True)
-        self.add_callback(_Clock(speed))
-        self.add_callback(_Steps())
-        if curriculum is not None:
-            self.add_callback(_Stages(self, curriculum))
+        self.add_callback(speed)
+        self.add_callback(_Schedule(self, curriculum))
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, tokens that are not finite
-        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids, z and positions of a row
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids and z of a row, all positions
         if self.is_fsdp_enabled:
-            self._prepare_fsdp()
+            self._prepare_fsdp(self.accelerator.state.fsdp_plugin)
 
-    def _prepare_fsdp(self) -> None:
-        plugin = self.accelerator.state.fsdp_plugin
+    def _prepare_fsdp(self, plugin: Any) -> None:
         if plugin.fsdp_version != 2:
             raise ValueError("FSDP needs version 2: set fsdp_version: 2 in accelerate's configuration")
         if plugin.auto_wrap_policy is not None:
@@ -109,12 +99,10 @@ class PretrainTrainer(CurriculumTrainer):
         if solution is not None:
             (self.solves if model.training else self.eval_solves).add(solution)
         if model.training:
-            broken = loss.new_zeros(()) if solution is None else (solution.status == Status.NON_FINITE).sum()
-            self._faults += torch.stack([loss.detach().float(), broken.float()])
+            self._faults[0] += loss.detach()
             if solution is not None:
-                positions = inputs.get("position_ids")
-                positions = None if positions is None else positions[0]
-                self._last = inputs["input_ids"][:1], solution.z[:1].detach(), positions
+                self._faults[1] += (solution.status == Status.NON_FINITE).sum()
+                self._last = inputs["input_ids"][:1], solution.z[:1].detach(), inputs.get("position_ids")
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -150,10 +138,10 @@ class PretrainTrainer(CurriculumTrainer):
         reduced to one that divides the rows.
         """
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        rows = len(data)
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
-        fits = [n for n in range(1, size + 1) if rows % (n * processes) == 0]
-        self.args.per_device_eval_batch_size = size if processes == 1 else max(fits, default=1)
+        if processes > 1:
+            fits = [n for n in range(1, size + 1) if len(data) % (n * processes) == 0]
+            self.args.per_device_eval_batch_size = max(fits, default=1)
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
@@ -183,14 +171,14 @@ class PretrainTrainer(CurriculumTrainer):
     def _radius(self) -> dict[str, float]:
         if self._last is None or self.is_fsdp_enabled:  # FSDP gathers the weights in a forward pass only
             return {}
-        self.speed.pause()
+        self.speed.count()
         ids, z, positions = self._last
         if positions is not None:  # documents were solved separately: take the first one
-            end = int((positions == 0).cumsum(0).eq(1).sum())
+            end = int((positions[0] == 0).cumsum(0).eq(1).sum())
             ids, z = ids[:, :end], z[:, :end]
         with self.accelerator.autocast():
             radius = model_radius(self.model, ids, z)
-        self.speed.start()
+        self.speed.skip()
         return {} if radius is None else {"spectral_radius": round(radius, 4)}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -214,65 +202,28 @@ class PretrainTrainer(CurriculumTrainer):
         self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
 
 
-class _Clock(TrainerCallback):
-    """Measures the time from step to step, without evaluations and checkpoints."""
+class _Schedule(TrainerCallback):
+    """Trains for exactly the run's own steps, whatever a checkpoint's settings say.
 
-    def __init__(self, speed: Speed) -> None:
-        self.speed = speed
+    Logs, evaluates and saves a checkpoint at the end of every stage, and saves the model in ``stage-N`` at
+    the end of every stage but the last.
+    """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.speed.elapsed = max(
-            (entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0
-        )
-        self.speed.start()
+    def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum | None) -> None:
+        self.trainer = trainer
+        self.stages = [] if curriculum is None else curriculum.stages
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.speed.step()
-        self.speed.pause()
-        self.speed.start()
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.speed.start()
-
-    on_save = on_evaluate
-
-
-class _Steps(TrainerCallback):
-    """Trains for exactly the run's own steps, whatever a checkpoint's settings say, and evaluates after the
-    last one."""
+    def _ends(self, state: Any) -> list[int]:
+        """The last step of every stage."""
+        return [Curriculum.end(stage, state.max_steps) for stage in self.stages] or [state.max_steps]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.compute_steps(args, state.max_steps)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == state.max_steps:
-            control.should_log = control.should_evaluate = True
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The data is one epoch. The length of a stream is not known before its end.
-        if state.global_step < state.max_steps and not control.should_training_stop:
-            raise ValueError(
-                f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
-                "tokens or steps, or allow more --passes; the checkpoints are whole"
-            )
-
-
-class _Stages(TrainerCallback):
-    """Evaluates and saves a checkpoint at the end of every stage, and saves the model in ``stage-N`` at the
-    end of every stage but the last."""
-
-    def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum) -> None:
-        self.trainer, self.curriculum = trainer, curriculum
-
-    def _ends(self, state: Any) -> list[int]:
-        """The last step of every stage."""
-        return [self.curriculum.end(stage, state.max_steps) for stage in self.curriculum.stages]
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        starts = [0, *self._ends(state)[:-1]]
-        if state.global_step in starts and state.is_world_process_zero:
-            number = starts.index(state.global_step)
-            logger.info("stage %d: %s", number + 1, self.curriculum.stages[number])
+        for number, (start, stage) in enumerate(zip([0, *self._ends(state)], self.stages, strict=False), 1):
+            if start == state.global_step and state.is_world_process_zero:
+                logger.info("stage %d: %s", number, stage)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in self._ends(state):
@@ -284,6 +235,14 @@ class _Stages(TrainerCallback):
             number = ends.index(state.global_step) + 1
             self.trainer.save_model(str(Path(str(args.output_dir)) / f"stage-{number}"))
             self.trainer.advice.new_stage()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The data is one epoch. The length of a stream is not known before its end.
+        if state.global_step < state.max_steps and not control.should_training_stop:
+            raise ValueError(
+                f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
+                "tokens or steps, or allow more --passes; the checkpoints are whole"
+            )
 
 
 class Progress(ProgressCallback):

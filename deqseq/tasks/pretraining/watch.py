@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerCallback
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.gradient import GradientStrategy
@@ -34,12 +35,11 @@ def peak_flops(device: torch.device) -> float | None:
 class Flops:
     """Floating-point operations of a model on one row of ``length`` tokens.
 
+    ``evaluation`` has those of one evaluation of f, ``rest`` those done once a forward pass: injection and
+    output layer.
+
     PyTorch counts them while the plain implementation runs without data. Matrix products, convolutions and
     attention count, element-wise work does not. Attention counts in full, not only its causal half.
-
-    Attributes:
-        evaluation: one evaluation of f, forward.
-        rest: the work done once a forward pass: injection and output layer.
     """
 
     def __init__(self, config: ImplicitConfig, length: int) -> None:
@@ -58,9 +58,7 @@ class Flops:
     def step(self, evaluations: float, with_graph: float) -> float:
         """FLOPs of a training step on one row; a backward pass takes twice those of the forward pass.
 
-        Args:
-            evaluations: all evaluations of f.
-            with_graph: evaluations that the backward pass goes through. Recomputation does not count.
+        It goes through ``with_graph`` of the evaluations of f. Recomputation does not count.
         """
         return self.evaluation * (evaluations + 2 * with_graph) + 3 * self.rest
 
@@ -70,18 +68,15 @@ def graph_evaluations(gradient: GradientStrategy | None) -> int:
     return int(getattr(gradient, "steps", getattr(gradient, "iterations", 1)))
 
 
-class Speed:
+class Speed(TrainerCallback):
     """Tokens a second and model FLOPs utilisation, over the time spent training.
 
-    Args:
-        flops: of a row.
-        rows: per process and step.
-        length: tokens of a row.
-        processes: number of processes.
-        peak: FLOP/s of a device; ``None`` if unknown.
+    Evaluations and checkpoints do not count. ``elapsed`` has the seconds of training so far, those before an
+    interruption included.
 
-    Attributes:
-        elapsed: seconds of training so far. A resumed run sets it to those before the interruption.
+    Args:
+        rows: of ``length`` tokens, per process and step.
+        peak: FLOP/s of a device; ``None`` if unknown.
     """
 
     def __init__(self, flops: Flops, rows: int, length: int, processes: int, peak: float | None) -> None:
@@ -89,26 +84,35 @@ class Speed:
         self.elapsed = 0.0
         self._seconds = 0.0
         self._steps = 0
-        self._since: float | None = None
+        self.skip()
 
-    def start(self) -> None:
+    def skip(self) -> None:
+        """Do not count the time since the last step."""
         self._since = time.perf_counter()
 
-    def pause(self) -> None:
-        """Stop the clock."""
-        if self._since is not None:
-            passed = time.perf_counter() - self._since
-            self._seconds += passed
-            self.elapsed += passed
-        self._since = None
+    def count(self) -> None:
+        """Count the time up to now."""
+        passed = time.perf_counter() - self._since
+        self._seconds += passed
+        self.elapsed += passed
+        self.skip()
 
-    def step(self) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.elapsed = max((entry.get("train_seconds", 0.0) for entry in state.log_history), default=0.0)
+        self.skip()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._steps += 1
+        self.count()
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.skip()
+
+    on_save = on_evaluate
 
     def read(self, evaluations: float, with_graph: float) -> dict[str, float]:
         """Speed since the last call, given the mean evaluations of f in a forward pass."""
-        self.pause()
-        self.start()
+        self.count()
         seconds, steps = self._seconds, self._steps
         self._seconds, self._steps = 0.0, 0
         if not steps:
@@ -141,7 +145,6 @@ class Advice:
         """New warnings after another line of the log.
 
         Args:
-            logs: with ``residual`` and ``share_budget_exhausted``.
             tolerance: of the search; ``None`` for a fixed number of iterations.
         """
         if "residual" not in logs:
@@ -149,12 +152,7 @@ class Advice:
         self._lines.append((logs["residual"], logs["share_budget_exhausted"]))
         if len(self._lines) < _WINDOW:
             return []
-        half = _WINDOW // 2
-        lines = list(self._lines)
-        before, now = (
-            [sum(values) / half for values in zip(*part, strict=True)]
-            for part in (lines[:half], lines[half:])
-        )
+        before, now = torch.tensor(self._lines, dtype=torch.float64).view(2, -1, 2).mean(1).tolist()
         found = {}
         # A few iterations from zero, as in the bounded stage, need not reach the equilibrium.
         large = 0.3 if tolerance is None else max(0.1, 2 * tolerance)

@@ -9,12 +9,9 @@ import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 from deqseq.tasks.common.tokenizer import first_line
-
-DOCUMENTS = ("file", "blank", "line")
-"""The unit of a plain text file that is a document: the file, a block between blank lines, or a line."""
 
 # Fewest bytes of a piece of a file; the most are twice as many. That is about a thousand tokens. Pieces are
 # held out as a whole, so small ones give a single book a validation split.
@@ -23,37 +20,12 @@ _COMPRESSED = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
 class Document(NamedTuple):
-    """A document, or a piece of a document that is a whole file.
+    """A document, or a piece of a document that is a whole file."""
 
-    Attributes:
-        text: never empty.
-        ends: whether the document ends here; ``False`` if the next piece continues it.
-        next: where its source continues after it: the offset in a file, or the number of a row.
-        size: its bytes in the source.
-    """
-
-    text: str
-    ends: bool
-    next: int
-    size: int
-
-
-class Source(Protocol):
-    """Documents in a fixed order."""
-
-    @property
-    def size(self) -> int | None:
-        """Bytes, if that is known."""
-
-    def describe(self) -> dict[str, Any]:
-        """Plain data that differs between sources, and after a source has changed."""
-
-    def documents(self, start: int = 0) -> Iterator[Document]:
-        """The documents from ``start`` on, which is 0 or some document's ``next``.
-
-        Raises:
-            ValueError: something there that is not a document; says where.
-        """
+    text: str  # never empty
+    ends: bool  # whether the document ends here; otherwise the next piece continues it
+    next: int  # where its source continues: the offset in a file, or the number of a row
+    size: int  # bytes in the source
 
 
 class TextFile:
@@ -62,17 +34,18 @@ class TextFile:
     A file that is one document is cut into pieces of 4 to 8 KiB, if possible at line ends.
 
     Args:
-        documents: one of :data:`DOCUMENTS`.
+        documents: the unit that is a document: ``"file"``; ``"blank"``, a block between blank lines; or
+            ``"line"``.
+
+    Attributes:
+        size: bytes.
 
     Raises:
         ValueError: no such file, or an empty or compressed one.
     """
 
     def __init__(self, path: str, documents: str = "file") -> None:
-        if documents not in DOCUMENTS:
-            raise ValueError(f"documents must be one of {', '.join(DOCUMENTS)}, got {documents!r}")
-        self.path = Path(path)
-        self.kind = documents
+        self.path, self.kind = Path(path), documents
         if self.path.is_dir():
             raise ValueError(f"{path} is a folder: name the files in it, such as {self.path}/*.txt")
         if not self.path.is_file():
@@ -84,27 +57,30 @@ class TextFile:
             raise ValueError(f"{path} is empty")
 
     def describe(self) -> dict[str, Any]:
+        """Plain data that differs between sources, and after a source has changed."""
         return {**_stamp(self.path), "documents": self.kind}
 
     def documents(self, start: int = 0) -> Iterator[Document]:
+        """The documents from ``start`` on, which is 0 or some document's ``next``.
+
+        Raises:
+            ValueError: something there that is not a document; says where.
+        """
         with self.path.open("rb") as file:
             if start == 0 and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
                 start = len(codecs.BOM_UTF8)
             file.seek(start)
             for data, ends in self._cut(file):
                 text = self._text(data, start)
-                if text:
-                    yield Document(text, ends, start + len(data), len(data))
                 start += len(data)
+                if text:
+                    yield Document(text, ends, start, len(data))
 
     def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         """The parts of the file, and whether a document ends after each."""
         if self.kind == "file":
-            yield from _pieces(file)
-        elif self.kind == "line":
-            yield from ((line, True) for line in file)
-        else:
-            yield from ((lines, True) for lines in _paragraphs(file))
+            return _pieces(file)
+        return ((part, True) for part in (file if self.kind == "line" else _paragraphs(file)))
 
     def _text(self, data: bytes, start: int) -> str:
         """The document in ``data``, which begins at offset ``start``."""
@@ -133,15 +109,11 @@ class JsonLines(TextFile):
         try:
             return text_of(json.loads(line), self.column) if line else ""
         except ValueError as error:  # JSONDecodeError is a ValueError
-            raise ValueError(f"{self.path}:{self._line_number(start)}: {error}") from error
-
-    def _line_number(self, start: int) -> int:
-        number = 1
-        with self.path.open("rb") as file:
-            while file.tell() < start:
-                file.readline()
-                number += 1
-        return number
+            number = 1
+            with self.path.open("rb") as file:
+                while file.tell() < start:
+                    number += file.readline().count(b"\n")
+            raise ValueError(f"{self.path}:{number}: {error}") from error
 
 
 class DatasetRows:
@@ -150,9 +122,6 @@ class DatasetRows:
     Args:
         name: on the hub, a local folder, or a format such as "parquet", "json" and "text" with files.
         files: data files, if the name does not say which.
-
-    Raises:
-        ValueError: the library cannot load it.
     """
 
     size = None
@@ -161,13 +130,13 @@ class DatasetRows:
         self, name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = (),
         column: str = "text",
     ) -> None:  # fmt: skip
-        self.name, self.subset, self.split, self.column = name, subset, split, column
-        self.files = list(files)
+        self.name, self.column = name, column
+        self._kind = {"path": name, "subset": subset, "split": split, "column": column}
+        self._files = files
         self._rows = stream(name, subset, split, files)
 
     def describe(self) -> dict[str, Any]:
-        kind = {"subset": self.subset, "split": self.split, "column": self.column}
-        return {"path": self.name, **kind, "files": stamps(self.name, self.files)}
+        return {**self._kind, "files": stamps(self.name, self._files)}
 
     def documents(self, start: int = 0) -> Iterator[Document]:
         number = start
@@ -179,6 +148,10 @@ class DatasetRows:
                     yield Document(text, True, number, len(text.encode()))
         except Exception as error:  # the library has many classes of errors
             raise ValueError(f"row {number} of {self.name} cannot be read: {first_line(error)}") from error
+
+
+Source = TextFile | DatasetRows
+"""Documents in a fixed order."""
 
 
 def sources(
@@ -196,27 +169,23 @@ def sources(
     real = [Path(path).resolve() for path in paths]
     if twice := [path for i, path in enumerate(paths) if real[i] in real[:i]]:
         raise ValueError(f"{twice[0]} is named twice")
-    if dataset is None and (subset is not None or split != "train"):
-        raise ValueError("subset and split are of a --dataset, and none is named")
     if dataset is not None:
         return [DatasetRows(dataset, subset, split, paths, column)]
-    found: list[Source] = []
-    for path in paths:
-        plain = TextFile(path, documents)  # checks that the file is there
-        ending = plain.path.suffix.lower()
-        if ending == ".parquet":
-            found.append(DatasetRows("parquet", files=[path], column=column))
-        else:
-            found.append(JsonLines(path, column) if ending in (".jsonl", ".ndjson", ".json") else plain)
-    return found
+    if subset is not None or split != "train":
+        raise ValueError("subset and split are of a --dataset, and none is named")
+    return [_file(path, documents, column) for path in paths]
+
+
+def _file(path: str, documents: str, column: str) -> Source:
+    plain = TextFile(path, documents)  # checks that the file is there
+    ending = plain.path.suffix.lower()
+    if ending == ".parquet":
+        return DatasetRows("parquet", files=[path], column=column)
+    return JsonLines(path, column) if ending in (".jsonl", ".ndjson", ".json") else plain
 
 
 def stream(name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = ()) -> Any:
-    """A streamed dataset of the datasets library.
-
-    Raises:
-        ValueError: the library cannot load it.
-    """
+    """A streamed dataset of the datasets library; ``ValueError`` if it cannot be loaded."""
     import datasets
 
     try:
@@ -244,10 +213,7 @@ def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
     """The rest of a file in pieces, cut after a line end, else before a space, else between characters."""
     longest = 2 * _PIECE
     data = b""
-    while True:
-        data += file.read(longest + 1 - len(data))
-        if len(data) <= longest:
-            break
+    while len(data := data + file.read(longest + 1 - len(data))) > longest:
         cut = data.rfind(b"\n", _PIECE, longest) + 1 or data.rfind(b" ", _PIECE, longest)
         if cut < 0:
             cut = longest
@@ -276,9 +242,8 @@ def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
 def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Sizes and times of a dataset's files, which show that they have changed: of its data files, or of all
     files of a local folder."""
-    folder = Path(name)
-    inside = sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else []
-    return [_stamp(path) for path in map(Path, files)] or [_stamp(path) for path in inside]
+    inside = (path for path in Path(name).rglob("*") if path.is_file())
+    return [_stamp(path) for path in [*map(Path, files)] or sorted(inside)]
 
 
 def _stamp(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import tee, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from tqdm.auto import tqdm
 from deqseq.tasks.common.corpus.documents import Source
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.holdout import SALT, SPLITS, HoldOut, Split
-from deqseq.tasks.common.corpus.shards import Place, Preparation
+from deqseq.tasks.common.corpus.shards import Place, Preparation, locked
 
 # Bytes of text in a batch; a worker tokenises it in a tenth of a second.
 _BATCH = 2**18
@@ -43,11 +44,24 @@ class Batch:
     size: int
 
 
-def describe(
-    encoder: Encoder, name: str, sources: Sequence[Source], hold_out: HoldOut, shard_tokens: int
-) -> dict[str, Any]:
-    """The head of a manifest: everything that the shards depend on."""
-    return {
+def prepare(
+    output: Path, sources: Sequence[Source], tokenizer: Any, name: str, hold_out: HoldOut,
+    shard_tokens: int, workers: int, force: bool = False,
+) -> int:  # fmt: skip
+    """Write the shards that folder ``output`` lacks; returns the bytes of text that were read.
+
+    Args:
+        name: of the tokenizer, for the manifest.
+        shard_tokens: a shard ends after the batch with which it has at least so many tokens.
+        workers: threads that tokenise.
+        force: start afresh, whatever the folder holds.
+
+    Raises:
+        ValueError: a folder with other content, or that another process prepares; a tokenizer that does not
+            fit; no documents, or one that cannot be read.
+    """
+    encoder = Encoder(tokenizer, remember=workers <= 3)
+    head = {  # everything that the shards depend on
         "tokenizer": {
             "name": name,
             "vocab_size": encoder.vocab_size,
@@ -59,45 +73,20 @@ def describe(
         "hold_out": {"hash": "blake2b", "share": hold_out.share, "salt": SALT},
         "shard_tokens": shard_tokens,
     }
-
-
-def check(sources: Sequence[Source], progress: bool = False) -> None:
-    """Read all files and the first row of datasets, to find errors before tokenising, which takes a hundred
-    times as long.
-
-    Raises:
-        ValueError: no documents, or one that cannot be read; says where.
-    """
-    found = False
-    with _bar("check", sources, Place(), progress) as bar:
-        for source in sources:
-            for document in source.documents():
-                found = True
-                bar.update(document.size)
-                if source.size is None:
-                    break
-    if not found:
-        raise ValueError(f"no documents in {', '.join(source.describe()['path'] for source in sources[:3])}")
-
-
-def write(
-    preparation: Preparation, sources: Sequence[Source], encoder: Encoder, hold_out: HoldOut,
-    shard_tokens: int, workers: int, progress: bool = False,
-) -> int:  # fmt: skip
-    """Tokenise the rest of a preparation; returns the bytes of text that were read.
-
-    Args:
-        shard_tokens: a shard ends after the batch with which it has at least so many tokens.
-    """
+    preparation = Preparation(output, head, force)
     start = preparation.manifest.next
     if start is None:
         return 0
+    if preparation.fresh:
+        check(sources)
     size = 0
-    writers = preparation.writers()
     with (
+        locked(output),
         ThreadPoolExecutor(workers) as pool,
-        _bar("tokenise", sources, start, progress) as bar,
+        _bar("tokenise", sources, start) as bar,
     ):
+        preparation.start(tokenizer)
+        writers = preparation.writers()
         for batch, encoded in _in_order(pool, encoder, batches(sources, hold_out, start), 2 * workers):
             for split, (tokens, documents) in encoded.items():
                 writers[split].add(tokens, documents)
@@ -106,8 +95,24 @@ def write(
             if max(writer.tokens for writer in writers.values()) >= shard_tokens:
                 preparation.commit(writers, batch.next)
                 writers = preparation.writers()
-    preparation.commit(writers, None)
+        preparation.commit(writers, None)
     return size
+
+
+def check(sources: Sequence[Source]) -> None:
+    """Read all files and the first row of datasets, to find errors before tokenising, which takes a hundred
+    times as long.
+    """
+    found = False
+    with _bar("check", sources, Place()) as bar:
+        for source in sources:
+            for document in source.documents():
+                found = True
+                bar.update(document.size)
+                if source.size is None:
+                    break
+    if not found:
+        raise ValueError(f"no documents in {', '.join(source.describe()['path'] for source in sources[:3])}")
 
 
 def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place) -> Iterator[Batch]:
@@ -168,16 +173,9 @@ def _in_order(
         yield first, encoded.result()
 
 
-def _bar(title: str, sources: Sequence[Source], start: Place, progress: bool) -> tqdm:
+def _bar(title: str, sources: Sequence[Source], start: Place) -> tqdm:
     """A progress bar over the bytes of the sources, without a total if the size of one is unknown."""
-    sizes = [source.size for source in sources]
-    known = [size for size in sizes if size is not None]
-    whole = len(known) == len(sizes)
-    return tqdm(
-        desc=title,
-        total=sum(known) if whole else None,
-        initial=sum(known[: start.source]) + start.offset if whole else 0,
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-    )
+    known = [source.size for source in sources if source.size is not None]
+    whole = len(known) == len(sources)
+    total, initial = (sum(known), sum(known[: start.source]) + start.offset) if whole else (None, 0)
+    return tqdm(desc=title, total=total, initial=initial, unit="B", unit_scale=True, disable=None)

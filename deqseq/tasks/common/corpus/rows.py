@@ -65,36 +65,28 @@ class TokenFolder:
         return sum(shard.documents for shard in self._shards(split))
 
     def tokenizer(self) -> Any:
-        """The tokenizer that made the shards.
-
-        Raises:
-            ValueError: the folder has none.
-        """
+        """The tokenizer that made the shards."""
         if not (self.path / TOKENIZER).is_dir():
             raise ValueError(f"{self.path} has no {TOKENIZER}/: copy it again, or prepare anew with --force")
         return AutoTokenizer.from_pretrained(self.path / TOKENIZER)
 
-    def verify(self, progress: bool = False) -> None:
+    def verify(self) -> None:
         """Compare the tokenizer and all shards with their checksums.
 
         Raises:
             ValueError: a file is missing or has changed.
         """
-        self._verify("tokenizer", f"{TOKENIZER}/tokenizer.json", self._manifest.head["tokenizer"]["sha256"])
-        for shard in tqdm(self._manifest.shards, desc="verify", unit="shard", disable=not progress):
-            self._verify("shard", shard.file, shard.sha256)
-
-    def _verify(self, what: str, name: str, checksum: str) -> None:
-        file = self.path / name
-        if not file.exists():
-            raise ValueError(f"the {what} {file} is missing: copy it again, or prepare anew with --force")
-        with file.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        if found != checksum:
-            raise ValueError(
-                f"the {what} {file} is corrupted (its checksum is not the manifest's): "
-                "copy it again, or prepare anew with --force"
-            )
+        checksums = {f"{TOKENIZER}/tokenizer.json": self._manifest.head["tokenizer"]["sha256"]}
+        checksums |= {shard.file: shard.sha256 for shard in self._manifest.shards}
+        again = "copy it again, or prepare anew with --force"
+        for name, checksum in tqdm(checksums.items(), desc="verify", unit="file", disable=None):
+            file = self.path / name
+            if not file.exists():
+                raise ValueError(f"{file} is missing: {again}")
+            with file.open("rb") as content:
+                found = hashlib.file_digest(content, "sha256").hexdigest()
+            if found != checksum:
+                raise ValueError(f"{file} is corrupted (its checksum is not the manifest's): {again}")
 
     def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
         """A split in rows of ``length`` tokens; the rest at its end is dropped.
@@ -103,9 +95,8 @@ class TokenFolder:
             ValueError: less than one row.
         """
         shards = self._shards(split)
-        files = [self.path / shard.file for shard in shards]
-        separate = self.end_of_text if _separate(documents) else None
-        rows = TokenRows(files, [s.tokens for s in shards], self._manifest.head["dtype"], length, separate)
+        files = {self.path / shard.file: shard.tokens for shard in shards}
+        rows = TokenRows(files, self._manifest.head["dtype"], length, _separator(documents, self.end_of_text))
         if not len(rows):
             hint = "; prepare with a larger --validation-share" if split == "validation" else ""
             has = f"{self.tokens(split)} tokens, not one row of {length}"
@@ -124,23 +115,20 @@ class TokenRows(Dataset[Row]):
     A row is read on access, from memory maps that every process opens for itself.
 
     Args:
-        sizes: tokens of every file.
+        files: with their numbers of tokens.
         end_of_text: the token that ends documents, if they are to be separate.
     """
 
-    def __init__(
-        self, files: list[Path], sizes: list[int], dtype: str, length: int, end_of_text: int | None
-    ) -> None:
+    def __init__(self, files: dict[Path, int], dtype: str, length: int, end_of_text: int | None) -> None:
         check_count("length", length)
         self.length = length
-        self._files = files
-        self._ends = list(accumulate(sizes))
+        self._files, self._ends = list(files), list(accumulate(files.values()))
         self._dtype = dtype
         self._end_of_text = end_of_text
         self._maps: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
-        return self._ends[-1] // self.length if self._ends else 0
+        return (self._ends or [0])[-1] // self.length
 
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
@@ -152,19 +140,17 @@ class TokenRows(Dataset[Row]):
 
     def _read(self, start: int) -> np.ndarray:
         """``length`` tokens int64, from as many files as needed."""
-        row = np.empty(self.length, np.int64)
-        filled = 0
+        parts, end = [], start + self.length
         file = bisect_right(self._ends, start)
-        while filled < self.length:
+        while start < end:
             if file not in self._maps:
                 self._maps[file] = np.memmap(self._files[file], self._dtype, "r")
             tokens = self._maps[file]
             first = self._ends[file] - len(tokens)
-            part = tokens[start + filled - first :][: self.length - filled]
-            row[filled : filled + len(part)] = part
-            filled += len(part)
+            parts.append(tokens[start - first : end - first])
+            start += len(parts[-1])
             file += 1
-        return row
+        return np.concatenate(parts, dtype=np.int64)
 
 
 class StreamedRows(IterableDataset[Row]):
@@ -174,9 +160,6 @@ class StreamedRows(IterableDataset[Row]):
         documents: texts, or rows of a dataset with a text in ``column``.
         split: only the documents on this side of ``hold_out``, so that nothing that ``prepare`` holds out is
             trained on. ``None``: all.
-
-    Raises:
-        ValueError: a tokenizer that does not fit.
     """
 
     def __init__(
@@ -188,25 +171,22 @@ class StreamedRows(IterableDataset[Row]):
         self.length = length
         self._documents = documents
         self._encoder = Encoder(tokenizer)
-        self._separate = self._encoder.end_of_text if _separate(documents_mode) else None
+        self._separator = _separator(documents_mode, self._encoder.end_of_text)
         self._column = column
         self._split = split
         self._hold_out = hold_out or HoldOut()
 
     def __iter__(self) -> Iterator[Row]:
         left = np.empty(0, np.int64)
-        for text in self._texts():
+        for document in self._documents:
+            text = document if isinstance(document, str) else text_of(document, self._column)
+            if not text or (self._split and self._hold_out.split(text) != self._split):
+                continue
             left = np.concatenate([left, *self._encoder([text]), [self._encoder.end_of_text]])
             whole = len(left) - len(left) % self.length
             for row in torch.from_numpy(left[:whole]).split(self.length) if whole else ():
-                yield _row(row, self._separate)
+                yield _row(row, self._separator)
             left = left[whole:]
-
-    def _texts(self) -> Iterator[str]:
-        for document in self._documents:
-            text = document if isinstance(document, str) else text_of(document, self._column)
-            if text and (self._split is None or self._hold_out.split(text) == self._split):
-                yield text
 
 
 def _row(input_ids: Tensor, end_of_text: int | None) -> Row:
@@ -219,7 +199,7 @@ def _row(input_ids: Tensor, end_of_text: int | None) -> Row:
     return {"input_ids": input_ids, "position_ids": place - starts.cummax(0).values}
 
 
-def _separate(documents: str) -> bool:
+def _separator(documents: str, end_of_text: int) -> int | None:
     if documents not in get_args(Documents):
         raise ValueError(f"documents must be 'joined' or 'separate', got {documents!r}")
-    return documents == "separate"
+    return end_of_text if documents == "separate" else None

@@ -12,9 +12,9 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from deqseq.tasks.common.corpus.holdout import SPLITS, Split
 from deqseq.tasks.common.files import PART, rename, write_json
 from deqseq.tasks.common.results import changes
+from deqseq.tasks.common.settings import flat
 
 VERSION = 1
 _MANIFEST = "manifest.json"
@@ -31,13 +32,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens.
-
-    Attributes:
-        file: its name in the folder.
-        documents: how many end in it.
-        sha256: checksum of its bytes.
-    """
+    """One file of tokens, in which so many documents end."""
 
     file: str
     split: Split
@@ -54,19 +49,13 @@ class Place:
     offset: int = 0
 
 
+@dataclass
 class Manifest:
-    """The contents of a folder, and what they were made from.
+    """The contents of a folder, and what they were made from."""
 
-    Attributes:
-        head: tokenizer, sources and settings.
-        next: where an unfinished preparation continues; ``None``: it is finished.
-        shards: the finished shards.
-    """
-
-    def __init__(self, head: dict[str, Any], next: Place | None = None, shards: Sequence[Shard] = ()) -> None:
-        self.head = head
-        self.next = next
-        self.shards = list(shards)
+    head: dict[str, Any]  # tokenizer, sources and settings
+    next: Place | None = None  # where an unfinished preparation continues
+    shards: list[Shard] = field(default_factory=list)  # the finished ones
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -99,23 +88,15 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest in one step."""
-        content = {
-            "version": VERSION,
-            **self.head,
-            "next": None if self.next is None else asdict(self.next),
-            "shards": [asdict(shard) for shard in self.shards],
-        }
-        write_json(folder / _MANIFEST, content)
+        place = None if self.next is None else asdict(self.next)
+        shards = [asdict(shard) for shard in self.shards]
+        write_json(folder / _MANIFEST, {"version": VERSION, **self.head, "next": place, "shards": shards})
 
 
 class Preparation:
     """A folder while its shards are written. An interrupted preparation continues.
 
-    Nothing is written before :meth:`start`.
-
-    Args:
-        head: of the manifest.
-        force: start afresh, whatever the folder holds.
+    Nothing is written before :meth:`start`. With ``force`` it starts afresh, whatever the folder holds.
 
     Raises:
         ValueError: without ``force``, the folder holds other files, shards that are damaged, or shards of
@@ -126,8 +107,7 @@ class Preparation:
         self.path = path
         self.manifest = Manifest(head, Place())
         self.fresh = force or not (path / _MANIFEST).exists()
-        if force:
-            return
+        others = sorted(f.name for f in path.iterdir() if f.suffix != PART) if path.exists() else []
         if not self.fresh:
             former = Manifest.read(path)
             if differ := changes(_flat(former.head), _flat(head)):
@@ -137,7 +117,7 @@ class Preparation:
                     "folder, or begin anew with --force"
                 )
             self.manifest = former
-        elif path.exists() and (others := sorted(f.name for f in path.iterdir() if f.suffix != PART)):
+        elif others and not force:
             raise ValueError(
                 f"{path} holds other files ({', '.join(others[:3])}): name another folder, or write beside "
                 "them with --force"
@@ -155,9 +135,9 @@ class Preparation:
 
     def writers(self) -> dict[Split, ShardWriter]:
         """A writer for the next shard of every split."""
-        dtype = np.dtype(self.manifest.head["dtype"])
-        number = {split: sum(shard.split == split for shard in self.manifest.shards) for split in SPLITS}
-        return {split: ShardWriter(self.path, split, number[split], dtype) for split in SPLITS}
+        dtype, shards = np.dtype(self.manifest.head["dtype"]), self.manifest.shards
+        numbers = {split: sum(shard.split == split for shard in shards) for split in SPLITS}
+        return {split: ShardWriter(self.path, split, number, dtype) for split, number in numbers.items()}
 
     def commit(self, writers: dict[Split, ShardWriter], next: Place | None) -> None:
         """Finish the shards, which contain everything up to ``next``."""
@@ -169,11 +149,9 @@ class Preparation:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and lock it until the context or the process ends. File systems without locks are not
-    protected.
+    """Make ``folder`` and lock it until the context or the process ends; ``ValueError`` if another one has.
 
-    Raises:
-        ValueError: another process has locked it.
+    File systems without locks are not protected.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
@@ -196,8 +174,7 @@ class ShardWriter:
     def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype) -> None:
         self.path = folder / f"{split}-{number:05d}.bin"
         self.split = split
-        self.tokens = 0
-        self.documents = 0
+        self.tokens, self.documents = 0, 0
         self._dtype = dtype
         self._sha256 = hashlib.sha256()
         self._file = Path(f"{self.path}{PART}").open("wb")  # noqa: SIM115 - until finish
@@ -222,15 +199,8 @@ class ShardWriter:
         return Shard(self.path.name, self.split, self.tokens, self.documents, self._sha256.hexdigest())
 
 
-def _flat(head: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one level, their names joined; each source goes by its path."""
-    found: dict[str, Any] = {}
-    for name, value in head.items():
-        if name == "sources":
-            found[name] = [source["path"] for source in value]
-            value = {source["path"]: source for source in value}
-        if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name} ")
-        else:
-            found[prefix + name] = value
-    return found
+def _flat(head: dict[str, Any]) -> dict[str, Any]:
+    """Nested settings as one level; those of a source go by its path."""
+    sources = head["sources"]
+    own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
+    return {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}

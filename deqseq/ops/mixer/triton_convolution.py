@@ -34,19 +34,13 @@ def _conv_input(proj, inj, tail, t, c, L, J: tl.constexpr, W: tl.constexpr, HAS_
 
 
 @triton.jit
-def _start(proj, inj, tail, weight, bias, first, c, L, J: tl.constexpr, W: tl.constexpr,
-           HAS_INJ: tl.constexpr, HAS_TAIL: tl.constexpr):  # fmt: skip
-    """The four weights and the bias of channels c, and their three inputs before token ``first``."""
-    real = c < W
+def _taps(weight, bias, c, real):
+    """The four weights and the bias of channels c."""
     w0 = tl.load(weight + c * 4, real, 0.0).to(tl.float32)
     w1 = tl.load(weight + c * 4 + 1, real, 0.0).to(tl.float32)
     w2 = tl.load(weight + c * 4 + 2, real, 0.0).to(tl.float32)
     w3 = tl.load(weight + c * 4 + 3, real, 0.0).to(tl.float32)
-    shift = tl.load(bias + c, real, 0.0).to(tl.float32)
-    v0 = _conv_input(proj, inj, tail, first - 3, c, L, J, W, HAS_INJ, HAS_TAIL)
-    v1 = _conv_input(proj, inj, tail, first - 2, c, L, J, W, HAS_INJ, HAS_TAIL)
-    v2 = _conv_input(proj, inj, tail, first - 1, c, L, J, W, HAS_INJ, HAS_TAIL)
-    return w0, w1, w2, w3, shift, v0, v1, v2
+    return w0, w1, w2, w3, tl.load(bias + c, real, 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -62,8 +56,10 @@ def _conv_kernel(proj, inj, tail, weight, bias, out, L, J: tl.constexpr, W: tl.c
     tail += b * 3 * W
     out += b * L * W
     real = c < W
-    w0, w1, w2, w3, shift, v0, v1, v2 = _start(proj, inj, tail, weight, bias, first, c, L, J, W, HAS_INJ,
-                                               HAS_TAIL)  # fmt: skip
+    w0, w1, w2, w3, shift = _taps(weight, bias, c, real)
+    v0 = _conv_input(proj, inj, tail, first - 3, c, L, J, W, HAS_INJ, HAS_TAIL)
+    v1 = _conv_input(proj, inj, tail, first - 2, c, L, J, W, HAS_INJ, HAS_TAIL)
+    v2 = _conv_input(proj, inj, tail, first - 1, c, L, J, W, HAS_INJ, HAS_TAIL)
     for start in range(first, tl.minimum(first + T, L), UNROLL):
         for i in tl.static_range(UNROLL):
             t = start + i
@@ -93,11 +89,18 @@ def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, shares, 
     tail += b * 3 * W
     d_out += b * L * W
     real = c < W
-    w0, w1, w2, w3, shift, v0, v1, v2 = _start(proj, inj, tail, weight, bias, first, c, L, J, W, HAS_INJ,
-                                               HAS_TAIL)  # fmt: skip
-    zero = tl.zeros((C,), tl.float32)
-    g0, g1, g2 = zero, zero, zero
-    s0, s1, s2, s3, s = zero, zero, zero, zero, zero
+    w0, w1, w2, w3, shift = _taps(weight, bias, c, real)
+    v0 = _conv_input(proj, inj, tail, first - 3, c, L, J, W, HAS_INJ, HAS_TAIL)
+    v1 = _conv_input(proj, inj, tail, first - 2, c, L, J, W, HAS_INJ, HAS_TAIL)
+    v2 = _conv_input(proj, inj, tail, first - 1, c, L, J, W, HAS_INJ, HAS_TAIL)
+    g0 = tl.zeros((C,), tl.float32)
+    g1 = tl.zeros((C,), tl.float32)
+    g2 = tl.zeros((C,), tl.float32)
+    s0 = tl.zeros((C,), tl.float32)
+    s1 = tl.zeros((C,), tl.float32)
+    s2 = tl.zeros((C,), tl.float32)
+    s3 = tl.zeros((C,), tl.float32)
+    s = tl.zeros((C,), tl.float32)
     for start in range(first, tl.minimum(first + T, L) + 3, UNROLL):
         for i in tl.static_range(UNROLL):
             t = start + i

@@ -62,14 +62,6 @@ def _store(ptr, row, column, rows, columns, stride: tl.constexpr, v, EVEN: tl.co
 
 
 @triton.jit
-def _places(Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr):
-    """Tokens of a chunk, and as rows; state dims as columns, and as rows; head dims as columns."""
-    q = tl.arange(0, Q)
-    n = tl.arange(0, BN)
-    return q, q[:, None], n[None, :], n[:, None], tl.arange(0, BP)[None, :]
-
-
-@triton.jit
 def _decays(sums, q):
     """Decay from every token k of a chunk (columns) to every later one (rows); 0 to earlier ones."""
     return tl.exp2(tl.where(q[:, None] >= q[None, :], sums[:, None] - sums[None, :], float("-inf")))
@@ -131,7 +123,11 @@ def _states_kernel(conv, step, total, before, states, L, HAS_STATE: tl.constexpr
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     g = h // (H // G)
-    q, row, n, n1, p = _places(Q, BN, BP)
+    q = tl.arange(0, Q)
+    row = q[:, None]
+    n = tl.arange(0, BN)[None, :]
+    n1 = tl.arange(0, BN)[:, None]
+    p = tl.arange(0, BP)[None, :]
     state = tl.zeros((BN, BP), tl.float32)
     if HAS_STATE:
         state += tl.load(before + (b * H + h) * P * N + p * N + n1, (p < P) & (n1 < N), 0.0).to(tl.float32)
@@ -165,7 +161,11 @@ def _state_gradients_kernel(conv, total, d_y, d_states, L, W: tl.constexpr, E: t
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     g = h // (H // G)
-    q, row, n, n1, p = _places(Q, BN, BP)
+    q = tl.arange(0, Q)
+    row = q[:, None]
+    n = tl.arange(0, BN)[None, :]
+    n1 = tl.arange(0, BN)[:, None]
+    p = tl.arange(0, BP)[None, :]
     d_state = tl.zeros((BN, BP), tl.float32)
     chunks = tl.cdiv(L, Q)
     last = (chunks - 1) * Q
@@ -203,7 +203,11 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
     chunks = tl.cdiv(L, Q)
     start = i * Q
     rest = L - start
-    q, row, n, n1, p = _places(Q, BN, BP)
+    q = tl.arange(0, Q)
+    row = q[:, None]
+    n = tl.arange(0, BN)[None, :]
+    n1 = tl.arange(0, BN)[:, None]
+    p = tl.arange(0, BP)[None, :]
     conv += (b * L + start) * W
     step += (b * H + h) * L + start
     total += (b * H + h) * L + start
@@ -251,8 +255,9 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
 @triton.jit
 def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
                          W: tl.constexpr, E: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
-                         N: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr, Q: tl.constexpr,
-                         BN: tl.constexpr, BP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                         N: tl.constexpr, P: tl.constexpr,
+                         EVEN: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
+                         PRECISION: tl.constexpr):  # fmt: skip
     """Gradients of b and c in one chunk, summed over the heads of a group."""
     g = tl.program_id(0)
     i = tl.program_id(1)
@@ -260,7 +265,11 @@ def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
     chunks = tl.cdiv(L, Q)
     start = i * Q
     rest = L - start
-    q, row, n, n1, p = _places(Q, BN, BP)
+    q = tl.arange(0, Q)
+    row = q[:, None]
+    n = tl.arange(0, BN)[None, :]
+    n1 = tl.arange(0, BN)[:, None]
+    p = tl.arange(0, BP)[None, :]
     first = g * (H // G)
     conv += (b * L + start) * W
     d_conv += (b * L + start) * W
@@ -311,11 +320,18 @@ def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> di
     chunk = min(16 if not small else 64 if wide else 32, max(16, triton.next_power_of_2(length)))
     block_n, block_p = (max(16, triton.next_power_of_2(n)) for n in (sizes.d_state, sizes.headdim))
     return {
-        "W": sizes.conv_width, "E": sizes.inner, "H": sizes.heads, "G": sizes.n_groups, "N": sizes.d_state,
+        "W": sizes.conv_width,
+        "E": sizes.inner,
+        "H": sizes.heads,
+        "G": sizes.n_groups,
+        "N": sizes.d_state,
         "P": sizes.headdim,
         "EVEN": length % chunk == 0 and block_n == sizes.d_state and block_p == sizes.headdim,
-        "Q": chunk, "BN": block_n, "BP": block_p, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-    }  # fmt: skip
+        "Q": chunk,
+        "BN": block_n,
+        "BP": block_p,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }
 
 
 def steps(

@@ -87,8 +87,8 @@ class Backbone(nn.Module, ABC):
 
     Attributes:
         d_model: width D of z and x; ``None`` if every width works.
-        injects: whether f depends on x through the context. An explicit layer, where x enters as z, needs a
-            backbone that does not.
+        injects: whether f depends on x through the context. An explicit layer passes x as z, so its backbone
+            has ``injects=False``.
         rewinds: whether lowering ``State.seen`` takes a state back to fewer tokens. True for states with a
             slot for every token (keys and values), false for recurrent ones.
         capturable: whether ``prepare``, ``evaluate`` and ``advance`` never make the host wait for the

@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
         return cls(~inside, count, residual, status, ~inside, inside)
 
     def counted(self) -> Tokens:
-        """The tokens after one more evaluation."""
+        """The tokens with one more evaluation counted."""
         active = ~self.settled
         return self._replace(active=active, iterations=self.iterations + active)
 
@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
         Args:
             source: (B, W) int64, where each token was before.
             stays: (B, W) bool, false for tokens that enter.
-            inside: (B, W) bool, false behind the end of a sequence.
+            inside: (B, W) bool, false past the end of a sequence.
         """
         return Tokens(
             settled=~inside,

@@ -63,7 +63,8 @@ class Block(nn.Module):
     def by_parts(
         self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
     ) -> tuple[Tensor, Tensor, Any]:
-        """The plain form: the stream with ``added``, what this block adds to it, and the mixer's trace.
+        """The plain form. Returns three values: the stream plus ``added``, what this block adds to it, and
+        the mixer's trace.
 
         ``inputs`` are those of the mixer after its weights.
         """

@@ -74,7 +74,8 @@ def no_slots(state: tuple[Tensor, ...] | None) -> bool:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021) on ``x`` (B, H, W, P), tables (B, 1, W, P): halves are pairs."""
+    """Rotary positions (Su et al., 2021) on ``x`` (B, H, W, P), tables (B, 1, W, P). Channel i is paired with
+    channel i + P / 2."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
@@ -196,7 +197,8 @@ class LlamaBackbone(Stack):
         return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """Add slots for every token of ``z``, and half as many again: growing copies the whole state."""
+        """Add slots for every token of ``z``, and half as many more, because each growth copies the whole
+        state."""
         slots = state.layers[0][0].shape[2]
         needed = int(state.seen.max()) + z.shape[1] if slots else z.shape[1]
         if needed <= slots:

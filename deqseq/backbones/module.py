@@ -87,7 +87,7 @@ class ModuleBackbone(Backbone):
 
 
 def _line(past: Tensor, seen: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Past and new inputs of every sequence, each behind its own past, and the places of the new ones."""
+    """The inputs of every sequence so far with the new ones behind them, and the places of the new inputs."""
     line = F.pad(past, (0, 0, 0, inputs.shape[1]))
     index = seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
     return line.scatter(1, index[..., None].expand_as(inputs), inputs.to(past.dtype)), index

@@ -21,7 +21,8 @@ for _config in (ImplicitConfig, ReferenceMamba2Config, ReferenceLlamaConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
 AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
 AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
-# By this table the trainer knows, with label smoothing, whose labels it has to shift.
+# With label smoothing, transformers' Trainer looks in this table to see which models need their labels
+# shifted.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ImplicitConfig.model_type] = ImplicitForCausalLM.__name__
 
 __all__ = [

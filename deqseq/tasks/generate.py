@@ -76,7 +76,8 @@ class _SolvedStreamer:
 
 
 def in_colour(text: str, iterations: int | None, budget: int) -> str:
-    """Text in the shade of its iterations; a line break becomes visible, so that it has one."""
+    """Text in the shade of its iterations; a line break is shown as a visible character, so that its shade
+    can be seen."""
     if iterations is None:
         return text
     return _shaded(text.replace("\n", "⏎\n"), shade_of(iterations, budget))

@@ -85,7 +85,7 @@ def _pretrain(
 
 
 def _compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> None:
-    """Show held-out perplexity of runs at the end of their stages, and what it took.
+    """Show held-out perplexity of runs at the end of their stages, and the tokens, time and iterations used.
 
     Draws their curves against tokens and against time.
 

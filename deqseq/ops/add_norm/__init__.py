@@ -13,8 +13,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """``stream + added`` (B, W, D) in the stream's type, and its norm.
 
-    The norm has autocast's type, because linear maps follow. The ``last`` one, f(z), has the stream's type;
-    nothing reads the sum after it, and the returned one is undefined.
+    The norm has autocast's type, because linear maps follow. With ``last``, the norm is f(z) and has the
+    stream's type. Nothing reads the sum then, so the returned sum is undefined.
     """
     dtype = stream.dtype if last else kernels.autocast_dtype(stream)
     # Compiled code takes the plain form, which the compiler fuses with what is around it.

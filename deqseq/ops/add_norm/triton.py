@@ -70,7 +70,8 @@ def _tile(width: int) -> dict[str, int]:
 def _forward(
     stream: Tensor, added: Tensor | None, weight: Tensor, eps: float | None, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """The sum, or just the stream if nothing is added or nothing reads the sum (``last``), and the norm."""
+    """Returns the sum and its norm. If nothing is added, or nothing reads the sum (``last``), the stream is
+    returned in place of the sum."""
     width = stream.shape[-1]
     rows = stream.numel() // width
     store = added is not None and not last

@@ -337,7 +337,8 @@ def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> di
 def steps(
     proj: Tensor, inj: Tensor | None, w: MixerWeights, sizes: MixerSizes, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Step sizes (B, H, L) and sums of log2 decays (B, H, L) from their chunk's start, float32."""
+    """Step sizes (B, H, L) and cumulative sums of log2 decays (B, H, L), which start anew in each chunk,
+    float32."""
     batch, length, columns = proj.shape
     step = torch.empty(batch, sizes.heads, length, device=proj.device, dtype=torch.float32)
     total = torch.empty_like(step)

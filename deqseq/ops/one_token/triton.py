@@ -1,6 +1,7 @@
-"""Blocks at one token a sequence in few Triton kernels, for decoding.
+"""A few Triton kernels that compute a block for one token a sequence, for decoding.
 
-At such sizes a kernel's start and its first loads take most of its time, so every kernel does what it can.
+At such sizes a kernel's start and its first loads take most of its time, so each kernel does as much of the
+work as possible.
 
 Shapes: B sequences, D inputs and N outputs of a projection; of Mamba2: E inner width, H heads, P head dim,
 N state dim, G groups, W = E + 2 G N convolved channels, K taps, J = E + W + H columns [gate, x, b, c, dt]; of
@@ -263,7 +264,8 @@ def _rotated(x, cos, sin, p, P: tl.constexpr):
 @triton.jit
 def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, scale, H: tl.constexpr,
                       J: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr):  # fmt: skip
-    """Each of the BS rows of a block keeps its own softmax, so that blocks need no exchange among threads."""
+    """Each of the BS rows keeps its own running softmax, so that threads exchange nothing in the loop over
+    blocks."""
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     j = h // (H // J)

@@ -108,7 +108,7 @@ def _evaluate(
         split: splits to read
         data: folder that build made; the run's by default
         tolerance: relative residual; the model's by default
-        max_iter: most evaluations of a token; the model's by default
+        max_iter: maximum number of evaluations of a token; the model's by default
         batch_size: streams
         window: tokens solved at a time; all by default. The answers are the same
     """

@@ -80,7 +80,7 @@ def execute(command: Command, values: Mapping[str, Any]) -> None:
 
 
 def _parse(prog: str, command: Command, arguments: Sequence[str], about: str | None = None) -> dict[str, Any]:
-    """The arguments of a command, without those that have their defaults.
+    """The arguments of a command, except those that have their default values.
 
     Raises:
         argparse.ArgumentError, ValueError: wrong arguments.

@@ -63,7 +63,8 @@ Tree = dict[str, Any]
 
 
 def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
-    """The settings of class ``kind`` with the fields in ``tree``; text becomes numbers where it must.
+    """The settings of class ``kind`` with the fields in ``tree``; text is converted to a number where the
+    field is numeric.
 
     Args:
         prefix: what error messages put before a field's name.

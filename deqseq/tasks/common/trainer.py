@@ -62,7 +62,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         for module in model.modules():
             if isinstance(module, ImplicitSequenceLayer):
                 self.curriculum.apply(stage, module)
-        # The configuration follows, so that a saved model loads with the settings of its last stage.
+        # Update the configuration too, so that a saved model loads with the settings of its last stage.
         for name in ("gradient", "convergence", "eval_convergence", "window"):
             value = getattr(stage, name)
             if hasattr(model, "config") and (value is not None or name == "window"):

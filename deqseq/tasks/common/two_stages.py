@@ -36,7 +36,7 @@ class TwoStageSettings:
 
     The first stage unrolls iterations from zero and differentiates through them, which is cheap and finds the
     task. The second one searches for the fixed point; a few phantom steps carry the gradient. Other policies
-    and gradient strategies get the settings of these that they take.
+    and gradient strategies receive those of these settings that they accept.
 
     Args:
         backbone: name of any installed backbone, or a mapping {name: NAME, option: value}
@@ -59,7 +59,7 @@ class TwoStageSettings:
         unrolled_share: share of the steps in the unrolled stage
         unrolled_iterations: iterations of the unrolled stage
         tolerance: relative residual of the search in the fixed-point stage
-        max_iter: most evaluations of a token in a search in training
+        max_iter: maximum number of evaluations of a token in a search in training
         eval_max_iter: the same in evaluation
         phantom_steps: steps that carry the gradient in the fixed-point stage
         phantom_damping: damping of these steps

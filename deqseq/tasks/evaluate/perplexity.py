@@ -180,7 +180,8 @@ def score_by_length(
     """The same tokens in sequences of several lengths, as :func:`score`.
 
     The effect of a position on the loss is smaller than the differences between the few tokens that stand
-    there. So ``by_position`` also has the change of the same tokens against the first length.
+    there. So ``by_position`` also reports how the loss of the same tokens changes compared with the first
+    length.
 
     Args:
         batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of

@@ -43,7 +43,7 @@ def compare(folders: Sequence[Path], figure: Path) -> str:
 
 
 def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> list[SimpleNamespace]:
-    """A row for each stage: scores of the rows that evaluations in training read, and what it took."""
+    """A row for each stage: its scores on the held-out rows, and the tokens, time and iterations used."""
     found = []
     for first, end in pairwise([0, *settings.stage_ends]):
         trained = [entry for entry in log if "loss" in entry and first < entry["step"] <= end]

@@ -50,7 +50,7 @@ class Data:
     """Rows to train on and to evaluate on.
 
     Attributes:
-        train: in the order of the run, map-style; or a stream.
+        train: the training rows; a map-style dataset in the order of the run, or a stream.
         validation: held out, map-style.
         fingerprint: changes if the data does.
         verify: reads all data and raises ``ValueError`` if it has changed since it was prepared.

@@ -102,7 +102,7 @@ def _evaluate(
         seed: seed of the sequences
         identity_probability: probability of the identity; as in training by default
         tolerance: relative residual; the model's by default
-        max_iter: most evaluations of a token; the model's by default
+        max_iter: maximum number of evaluations of a token; the model's by default
         damping: damping of Picard's iteration, in (0, 1]; 1 is none; the model's solver by default
         batch_size: sequences solved together
         csv: test on this file instead

@@ -22,7 +22,7 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
     def draw(axes: list[Any]) -> None:
         top, middle, bottom = axes
         for i, (name, e) in enumerate(rows):
-            wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}  # equal lines stay visible below each other
+            wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}  # lines that coincide all stay visible
             position = range(1, e.length + 1)
             window = "" if e.iterations is None else f", window {window_name(e)}"
             label = f"{name}, length {e.length}{window}"

@@ -37,7 +37,7 @@ class Test:
         identity_probability: of the sequences
         length: tokens of a sequence
         window: tokens solved at a time, or all; explicit models are tested once
-        max_iter: most evaluations of a token; the model's by default
+        max_iter: maximum number of evaluations of a token; the model's by default
         damping: of Picard's iteration; the model's solver by default
         sequences: how many
     """
@@ -181,7 +181,7 @@ def conduct(
 
 
 def _test(settings: TrainSettings, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
-    """Train, and write down the evaluations that are not there yet, each once it is made."""
+    """Train, then make the missing evaluations. Each is saved as soon as it is made."""
     model = train(settings, folder)
     for key, case in tqdm(cases.items(), desc="tests", leave=False):
         found = _read(folder / _RESULTS)

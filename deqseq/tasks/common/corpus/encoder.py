@@ -24,7 +24,7 @@ _PROBE = (
 )
 # Normalisers that work on characters or on words, never across a space.
 _NEAR = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "ByteLevel"}
-# Most characters of remembered words: a million English words, some 300 MB.
+# Limit on the characters of cached words: about a million English words, or 300 MB.
 _REMEMBERED = 2**23
 
 

@@ -94,7 +94,7 @@ class Manifest:
 
 
 class Preparation:
-    """A folder while its shards are written. An interrupted preparation continues.
+    """Writes the shards of a folder. An interrupted preparation continues.
 
     Nothing is written before :meth:`start`. With ``force`` it starts afresh, whatever the folder holds.
 

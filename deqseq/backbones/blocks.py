@@ -66,7 +66,7 @@ class Block(nn.Module):
         """The plain form. Returns three values: the stream plus ``added``, what this block adds to it, and
         the mixer's trace.
 
-        ``inputs`` are those of the mixer after its weights.
+        ``inputs`` are the mixer's arguments that follow its weights.
         """
         stream, u = add_norm(stream, added, self.norm, form)
         added, trace = self.mixer(u, weights[0], *inputs)

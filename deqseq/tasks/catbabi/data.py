@@ -234,9 +234,10 @@ def counted(inputs: Tensor, targets: Tensor, question: int | None) -> Tensor:
 def once(
     stories: Stories, batch_size: int, cut: int, seed: int = 0
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Every token of the stories once, in cuts of B streams: inputs, targets and tasks (B, L) int64.
+    """Yield batches that contain every token of the stories once: inputs, targets and tasks (B, L) int64.
 
-    Streams are runs of shuffled stories. Where the shorter ones have ended, targets are ``IGNORE_INDEX``.
+    Each batch is the next piece of B parallel streams of shuffled stories. After the end of a shorter stream its
+    targets are ``IGNORE_INDEX``.
     """
     check_count("batch_size", batch_size)
     check_count("cut", cut)

@@ -93,7 +93,7 @@ class PretrainTrainer(CurriculumTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
-        with self.accelerator.autocast():  # models that accelerate shards have none of their own
+        with self.accelerator.autocast():  # a model sharded by Accelerate does not enter it itself
             outputs = model(**inputs, skip_logits=True, use_cache=False)
         solution, loss = outputs.solution, outputs.loss
         if solution is not None:

@@ -75,7 +75,7 @@ class Speed(TrainerCallback):
     interruption included.
 
     Args:
-        rows: of ``length`` tokens, per process and step.
+        rows: number of rows, of ``length`` tokens each, per process and step.
         peak: FLOP/s of a device; ``None`` if unknown.
     """
 

@@ -34,12 +34,12 @@ class Test:
     """What every model is tested on: each probability at each length, solved in each window.
 
     Args:
-        identity_probability: of the sequences
+        identity_probability: how often a token of the test sequences is the identity
         length: tokens of a sequence
-        window: tokens solved at a time, or all; explicit models are tested once
+        window: tokens solved at a time, or all; an explicit model ignores it and is tested once a length
         max_iter: maximum number of evaluations of a token; the model's by default
-        damping: of Picard's iteration; the model's solver by default
-        sequences: how many
+        damping: damping of Picard's iteration; the model's solver by default
+        sequences: number of test sequences
     """
 
     __test__ = False  # none of pytest's

@@ -236,8 +236,8 @@ def once(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield batches that contain every token of the stories once: inputs, targets and tasks (B, L) int64.
 
-    Each batch is the next piece of B parallel streams of shuffled stories. After the end of a shorter stream its
-    targets are ``IGNORE_INDEX``.
+    Each batch is the next piece of B parallel streams of shuffled stories. After the end of a shorter stream
+    its targets are ``IGNORE_INDEX``.
     """
     check_count("batch_size", batch_size)
     check_count("cut", cut)

@@ -96,7 +96,8 @@ class Manifest:
 class Preparation:
     """Writes the shards of a folder. An interrupted preparation continues.
 
-    Nothing is written before :meth:`start`. With ``force`` the preparation starts anew, whatever the folder holds.
+    Nothing is written before :meth:`start`. With ``force`` the preparation starts anew, whatever the folder
+    holds.
 
     Raises:
         ValueError: without ``force``, the folder holds other files, shards that are damaged, or shards of

@@ -68,7 +68,7 @@ def solve_with_gradient(strategy: GradientStrategy, problem: Problem) -> Solutio
     """Solve by ``strategy``; a second derivative that would be wrong raises ``RuntimeError``."""
     solution = strategy.solve(problem)
     if not strategy.exact(problem):
-        solution.z = _FirstOrder.apply(solution.z, str(strategy))  # type: ignore[no-untyped-call]
+        solution.z = _FirstOrder.apply(solution.z, type(strategy).__name__)  # type: ignore[no-untyped-call]
     return solution
 
 

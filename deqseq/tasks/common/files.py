@@ -14,7 +14,7 @@ PART = ".part"
 
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON in one step. NaN and infinity, which JSON does not have, become null."""
-    part = path.with_name(f"{path.name}.{os.getpid()}{PART}")
+    part = path.with_name(f"{path.name}{PART}")  # one name, so that the next write replaces a killed one's
     with part.open("w") as file:
         file.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
         file.flush()

@@ -1,7 +1,5 @@
 """What the benchmark scripts share: arguments, timing, tables, results, and grids that can be resumed."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

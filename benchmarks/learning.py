@@ -9,8 +9,6 @@ seed of the plain form.
     python benchmarks/learning.py --kernels triton mamba_ssm torch --steps 2000
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

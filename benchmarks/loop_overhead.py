@@ -9,8 +9,6 @@ applications of f, and the table has every solver's residual.
     python benchmarks/loop_overhead.py --device cuda --dtype bfloat16 --batch 512
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec

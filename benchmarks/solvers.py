@@ -18,8 +18,6 @@ Rows are written when they are measured: the same command resumes an interrupted
     python benchmarks/solvers.py --model runs/a5 --solvers picard-0.7 anderson:3 --windows all 8 1
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import sys

@@ -16,8 +16,6 @@ loop: a solve over as many bare evaluations. decode: token by token with a cache
 data: batches of word problems, sampling and running products together; the products are checked first.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc

@@ -1,7 +1,5 @@
 """The small trained models that benchmarks measure: trained once in a folder, then loaded from it."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ same equilibrium: the script checks that the accuracies are equal. Run `make dem
     python benchmarks/warm_start.py --run DIR --length 256 --tolerances 0.05 1e-3 1e-5
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

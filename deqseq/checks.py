@@ -1,7 +1,5 @@
 """Checks of arguments."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Searches that remove settled sequences from the batch, so that f is no longer evaluated for them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

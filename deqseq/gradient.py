@@ -4,8 +4,6 @@ A strategy solves a problem with two calls: :func:`~deqseq.search` finds the fix
 :func:`~deqseq.steps` does a number of iterations, with a graph where gradients are enabled.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

@@ -5,8 +5,6 @@ Every replay reads and writes the memory of the recording, so values that pass f
 kept in fixed buffers.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -19,8 +19,6 @@ A backbone chooses once per forward pass (:func:`choose`, in ``prepare``) and ke
 All evaluations with this context use it, even when gradient checkpointing repeats them in the backward pass.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import logging

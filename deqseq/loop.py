@@ -10,8 +10,6 @@ A pass does not depend on how it is run: a :class:`Runner` runs passes one by on
 Shapes: B sequences, L tokens, W tokens in the window (W = L without one), D width.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, cast
 
 import torch

@@ -1,7 +1,5 @@
 """Weight normalisation of a backbone's body (w = g v / ||v|| per output row; Salimans & Kingma, 2016)."""
 
-from __future__ import annotations
-
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 

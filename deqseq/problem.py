@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens, D width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

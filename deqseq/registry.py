@@ -11,8 +11,6 @@ without touching this repository::
 Our own names come first: another package's part needs a name of its own.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from importlib import import_module

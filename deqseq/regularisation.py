@@ -4,8 +4,6 @@ Both take a map of z alone: ``lambda z: backbone(z, context)`` with ``context = 
 Shapes: B sequences, L tokens, D width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

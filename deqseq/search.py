@@ -5,8 +5,6 @@ Gradient strategies are written with these two.
 Shapes: B sequences, L tokens, D width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

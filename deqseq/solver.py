@@ -3,8 +3,6 @@
 Shapes: B sequences, W tokens in the window, D width.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Why the iteration of a token ended."""
 
-from __future__ import annotations
-
 import enum
 
 

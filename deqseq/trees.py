@@ -1,7 +1,5 @@
 """Tensors in nested tuples, lists, dicts and the records of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 from operator import mul

@@ -1,7 +1,5 @@
 """Small contractive maps, and helpers that several test modules share, as fixtures."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a token returns depends on nothing after it, to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

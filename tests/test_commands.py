@@ -5,8 +5,6 @@ before. What is over at once, such as ``--help``, runs to its end. That programs
 own: a program that no other test runs is not taken here.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Convergence policies: tolerances, budgets and how they combine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

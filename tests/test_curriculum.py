@@ -1,7 +1,5 @@
 """Stages of training: a function of the step, applied to the layer, the same after a round trip."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

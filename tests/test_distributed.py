@@ -1,7 +1,5 @@
 """The stop decision is taken by all processes of a group together."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The folders in extensions/ are packages with one part each.
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil

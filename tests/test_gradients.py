@@ -1,7 +1,5 @@
 """Gradients in double precision: against each other, and against finite differences."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

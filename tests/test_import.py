@@ -1,7 +1,5 @@
 """``import deqseq`` is light: optional packages are imported where they are used."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Arguments of the layers: what they accept, and what they say to what they do not."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from copy import deepcopy

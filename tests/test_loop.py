@@ -1,7 +1,5 @@
 """Counts, statuses and freezing: what the one loop promises whatever the parts are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

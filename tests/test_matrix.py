@@ -1,7 +1,5 @@
 """Every solver with every gradient strategy, window and backbone: forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

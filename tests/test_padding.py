@@ -1,7 +1,5 @@
 """Sequences do not notice their batch-mates, nor padding wherever it stands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The README and the pages of docs/: their Python runs as printed, and their links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts by name, from this package and from others that are installed."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

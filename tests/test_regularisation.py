@@ -1,7 +1,5 @@
 """Diagnostics on the Jacobian, against Jacobians that are known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

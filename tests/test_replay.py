@@ -1,8 +1,6 @@
 """Recorded solves equal those of the plain loop. Without a GPU the recorded steps are run again as they are:
 what is tested is then what they read, write and return."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Statistics of solves: means over tokens that are no padding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Duality: the window changes the work and not the fixed point, across calls too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens, W tokens in the window, D width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple

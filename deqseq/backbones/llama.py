@@ -4,8 +4,6 @@ Shapes: B sequences, L tokens, W tokens in the window, D width, H query heads, J
 P = D / H head dim, S slots of the key/value state.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Shapes: B sequences, L tokens, W tokens in the window, D width, E = expand * D i
 H = E / headdim heads, P = headdim, N = d_state, G = n_groups, K = d_conv.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

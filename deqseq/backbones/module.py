@@ -1,7 +1,5 @@
 """Any causal module as a backbone."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

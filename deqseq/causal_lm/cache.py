@@ -3,8 +3,6 @@
 Shapes: B sequences, C columns seen so far (tokens and padding), L columns of a call, D width.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

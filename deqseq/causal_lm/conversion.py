@@ -3,8 +3,6 @@
 Use it through :meth:`ImplicitForCausalLM.from_explicit` and :meth:`ImplicitForCausalLM.to_implicit`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -12,8 +12,6 @@ arXiv 2502.07827). ``python -m deqseq.causal_lm.presets`` prints the table of th
   phantom steps.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ plain :class:`ImplicitForCausalLM`, which saves in this library's own format.
 (Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens, D width.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Phantom gradient: a few steps with a graph after the search."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deqseq.checks import check_count

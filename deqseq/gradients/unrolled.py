@@ -1,7 +1,5 @@
 """Back-propagation through every iteration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deqseq.checks import check_count

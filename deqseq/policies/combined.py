@@ -1,7 +1,5 @@
 """Two policies at once: ``first & second`` and ``first | second``."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement, policies

@@ -1,7 +1,5 @@
 """Done when a share of the tokens has converged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Converged when the residual is small."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Anderson acceleration (Walker & Ni, 2011, difference form), one small system per token."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A wrapper that returns the best iterate of any solver."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

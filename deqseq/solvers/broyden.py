@@ -1,7 +1,5 @@
 """Broyden's method ("good" update, limited memory), one inverse Jacobian per token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ host, so it can be recorded as a CUDA graph.
 Shapes: B sequences, W tokens in the window, D width, M memory.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

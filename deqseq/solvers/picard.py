@@ -1,7 +1,5 @@
 """Picard iteration: apply f again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

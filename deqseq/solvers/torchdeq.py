@@ -1,7 +1,5 @@
 """Any solver of the torchdeq package (Geng & Kolter, 2023, arXiv 2310.18605), by name."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Continue a prompt: ``python -m deqseq.tasks.generate MODEL "prompt"``."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """Text to token shards for pretraining: ``python -m deqseq.tasks.prepare TEXT... --output DIR``."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

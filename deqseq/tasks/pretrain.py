@@ -3,8 +3,6 @@
 Also ``python -m deqseq.tasks.pretrain``, on one device.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The oracle of the state-space recurrence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

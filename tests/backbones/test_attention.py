@@ -1,7 +1,5 @@
 """Attention through transformers' attention interface: the same values, gradients and errors that help."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

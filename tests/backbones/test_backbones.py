@@ -1,7 +1,5 @@
 """What every backbone promises, and what is particular to each."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Fused kernels against their plain twins: on a GPU if there is one, else through Triton's interpreter."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

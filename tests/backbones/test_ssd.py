@@ -1,7 +1,5 @@
 """The state-space recurrence: the chunked form and the state against the plain recurrence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

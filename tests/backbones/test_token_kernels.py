@@ -1,7 +1,5 @@
 """The kernels for one token a sequence against the plain form."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark scripts run, check what they compare, and write what they say."""
 
-from __future__ import annotations
-
 import io
 import json
 import runpy

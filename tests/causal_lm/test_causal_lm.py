@@ -1,7 +1,5 @@
 """The causal language model: configuration, checkpoints, losses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

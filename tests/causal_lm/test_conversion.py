@@ -1,7 +1,5 @@
 """From explicit models of transformers to ours, and from explicit to implicit models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Caches and generation: what is decoded is what the full forward pass says."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The files are optional data, in the folder ``golden`` of ``DEQSEQ_TEST_DATA``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What users do with any transformers model: resize, checkpoint, fine-tune, stop, resume, prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The fused loss against transformers' own: on a GPU if there is one, else through Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

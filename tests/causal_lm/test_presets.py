@@ -1,7 +1,5 @@
 """The paper's configurations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints in the format of the reference implementation, written here from models of ours."""
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from pathlib import Path

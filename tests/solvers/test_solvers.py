@@ -1,7 +1,5 @@
 """Anderson and Broyden: fast on linear maps, restarted at the frontier, never worse than finite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """torchdeq's solvers inside our loop."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable

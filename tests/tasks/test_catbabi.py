@@ -1,7 +1,5 @@
 """CatbAbI: what is built, the streams, the carried state, training, evaluation and the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How the programs end: one line on what went wrong, and an exit status."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The data of language modelling: documents, hold-out, shards, rows, streams."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

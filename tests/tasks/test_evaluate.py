@@ -1,7 +1,5 @@
 """Evaluation: perplexity, lengths, iterations, windows, downstream tasks and the command line."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

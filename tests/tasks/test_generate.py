@@ -1,7 +1,5 @@
 """The program that continues a prompt."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

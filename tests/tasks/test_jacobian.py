@@ -1,7 +1,5 @@
 """Theorem 1: the Jacobian of an explicit layer's state is diagonal, that of an implicit one is not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The program that makes token shards: interruptions, settings, mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

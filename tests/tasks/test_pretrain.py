@@ -1,7 +1,5 @@
 """Run files, the plan, data, what is watched and what is left behind, on models of a second."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

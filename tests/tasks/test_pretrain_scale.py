@@ -3,8 +3,6 @@
 One interpreter forks all processes that train: imports cost more than all training here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

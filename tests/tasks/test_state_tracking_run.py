@@ -1,7 +1,5 @@
 """Training, resuming, evaluating and the command line of state tracking, on models of a few seconds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from itertools import pairwise

@@ -4,8 +4,6 @@ Shapes: B sequences, W tokens of the evaluation, H heads, P head dim, N state di
 channels; J key/value heads, S slots.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

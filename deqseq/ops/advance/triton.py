@@ -3,8 +3,6 @@
 Shapes as in :mod:`deqseq.ops.advance`; G groups of heads.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

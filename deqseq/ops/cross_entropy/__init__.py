@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens, V vocabulary, V' >= V columns of an output layer that pads.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from torch import Tensor

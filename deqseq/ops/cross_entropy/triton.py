@@ -3,8 +3,6 @@
 Shapes as in :mod:`deqseq.ops.cross_entropy`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Keeping z where tokens are frozen."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

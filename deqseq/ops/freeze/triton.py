@@ -1,7 +1,5 @@
 """Keeping z where tokens are frozen, in one Triton kernel."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

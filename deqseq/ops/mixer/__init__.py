@@ -3,8 +3,6 @@
 Shapes: B sequences, W tokens, D width, E inner width, H heads, P head dim, N state dim, G groups, K taps.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 Shapes and arguments as in :mod:`deqseq.ops.mixer.naive`.
 """
 
-from __future__ import annotations
-
 import torch
 from fla.modules.conv import causal_conv1d
 from fla.ops.simple_gla import chunk_simple_gla

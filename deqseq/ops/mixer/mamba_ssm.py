@@ -3,8 +3,6 @@
 Shapes and arguments as in :mod:`deqseq.ops.mixer.naive`.
 """
 
-from __future__ import annotations
-
 from causal_conv1d import causal_conv1d_fn
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor

@@ -4,8 +4,6 @@ Shapes: B sequences, W tokens, D width, E = H P inner width, H heads, P head dim
 heads that share b and c, K taps, C channels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ Shapes: B sequences, L tokens, H heads, P head dim, N state dim, G groups of hea
 C chunks of Q tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from einops import rearrange

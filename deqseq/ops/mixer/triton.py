@@ -5,8 +5,6 @@ one runs the recurrence; one gates and normalises. The graph keeps only the mixe
 output; the backward pass recomputes the rest, which saves memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

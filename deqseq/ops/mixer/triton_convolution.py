@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens, J columns of the projection [gate, x, b, c, dt], W convolved ones.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens, E inner width, J columns of the projection, whose first E are the gate.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -9,8 +9,6 @@ Shapes: B sequences, L tokens, E inner width, H heads, P head dim, N state dim, 
 convolved channels [x, b, c], J columns of the projection, Q tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

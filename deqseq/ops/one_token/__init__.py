@@ -4,8 +4,6 @@ Their plain forms are the blocks of :mod:`deqseq.backbones`, which call the othe
 Shapes: D width; H query heads, J key/value heads, P head dim.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ N state dim, G groups, W = E + 2 G N convolved channels, K taps, J = E + W + H c
 Llama: H query heads, J key/value heads, P head dim, S slots of the state.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

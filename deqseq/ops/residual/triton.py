@@ -1,7 +1,5 @@
 """Norms of f(z) - z in one Triton kernel; arguments and results as in :mod:`deqseq.ops.residual`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

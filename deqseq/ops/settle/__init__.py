@@ -3,8 +3,6 @@
 Shapes: B sequences, W tokens in the window.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Which tokens are settled, in one Triton kernel; arguments and results as in :mod:`deqseq.ops.settle`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

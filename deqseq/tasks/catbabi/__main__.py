@@ -1,7 +1,5 @@
 """The command line: ``python -m deqseq.tasks.catbabi {build,train,evaluate,compare}``."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

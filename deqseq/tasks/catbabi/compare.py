@@ -1,7 +1,5 @@
 """Compares evaluations of several runs: overall, by task, and in a figure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

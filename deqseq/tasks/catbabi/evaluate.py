@@ -3,8 +3,6 @@
 Shapes: B streams, L tokens of a cut, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass

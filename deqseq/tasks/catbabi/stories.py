@@ -5,8 +5,6 @@ answer as one word, even if it has several parts (``n,w``, ``apple,milk``). Ever
 Supporting facts are dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Shapes: B streams, L tokens of a cut, V vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict
 from pathlib import Path

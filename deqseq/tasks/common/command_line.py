@@ -1,7 +1,5 @@
 """Command lines: a function is a command, its parameters are the arguments, its docstring is the help."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

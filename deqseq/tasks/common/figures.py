@@ -1,7 +1,5 @@
 """Figures of the tasks: one style, written as PNG."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

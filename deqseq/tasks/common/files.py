@@ -1,7 +1,5 @@
 """Files that are whole at every moment: written under another name, synced, then renamed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 Shapes: N tokens of a text.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 from dataclasses import replace

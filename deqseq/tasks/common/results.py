@@ -1,7 +1,5 @@
 """Tables, and the folders that hold a report's JSON and figure."""
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

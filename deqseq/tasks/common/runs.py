@@ -1,7 +1,5 @@
 """The folder of one training run: settings, checkpoints, and in the end the model. Run files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -3,8 +3,6 @@
 The help of a field stands in the docstring of its class, under ``Args``.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Tokenizers by name or file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The settings that state tracking and CatbAbI share: a model and its two stages of training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line: ``python -m deqseq.tasks.evaluate {perplexity,length,iterations,duality,downstream}``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

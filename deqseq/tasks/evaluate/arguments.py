@@ -1,7 +1,5 @@
 """The reports' options. They import no model library: help and mistakes should not wait for one."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal

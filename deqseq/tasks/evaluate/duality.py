@@ -3,8 +3,6 @@
 Shapes: N tokens of a text, B sequences, L tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Shapes: N tokens of a text, S sequences, B of them in a batch, L tokens in each, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Figures of the reports: each function draws the rows of one report on axes, one below the other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The reports: each measures a model, prints a table and writes a result folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

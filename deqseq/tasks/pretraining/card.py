@@ -1,7 +1,5 @@
 """The model card of a finished run: the model, its scores, curves and settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs side by side: ``python -m deqseq.tasks.pretrain compare RUN_FOLDER ...``."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The data of a run: a folder of token shards, or a streamed dataset."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 ``python -m deqseq.tasks.pretrain demo --text FILE``.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -3,8 +3,6 @@
 Shapes: B rows in memory at a time, L tokens of a row, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path

@@ -5,8 +5,6 @@ file that it does not set itself. The command line changes any field by its dott
 ``--learning_rate 1e-3 --stages.0.until 0.7``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

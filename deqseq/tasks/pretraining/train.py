@@ -1,7 +1,5 @@
 """From settings to a trained model in a folder."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """The Trainer that pretrains: checkpoints for any number of devices, and what is watched."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterable

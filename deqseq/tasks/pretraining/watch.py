@@ -3,8 +3,6 @@
 Shapes: B sequences, L tokens, D width.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The command line: ``python -m deqseq.tasks.state_tracking {train,evaluate,study,data,jacobian,demo}``."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ plain cross-entropy and shifts nothing.
 Shapes: B batch, L tokens, S sequences, N elements.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import KW_ONLY, dataclass, field

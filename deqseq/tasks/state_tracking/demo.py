@@ -1,7 +1,5 @@
 """The demo: an implicit Mamba2 and its explicit twin on A5, side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

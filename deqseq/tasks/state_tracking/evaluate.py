@@ -1,7 +1,5 @@
 """Evaluation on a word problem, at any length and in any window."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

@@ -11,8 +11,6 @@ recurrence; the tail of the convolution, which holds the last tokens' inputs, st
 Shapes: L tokens, D width, S = H P N entries of the state, flattened.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recurrent baseline: it solves the word problem, one token at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

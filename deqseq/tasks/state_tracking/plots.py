@@ -1,7 +1,5 @@
 """Figures of state tracking: accuracy and iterations by position and by length, and training curves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

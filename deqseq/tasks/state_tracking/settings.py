@@ -1,7 +1,5 @@
 """Settings of a state-tracking run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A study: variants of a run, each with several seeds, tested alike and shown side by side."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

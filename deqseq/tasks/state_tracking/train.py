@@ -1,7 +1,5 @@
 """Training on a word problem: transformers' Trainer, endless streams, a curriculum of stages."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict

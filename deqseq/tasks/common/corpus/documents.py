@@ -3,8 +3,6 @@
 A source yields its documents in a fixed order and can start at any of them, so long work can be resumed.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence

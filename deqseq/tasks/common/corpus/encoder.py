@@ -1,7 +1,5 @@
 """Text to token ids, at the speed of the tokenizers library."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The rule that chooses the documents held out from training."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Literal, get_args

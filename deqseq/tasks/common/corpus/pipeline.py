@@ -4,8 +4,6 @@ One thread reads and writes. Workers tokenise; the tokenizers library releases P
 depend neither on the number of workers nor on interruptions.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

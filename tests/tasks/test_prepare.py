@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from deqseq.tasks.common.corpus import TokenFolder, pipeline, shards
+from deqseq.tasks.common.files import locked
 from deqseq.tasks.prepare import main
 
 WORDS = [f"word{i}" for i in range(500)]
@@ -133,7 +134,7 @@ def test_a_folder_is_prepared_once_at_a_time(
     tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
-    with shards.locked(output):  # as another process would
+    with locked(output, "prepares"):  # as another process would
         assert run(output, "text.txt") == 2
         assert "another process prepares" in capsys.readouterr().err and not any(output.iterdir())
     assert run(output, "text.txt") == 0

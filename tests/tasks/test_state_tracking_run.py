@@ -74,7 +74,7 @@ def test_torn_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
     torn = tmp_path / "cut" / "checkpoint-6"
     (torn / "trainer_state.json").unlink()
     (torn / "model.safetensors").write_bytes(b"half")
-    assert RunFolder(tmp_path / "cut", asdict(small())).last_checkpoint() == str(
+    assert RunFolder(tmp_path / "cut", asdict(small())).last_checkpoint() == (
         tmp_path / "cut" / "checkpoint-4"
     )
     resumed = weights(train(small(), tmp_path / "cut", save_steps=2))

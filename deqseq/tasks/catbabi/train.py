@@ -44,24 +44,25 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
     identity = {**asdict(settings), "fingerprint": data.fingerprint, "vocabulary": data.vocabulary_sum}
     # The data may have moved. Older runs did not record the vocabulary, which the fingerprint covers.
     folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
-    if folder.finished:
-        logger.info("%s is trained already", folder.path)
-    else:
-        stories = data.splits["train"]
-        if settings.tasks is not None:
-            stories = stories.of_tasks(settings.tasks)
-        question = data.question if settings.mode == "qa" else None
-        stream = StoryStreams(stories, question, settings.batch_size, settings.cut, settings.seed)
-        folder.start()
-        set_seed(settings.seed)
-        trainer = StreamTrainer(
-            short_run_arguments(settings, folder.path, save_steps),
-            stream,
-            settings.label_smoothing,
-            model=ImplicitForCausalLM(settings.config(len(data.vocabulary))),
-            curriculum=settings.curriculum(),
-        )
-        trainer.train_in(folder)
+    with folder.locked():
+        if folder.finished():
+            logger.info("%s is trained already", folder.path)
+        else:
+            stories = data.splits["train"]
+            if settings.tasks is not None:
+                stories = stories.of_tasks(settings.tasks)
+            question = data.question if settings.mode == "qa" else None
+            stream = StoryStreams(stories, question, settings.batch_size, settings.cut, settings.seed)
+            folder.start()
+            set_seed(settings.seed)
+            trainer = StreamTrainer(
+                short_run_arguments(settings, folder.path, save_steps),
+                stream,
+                settings.label_smoothing,
+                model=ImplicitForCausalLM(settings.config(len(data.vocabulary))),
+                curriculum=settings.curriculum(),
+            )
+            trainer.train_in(folder)
     found: Any = load_model(str(folder.path))  # not the trainer's, whose forward stays under its autocast
     return found
 

@@ -3,9 +3,13 @@
 import argparse
 import logging
 import os
+import pickle
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,6 +17,7 @@ from typing import Any, get_type_hints
 import docstring_parser
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+from deqseq.tasks.common import processes
 from deqseq.tasks.common.settings import add_parameters, one_line, plain, unknown_field, yaml_value
 
 Command = Callable[..., Any]
@@ -35,8 +40,9 @@ def main(
     """Run a program; returns the exit status.
 
     ``ValueError`` and ``OSError`` say what the user can correct: the program prints one line and ends with
-    status 2. ``FloatingPointError``, numbers that are not finite, ends with one line and status 1. Any other
-    exception is a fault of the program and shows its traceback.
+    status 2. ``FloatingPointError``, numbers that are not finite, the loss of another process and a pickle
+    that is refused end with one line and status 1. Any other exception is a fault of the program and shows
+    its traceback. Of several processes, the first one that fails prints, with its rank and host.
 
     Args:
         prog: how the program is called.
@@ -44,7 +50,7 @@ def main(
         commands: by name. The parameter ``settings``, if a command has one, gets the fields of a dataclass
             that the command line sets, by dotted names; its annotation is ``Annotated[dict, THE_CLASS]``.
         arguments: those of the command line by default.
-        interrupted: what to say when Ctrl-C ends the program, with status 130.
+        interrupted: what to say when Ctrl-C or SIGTERM ends the program, with status 130 or 143.
         default: the command to run where the first argument names none.
         log_level: lowest level of the log that is shown.
     """
@@ -52,22 +58,53 @@ def main(
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = commands.get(words[0]) if words else None
     try:
-        if command is not None:
-            execute(command, _parse(f"{prog} {words[0]}", command, words[1:]))
-        elif default is not None:
-            execute(default, _parse(prog, default, words, about))
-        else:
-            _choice(prog, about, commands).parse_args(words)
+        with _terminable():
+            if command is not None:
+                execute(command, _parse(f"{prog} {words[0]}", command, words[1:]))
+            elif default is not None:
+                execute(default, _parse(prog, default, words, about))
+            else:
+                _choice(prog, about, commands).parse_args(words)
         return 0
+    except processes.ElsewhereError:
+        return 2
     except argparse.ArgumentError as error:
         status, said = 2, f"error: {one_line(error)}"
     except (ValueError, OSError, FloatingPointError) as error:
         status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {error}"
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0].split(" (")[0].removesuffix(".")  # goes on to advise to allow it
+        status, said = 1, f"error: a file is refused, as it holds more than tensors: {reason}"
+    except RuntimeError as error:
+        if not processes.lost(error):
+            raise
+        status, said = 1, f"error: another process of the run is gone; {interrupted}"
+    except _Terminated:
+        status, said = 128 + signal.SIGTERM, f"terminated; {interrupted}"
     except KeyboardInterrupt:
         status, said = 130, f"interrupted; {interrupted}"
-    if os.environ.get("RANK", "0") == "0":  # of several processes the first one prints
-        print(said, file=sys.stderr)
+    if processes.speaks():
+        print(f"{processes.name()}{said}", file=sys.stderr)
     return status
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM ends the program as Ctrl-C does."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    def terminate(*_: Any) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def execute(command: Command, values: Mapping[str, Any]) -> None:

@@ -1,8 +1,11 @@
-"""Files that are whole at every moment: written under another name, synced, then renamed."""
+"""Files that are whole at every moment: written under another name, synced, then renamed. Locks."""
 
+import fcntl
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,37 @@ def rename(part: Path, path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def locked(folder: Path, what: str) -> Iterator[None]:
+    """Make ``folder`` and lock it until the context or the process ends.
+
+    File systems without locks are not protected.
+
+    Args:
+        what: what the holder of the lock does with the folder, for the error: ``"prepares"``.
+
+    Raises:
+        ValueError: another process has the lock.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another process {what} {folder}: wait until it ends, or name another folder"
+                ) from None
+        yield
+    finally:
+        os.close(handle)
+        if made:
+            with suppress(OSError):  # unless it has been filled
+                folder.rmdir()
 
 
 def _finite(value: Any) -> Any:

@@ -2,19 +2,21 @@
 
 import json
 import logging
-import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from deqseq.tasks.common.files import PART, write_json
+from deqseq.tasks.common.files import PART, locked, write_json
+from deqseq.tasks.common.seals import SEAL, checkpoints, fault, seal, unseal
 from deqseq.tasks.common.settings import flat
 
 logger = logging.getLogger(__name__)
 
 _SETTINGS = "settings.json"
 _RECORD = "training.json"
-_SEAL = "complete.json"
+_FOLDERS = re.compile(r"model|stage-\d+|checkpoint-\d+")  # what a run makes folders of
 
 
 class RunFolder:
@@ -37,7 +39,11 @@ class RunFolder:
         self._settings = json.loads(json.dumps(settings))
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file, not a folder")
-        if (self.path / _SETTINGS).exists():
+        for entry in self.path.glob("*"):
+            if _FOLDERS.fullmatch(entry.name) and not entry.is_dir():
+                raise ValueError(f"{entry} is a file, and training writes a folder of this name: remove it")
+        self._is_old = (self.path / _SETTINGS).exists()
+        if self._is_old:
             self._check_same(may_change)
         elif self.path.exists() and any(not file.name.endswith(PART) for file in self.path.iterdir()):
             raise ValueError(
@@ -51,25 +57,49 @@ class RunFolder:
         if not file.exists() or _read_json(file) != self._settings:
             write_json(file, self._settings)
 
-    @property
+    def locked(self) -> AbstractContextManager[None]:
+        """A context in which no other process trains in the folder; ``ValueError`` if one does already."""
+        return locked(self.path, "trains in")
+
     def finished(self) -> bool:
-        """Whether the trained model has been saved."""
-        return (self.path / _RECORD).exists()
+        """Whether the trained model is there and as it was saved; a warning names what is damaged.
 
-    def finish(self, record: Mapping[str, Any]) -> None:
-        """Write how training went. This file says that the run is finished, so it must be written last."""
-        write_json(self.path / _RECORD, record)
-
-    def last_checkpoint(self) -> str | None:
-        """The newest checkpoint that was written to its end; ``None`` if there is none.
-
-        A run that is killed while it writes a checkpoint leaves a folder without a seal.
+        Raises:
+            ValueError: the model is damaged, and there is no checkpoint to make it again from.
         """
-        found = [path for path in self.path.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
-        for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-            if is_whole(path):
-                return str(path)
-            logger.warning("%s was not written to its end: going back to the checkpoint before it", path)
+        if not (self.path / _RECORD).is_file():
+            return False
+        wrong = fault(self.path) if (self.path / SEAL).exists() else None  # version 0.1 did not seal runs
+        if wrong is None:
+            return True
+        if self.last_checkpoint() is None:
+            raise ValueError(
+                f"the finished run in {self.path} {wrong}, and no checkpoint is whole: remove the folder to "
+                "train again, or name another one"
+            )
+        logger.warning("the finished run in %s %s: its end is repeated", self.path, wrong)
+        return False
+
+    def finish(self, record: Mapping[str, Any], files: Iterable[Path]) -> None:
+        """Write how training went, and seal the run. ``files``: those of the trained model."""
+        write_json(self.path / _RECORD, record)
+        seal(self.path, [self.path / _SETTINGS, self.path / _RECORD, *files])
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest checkpoint that is whole; ``None`` if there is none.
+
+        One that was not written to its end, as a kill leaves it, or is damaged, is named and does not count
+        any more.
+        """
+        found = checkpoints(self.path)
+        for path in reversed(found):
+            wrong = fault(path)
+            if wrong is None:
+                return path
+            logger.warning("%s %s: going back to the checkpoint before it", path, wrong)
+            unseal(path)
+        if found or self._is_old:
+            logger.warning("%s has no whole checkpoint: training starts from step 0", self.path)
         return None
 
     def _check_same(self, may_change: Collection[str]) -> None:
@@ -86,27 +116,14 @@ class RunFolder:
             )
 
 
-def seal(checkpoint: Path) -> None:
-    """Mark a checkpoint as whole: sync all its files, then list them with their sizes."""
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != _SEAL)
-    for path in files:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    write_json(checkpoint / _SEAL, {str(path.relative_to(checkpoint)): path.stat().st_size for path in files})
-
-
-def unseal(checkpoint: Path) -> None:
-    """Mark a checkpoint as not whole, before it is written again."""
-    (checkpoint / _SEAL).unlink(missing_ok=True)
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was sealed, and all its files still have the sizes that they had then."""
-    try:
-        sizes = json.loads((checkpoint / _SEAL).read_text())
-        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
-        return False
+def check_model(path: str | Path) -> None:
+    """Raise ``ValueError`` if a checkpoint, or a model in the folder of a finished run, is damaged."""
+    place = Path(path)
+    if not (place / SEAL).exists() and (place.parent / SEAL).exists():
+        place = place.parent
+    is_checkpoint = place in checkpoints(place.parent)
+    if (is_checkpoint or (place / SEAL).exists()) and (wrong := fault(place)):
+        raise ValueError(f"{place} {wrong}: copy it again, or name another one")
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:

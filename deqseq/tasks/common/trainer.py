@@ -6,10 +6,12 @@ Shapes: B sequences, L tokens, V vocabulary.
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,7 +21,8 @@ from transformers.trainer_callback import ExportableState
 from deqseq.curriculum import Curriculum
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.statistics import SolveStatistics
-from deqseq.tasks.common.runs import RunFolder, seal, unseal
+from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.seals import rotate, seal, step_of, unseal
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +70,33 @@ class CurriculumCallback(TrainerCallback, ExportableState):
                 setattr(model.config, name, value)
 
 
+class Totals(TrainerCallback, ExportableState):
+    """Seconds and losses of the whole run, those before an interruption included; saved in checkpoints."""
+
+    def __init__(self) -> None:
+        self.seconds = self.losses = 0.0  # up to the step from which this process goes on
+        self.sum_of_losses = 0.0  # of all steps up to the last checkpoint
+        self._since = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of training so far."""
+        return self.seconds + time.perf_counter() - self._since
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"seconds": self.elapsed, "losses": self.sum_of_losses}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and saved:
+            self.seconds, self.losses = saved["attributes"]["seconds"], saved["attributes"]["losses"]
+        self._since = time.perf_counter()
+
+
 class CurriculumTrainer(Trainer):
     """Trainer that follows a curriculum, logs statistics of the solves, and seals whole checkpoints.
+
+    Of these, it keeps the last ``save_total_limit``.
 
     Args:
         curriculum: ``None`` for an explicit model.
@@ -79,6 +107,9 @@ class CurriculumTrainer(Trainer):
         if curriculum is not None:
             options["callbacks"] = [*(options.get("callbacks") or []), CurriculumCallback(curriculum)]
         super().__init__(**options)
+        self.keep, self.args.save_total_limit = self.args.save_total_limit, None  # see _save_checkpoint
+        self.totals = Totals()
+        self.add_callback(self.totals)
         self.model_accepts_loss_kwargs = False  # the loss is the mean of its own batch
         self.solves = SolveStatistics(tail=True)
 
@@ -90,6 +121,9 @@ class CurriculumTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs = {**logs, **self.read(self.solves)}
+        if "train_loss" in logs:  # transformers reports the steps since the last start
+            losses = self.totals.losses + self._total_loss_scalar
+            logs |= {"train_loss": losses / self.state.global_step, "train_runtime": self.totals.elapsed}
         super().log(logs, start_time)
 
     def read(self, solves: SolveStatistics) -> dict[str, float]:
@@ -99,14 +133,20 @@ class CurriculumTrainer(Trainer):
         return {name: round(value, 5) for name, value in found.items() if name != "share_completed"}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # transformers writes trainer_state.json last, but only among the first process's files, and syncs
-        # none of them.
-        folder = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
+        # transformers does not sync the files. It removes old checkpoints, those written last kept, before
+        # the new one is whole, and counts torn ones as kept. So this is done here: seal first, then remove.
+        run = Path(str(self.args.output_dir))
+        folder = run / f"checkpoint-{self.state.global_step}"
+        running = self.accelerator.gather(self._tr_loss).mean().item()
+        self.totals.sum_of_losses = self.totals.losses + self._total_loss_scalar + running
         unseal(folder)
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
+        with writing(folder):
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                seal(folder)
         if self.args.should_save:
-            seal(folder)
+            rotate(run, self.keep)
 
 
 class AlignedTrainer(CurriculumTrainer):
@@ -158,21 +198,31 @@ class AlignedTrainer(CurriculumTrainer):
         checkpoint = folder.last_checkpoint()
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
-            self.stream.start = int(checkpoint.rpartition("-")[2])
-        start = time.perf_counter()
-        self.train(resume_from_checkpoint=checkpoint)
-        seconds = time.perf_counter() - start
-        self.save_model(str(folder.path))
+            self.stream.start = step_of(checkpoint)
+        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with writing(folder.path):
+            self.save_model(str(folder.path))
         assert self.model is not None
         record = {
-            "seconds": round(seconds, 1),
+            "seconds": round(self.totals.elapsed, 1),
             "resumed": checkpoint is not None,
             "device": str(self.args.device),
             "threads": torch.get_num_threads(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "log": self.state.log_history,
         }
-        folder.finish(record)
+        folder.finish(record, [folder.path / "config.json", *folder.path.glob("*.safetensors")])
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A context that writes to ``folder``. Other packages' errors, of a full disk say, become ``OSError``."""
+    try:
+        yield
+    except (OSError, ValueError, dist.DistError):
+        raise
+    except Exception as error:  # safetensors, tokenizers and torch.save have errors of their own
+        raise OSError(f"{folder} cannot be written: {str(error).splitlines()[0]}") from error
 
 
 def short_run_arguments(settings: Any, output: Path, save_steps: int) -> TrainingArguments:

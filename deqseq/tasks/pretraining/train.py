@@ -2,7 +2,10 @@
 
 import logging
 import math
+import os
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ from torch.utils.data import Subset
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.files import PART
+from deqseq.tasks.common.processes import everywhere, on_every_node, on_first
+from deqseq.tasks.common.runs import RunFolder, check_model
+from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
@@ -21,6 +27,8 @@ from deqseq.tasks.pretraining.trainer import PretrainTrainer, Progress
 from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
 
 logger = logging.getLogger(__name__)
+
+_VISIBLE_AFTER = 60  # seconds in which a shared file system must show a new file to all nodes
 
 
 def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -> Path:
@@ -37,52 +45,73 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     """
     args = arguments(settings, Path(output), progress)
     state = PartialState()  # the arguments have set up the processes
-    data = open_data(settings)
+    data = everywhere(lambda: open_data(settings))
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
-    folder = RunFolder(output, kept, RESUMES)
+    folder = everywhere(lambda: RunFolder(output, kept, RESUMES))
     final = folder.path / "model"
-    if folder.finished:
-        if not final.exists():
-            raise ValueError(
-                f"the run in {folder.path} is finished, and its model is gone: remove training.json there, "
-                "and the same command makes it again from the last checkpoint"
-            )
+    with ExitStack() as stack:
+        on_first(lambda: stack.enter_context(folder.locked()))
+        if on_first(folder.finished):
+            if state.is_main_process:
+                logger.info("%s is trained already", folder.path)
+            return final
+        checkpoint = on_first(folder.last_checkpoint)
+        _check_shared(folder.path)
+        if settings.start_from is not None and checkpoint is None:
+            on_every_node(partial(check_model, settings.start_from))
+        on_every_node(data.verify)
+        trainer = everywhere(lambda: make_trainer(settings, data, args, checkpoint))
+        on_first(folder.start)
         if state.is_main_process:
-            logger.info("%s is trained already", folder.path)
-        return final
-    checkpoint = folder.last_checkpoint()
-    trainer = make_trainer(settings, data, args, checkpoint)
-    if state.is_main_process:
-        data.verify()
-        folder.start()
-        logger.info(
-            "%d steps of %d tokens on %d x %s%s", settings.total_steps, settings.batch_tokens,
-            state.num_processes, args.device.type, f", resuming from {checkpoint}" if checkpoint else "",
-        )  # fmt: skip
-    state.wait_for_everyone()
-    start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = time.perf_counter() - start
-    scores = trainer.evaluate(data.validation)
-    trainer.save_model(str(final))
-    if state.is_main_process:
-        record = {
-            "seconds": round(seconds, 1),
-            "resumed": checkpoint is not None,
-            "processes": state.num_processes,
-            "device": str(trainer.args.device),
-            "parameters": sum(p.numel() for p in trainer.model.parameters()),
-            "validation": {name: value for name, value in scores.items() if isinstance(value, float)},
-            "log": trainer.state.log_history,
-        }
-        logger.info("held-out perplexity %.2f", math.exp(scores["eval_loss"]))
-        write_card(final, settings, record)
-        folder.finish(record)
-    state.wait_for_everyone()
+            logger.info(
+                "%d steps of %d tokens on %d x %s%s", settings.total_steps, settings.batch_tokens,
+                state.num_processes, args.device.type, f", resuming from {checkpoint}" if checkpoint else "",
+            )  # fmt: skip
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        scores = trainer.evaluate(data.validation)
+        with writing(final):
+            trainer.save_model(str(final))
+        if state.is_main_process:
+            record = {
+                "seconds": round(trainer.totals.elapsed, 1),
+                "resumed": checkpoint is not None,
+                "processes": state.num_processes,
+                "device": str(trainer.args.device),
+                "parameters": sum(p.numel() for p in trainer.model.parameters()),
+                "validation": {name: value for name, value in scores.items() if isinstance(value, float)},
+                "log": trainer.state.log_history,
+            }
+            logger.info("held-out perplexity %.2f", math.exp(scores["eval_loss"]))
+            write_card(final, settings, record)
+            models = [final, *folder.path.glob("stage-*")]
+            files = [file for model in models for file in model.rglob("*") if file.suffix != ".md"]
+            folder.finish(record, files)
+        state.wait_for_everyone()
     return final
 
 
-def _model(settings: RunSettings, data: Data, checkpoint: str | None) -> ImplicitForCausalLM:
+def _check_shared(folder: Path) -> None:
+    """Raise ``ValueError`` unless all processes see the files that the first one writes to ``folder``."""
+    file = on_first(lambda: folder / f"{time.time_ns()}{PART}")
+    on_first(file.touch)
+
+    def look() -> None:
+        end = time.monotonic() + _VISIBLE_AFTER
+        while file.name not in os.listdir(folder):
+            if time.monotonic() > end:
+                raise ValueError(
+                    f"{folder} is not the folder that the first process sees: all nodes must share it"
+                )
+            time.sleep(0.1)
+
+    try:
+        everywhere(look)
+    finally:
+        if PartialState().is_main_process:
+            file.unlink()
+
+
+def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> ImplicitForCausalLM:
     """The model of a checkpoint, with the weights of ``settings.start_from``, or fresh; in float32."""
     set_seed(settings.seed)
     config = data.fitted(settings.config())
@@ -102,7 +131,7 @@ def _model(settings: RunSettings, data: Data, checkpoint: str | None) -> Implici
 
 
 def make_trainer(
-    settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: str | None = None
+    settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: Path | None = None
 ) -> PretrainTrainer:
     """The trainer of a run, ready to train.
 
@@ -189,5 +218,9 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
             f"{args.n_gpu} GPUs, but one process: start one for each, accelerate launch --num_processes "
             f"{args.n_gpu} ..., or set CUDA_VISIBLE_DEVICES=0"
         )
+    wanted = "bf16" if settings.bf16 else "no"
+    if args.mixed_precision != wanted:
+        logger.info("mixed precision: %s, as the run says; accelerate says %s", wanted, args.mixed_precision)
+        args.mixed_precision = wanted
     args.gradient_accumulation_steps = settings.accumulation(args.world_size)
     return args

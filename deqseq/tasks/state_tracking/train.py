@@ -37,18 +37,19 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
         ValueError: ``output`` holds another run.
     """
     folder = RunFolder(output, asdict(settings))
-    if folder.finished:
-        logger.info("%s is trained already", folder.path)
-        return load(folder.path)[0]
-    folder.start()
-    set_seed(settings.seed)
-    model = settings.model()
-    arguments = short_run_arguments(settings, folder.path, save_steps)
-    batches = _Batches(settings, arguments.device)
-    trainer = AlignedTrainer(
-        arguments, batches, settings.label_smoothing, model=model, curriculum=settings.curriculum()
-    )
-    trainer.train_in(folder)
+    with folder.locked():
+        if folder.finished():
+            logger.info("%s is trained already", folder.path)
+            return load(folder.path)[0]
+        folder.start()
+        set_seed(settings.seed)
+        model = settings.model()
+        arguments = short_run_arguments(settings, folder.path, save_steps)
+        batches = _Batches(settings, arguments.device)
+        trainer = AlignedTrainer(
+            arguments, batches, settings.label_smoothing, model=model, curriculum=settings.curriculum()
+        )
+        trainer.train_in(folder)
     return load(folder.path)[0]
 
 

@@ -18,7 +18,8 @@ from tqdm.auto import tqdm
 from deqseq.tasks.common.corpus.documents import Source
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.holdout import SALT, SPLITS, HoldOut, Split
-from deqseq.tasks.common.corpus.shards import Place, Preparation, locked
+from deqseq.tasks.common.corpus.shards import Place, Preparation
+from deqseq.tasks.common.files import locked
 
 # Bytes of text in a batch; a worker tokenises it in a tenth of a second.
 _BATCH = 2**18
@@ -79,7 +80,7 @@ def prepare(
         check(sources)
     size = 0
     with (
-        locked(output),
+        locked(output, "prepares"),
         ThreadPoolExecutor(workers) as pool,
         _bar("tokenise", sources, start) as bar,
     ):

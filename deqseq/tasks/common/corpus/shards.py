@@ -8,12 +8,9 @@ every moment, and a process that is killed loses only the shards that it was wri
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,27 +143,6 @@ class Preparation:
         self.manifest.shards += [shard for shard in finished if shard is not None]
         self.manifest.next = next
         self.manifest.write(self.path)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and lock it until the context or the process ends; ``ValueError`` if another one has.
-
-    File systems without locks are not protected.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another process prepares {folder}: wait until it ends, or name another folder"
-                ) from None
-        yield
-    finally:
-        os.close(handle)
 
 
 class ShardWriter:

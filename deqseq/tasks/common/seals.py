@@ -1,0 +1,120 @@
+"""Seals: which files of a folder were written to their end, and whether they are still as they were written.
+
+A seal is the file ``complete.json``, written last. It lists the files with their sizes and checksums (XXH3,
+128 bits). A folder without a seal was not written to its end.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from xxhash import xxh3_128
+
+from deqseq.tasks.common.files import write_json
+
+logger = logging.getLogger(__name__)
+
+SEAL = "complete.json"
+_BLOCK = 2**22  # bytes read at once; hashing them leaves Python's lock to other threads
+
+
+def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
+    """Sync the files to the disk and write the seal. ``files``: all files in ``folder`` by default."""
+    found = sorted(path for path in files or folder.rglob("*") if path.is_file() and path.name != SEAL)
+    with ThreadPoolExecutor(8) as pool:  # checksums are made while the disk writes
+        synced = [pool.submit(_sync, path) for path in found]
+        checksums = list(pool.map(_checksum, found))
+        for future in synced:
+            future.result()
+    listed = zip(found, checksums, strict=True)
+    write_json(
+        folder / SEAL,
+        {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": checksum}
+            for path, checksum in listed
+        },
+    )
+
+
+def unseal(folder: Path) -> None:
+    """Mark a folder as not whole: before it is written again, removed, or because it is damaged."""
+    (folder / SEAL).unlink(missing_ok=True)
+
+
+def fault(folder: Path, content: bool = True) -> str | None:
+    """What is wrong with a folder, in words that follow its name; ``None`` if it is as it was sealed.
+
+    Args:
+        content: compare checksums, which reads every file. Seals of version 0.1 have sizes only.
+    """
+    try:
+        listed = json.loads((folder / SEAL).read_text())
+    except FileNotFoundError:
+        return "was not written to its end"
+    except (OSError, ValueError):
+        return f"is damaged: {SEAL} cannot be read"
+    if not isinstance(listed, dict) or not listed:
+        return f"is damaged: {SEAL} lists no files"
+    files = [
+        (folder / name, entry if isinstance(entry, dict) else {"bytes": entry})
+        for name, entry in listed.items()
+    ]
+    try:
+        for path, entry in files:
+            size = path.stat().st_size if path.is_file() else None
+            if size is None:
+                return f"is damaged: {path.name} is missing"
+            if size != entry.get("bytes"):
+                return f"is damaged: {path.name} has {size} bytes instead of {entry.get('bytes')}"
+        if content:
+            with ThreadPoolExecutor(8) as pool:
+                checksums = pool.map(_checksum, [path for path, _ in files])
+                for (path, entry), checksum in zip(files, checksums, strict=True):
+                    if entry.get("xxh3_128", checksum) != checksum:
+                        return f"is damaged: the checksum of {path.name} is not the one in {SEAL}"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The folders ``checkpoint-STEP`` of a run, the oldest first."""
+    found = [path for path in run.glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
+    return sorted((path for path in found if path.is_dir()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step at which a checkpoint was written, from its name."""
+    return int(checkpoint.name.partition("-")[2])
+
+
+def rotate(run: Path, keep: int | None) -> None:
+    """Remove all checkpoints but the last ``keep`` whole ones. ``None`` keeps every whole one."""
+    found = checkpoints(run)
+    whole = [path for path in found if fault(path, content=False) is None]
+    kept = whole if keep is None else whole[-keep:]
+    for path in found:
+        if path not in kept:
+            unseal(path)  # so that a removal that is cut off leaves a checkpoint that does not count
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", path, error)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _checksum(path: Path) -> str:
+    state = xxh3_128()
+    buffer = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            state.update(buffer[:size])
+    return state.hexdigest()

@@ -1,0 +1,261 @@
+"""Runs that are killed, damaged or started twice: nothing is lost, nothing wrong is used, and it is said."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from deqseq.tasks.common import command_line, seals
+from deqseq.tasks.common.files import locked
+from deqseq.tasks.common.seals import checkpoints, fault, rotate, seal
+from deqseq.tasks.pretraining.run_files import load_run
+from deqseq.tasks.pretraining.settings import RunSettings
+from deqseq.tasks.pretraining.train import arguments, pretrain
+from deqseq.tasks.pretraining.trainer import PretrainTrainer
+
+STEPS = 8
+SMALL: dict[str, Any] = {
+    "model": {"vocab_size": 300, "backbone": {"name": "llama", "d_model": 16, "n_layer": 1, "n_head": 2}},
+    "length": 16, "batch_tokens": 32, "per_device_batch_size": 2, "steps": STEPS, "passes": 100,
+    "eval_rows": 4, "eval_steps": 100, "save_steps": 2, "log_steps": 3, "spectral_every": 0, "workers": 0,
+    "report_to": "none", "bf16": False,
+}  # fmt: skip
+
+
+class KillError(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+@pytest.fixture
+def settings(token_folder: Path) -> RunSettings:
+    return load_run("llama-tiny", {**SMALL, "data": str(token_folder)})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Path:
+    """An uninterrupted run, which keeps all its checkpoints."""
+    folder = tmp_path_factory.mktemp("faults") / "whole"
+    pretrain(load_run("llama-tiny", {**SMALL, "data": str(token_folder), "keep": 9}), folder, progress=False)
+    return folder
+
+
+def train(settings: RunSettings, folder: Path) -> bytes:
+    """Train to the end; the weights."""
+    return (pretrain(settings, folder, progress=False) / "model.safetensors").read_bytes()
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model" / "model.safetensors").read_bytes()
+
+
+def cut(run: Path, folder: Path) -> Path:
+    """A copy of a run as it was before its model was saved."""
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "model")
+    for name in ("training.json", seals.SEAL):
+        (folder / name).unlink()
+    return folder
+
+
+def flip(file: Path, place: float = 0.7) -> None:
+    """Flip one bit, at a share of the file."""
+    data = bytearray(file.read_bytes())
+    data[int(place * len(data))] ^= 4
+    file.write_bytes(data)
+
+
+def dies(name: str, at: Callable[[Path], bool]) -> Callable[..., None]:
+    """The function of this name, in which the process ends if it gets such a path."""
+    original = getattr(seals, name, None) or getattr(shutil, name)
+
+    def function(path: Path, *args: Any) -> None:
+        if at(Path(path)):
+            for file in [p for p in Path(path).iterdir() if p.is_file()][:1]:  # half done
+                file.unlink()
+            raise KillError
+        original(path, *args)
+
+    return function
+
+
+def test_a_kill_while_removing_and_one_before_sealing_lose_nothing(
+    settings: RunSettings, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", dies("rmtree", lambda path: path.name == "checkpoint-2"))
+        with pytest.raises(KillError):
+            pretrain(settings, tmp_path, progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "deqseq.tasks.common.trainer.seal", dies("seal", lambda path: path.name == "checkpoint-8")
+        )
+        with pytest.raises(KillError):
+            pretrain(settings, tmp_path, progress=False)
+    assert [path.name for path in checkpoints(tmp_path) if fault(path) is None] == [
+        "checkpoint-4",
+        "checkpoint-6",
+    ]
+    assert train(settings, tmp_path) == weights(whole)
+    assert [path.name for path in checkpoints(tmp_path)] == [
+        "checkpoint-6",
+        "checkpoint-8",
+    ]  # torn ones are gone
+
+
+def test_rotation_counts_whole_checkpoints_by_number(tmp_path: Path) -> None:
+    for step in (10, 9, 100, 20, 30):  # written in this order
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "weights").write_text(str(step))
+        if step != 30:
+            seal(tmp_path / f"checkpoint-{step}")
+    rotate(tmp_path, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-100"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "config.json", seals.SEAL],
+)
+def test_a_flipped_bit_in_the_newest_checkpoint_is_noticed(
+    settings: RunSettings, whole: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    run = cut(whole, tmp_path / "run")
+    flip(run / f"checkpoint-{STEPS}" / name)
+    assert train(settings, run) == weights(whole)
+    assert f"checkpoint-{STEPS} is damaged" in caplog.text
+    assert f"resuming from {run / f'checkpoint-{STEPS - 2}'}" in caplog.text
+
+
+def test_a_file_of_another_step_is_noticed(settings: RunSettings, whole: Path, tmp_path: Path) -> None:
+    run = cut(whole, tmp_path / "run")
+    shutil.copy(run / "checkpoint-4" / "optimizer.pt", run / f"checkpoint-{STEPS}")
+    assert train(settings, run) == weights(whole)
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "training.json", "stage-1/model.safetensors"])
+def test_a_damaged_finished_run_is_repeated_from_its_last_checkpoint(
+    settings: RunSettings, whole: Path, tmp_path: Path, name: str
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    flip(run / name)
+    assert (train(settings, run) == weights(whole) and fault(run) is None) or name.startswith("stage")
+    for path in checkpoints(run):
+        shutil.rmtree(path)
+    flip(run / "model" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors .*no checkpoint is whole"):
+        pretrain(settings, run, progress=False)
+
+
+def test_a_run_that_starts_anew_over_an_old_folder_says_so(
+    settings: RunSettings, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = cut(whole, tmp_path / "run")
+    for path in checkpoints(run):
+        (path / seals.SEAL).unlink()
+    assert train(settings, run) == weights(whole)
+    assert "has no whole checkpoint: training starts from step 0" in caplog.text
+
+
+def test_a_damaged_start_is_refused(settings: RunSettings, whole: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    for source in (f"checkpoint-{STEPS}", "model", "stage-1"):
+        flip(run / source / "model.safetensors")
+        begun = replace(settings, start_from=str(run / source))
+        with pytest.raises(ValueError, match=r"is damaged: .* copy it again"):
+            pretrain(begun, tmp_path / "next", progress=False)
+    assert not (tmp_path / "next").exists()
+
+
+def test_seconds_and_losses_are_those_of_the_whole_run(
+    settings: RunSettings, whole: Path, tmp_path: Path
+) -> None:
+    def totals(run: Path) -> dict[str, Any]:
+        record = json.loads((run / "training.json").read_text())
+        return {**record, **next(line for line in record["log"] if "train_loss" in line)}
+
+    run = cut(whole, tmp_path / "run")
+    shutil.rmtree(run / f"checkpoint-{STEPS}")
+    shutil.rmtree(run / f"checkpoint-{STEPS - 2}")
+    train(settings, run)
+    saved = json.loads((run / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    before = json.loads((whole / "checkpoint-4" / "trainer_state.json").read_text())
+    assert totals(run)["train_loss"] == pytest.approx(totals(whole)["train_loss"], rel=1e-5)
+    former, later = (
+        state["stateful_callbacks"]["Totals"]["attributes"]["seconds"] for state in (before, saved)
+    )
+    assert 0 < former < later <= totals(run)["train_runtime"] <= totals(run)["seconds"] + 0.1
+
+
+def test_a_folder_is_trained_in_once_at_a_time(settings: RunSettings, tmp_path: Path) -> None:
+    with locked(tmp_path, "trains in"), pytest.raises(ValueError, match="another process trains in"):
+        pretrain(settings, tmp_path, progress=False)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_in_the_place_of_a_folder_is_reported_first(settings: RunSettings, tmp_path: Path) -> None:
+    for name in ("model", "stage-1", "checkpoint-4"):
+        (tmp_path / name).write_text("")
+        with pytest.raises(ValueError, match=f"{name} is a file, and training writes a folder of this name"):
+            pretrain(settings, tmp_path, progress=False)
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_run_decides_the_precision(
+    settings: RunSettings, tmp_path: Path, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no" if bf16 else "bf16")  # as accelerate launch does
+    args = arguments(replace(settings, bf16=bf16), tmp_path, progress=False)
+    assert args.mixed_precision == ("bf16" if bf16 else "no")
+
+
+def run_command(function: Callable[[], None]) -> int:
+    return command_line.main("x", "", {"x": function}, ["x"], interrupted="it goes on")
+
+
+@pytest.mark.parametrize(
+    "error", [SafetensorError("I/O error: No space left on device"), RuntimeError("[enforce fail at x] disk"),
+              Exception("No space left on device (os error 28)"), OSError(28, "No space left on device")],
+)  # fmt: skip
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    error: Exception, settings: RunSettings, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    original = PretrainTrainer._save_optimizer_and_scheduler
+
+    def full(self: PretrainTrainer, folder: str) -> None:
+        if folder.endswith("-6"):
+            raise error
+        original(self, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PretrainTrainer, "_save_optimizer_and_scheduler", full)
+        assert run_command(lambda: pretrain(settings, tmp_path, progress=False) and None) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line or "Traceback" in line]
+    assert len(said) == 1 and said[0].startswith("error: ")
+    assert train(settings, tmp_path) == weights(whole)
+
+
+def test_a_refused_pickle_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "optimizer.pt").write_bytes(pickle.dumps(os.getcwd))
+    assert run_command(lambda: torch.load(tmp_path / "optimizer.pt", weights_only=True)) == 1
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 and "weights_only=False" not in said and "a file is refused" in said
+
+
+def test_sigterm_says_what_ctrl_c_says(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_command(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
+    assert run_command(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    assert capsys.readouterr().err == "terminated; it goes on\ninterrupted; it goes on\n"
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -21,7 +21,6 @@ class RunFolder:
     """The folder of one run, with its settings in ``settings.json``. Nothing is written before :meth:`start`.
 
     Args:
-        path: the folder.
         settings: plain data, nested as needed.
         may_change: names of settings that may differ when a run is resumed; the folder then keeps the new
             values.
@@ -47,9 +46,7 @@ class RunFolder:
     def start(self) -> None:
         """Make the folder and write the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
-        file = self.path / _SETTINGS
-        if not file.exists() or _read_json(file) != self._settings:
-            write_json(file, self._settings)
+        write_json(self.path / _SETTINGS, self._settings)
 
     @property
     def finished(self) -> bool:
@@ -61,13 +58,10 @@ class RunFolder:
         write_json(self.path / _RECORD, record)
 
     def last_checkpoint(self) -> str | None:
-        """The newest checkpoint that was written to its end; ``None`` if there is none.
-
-        A run that is killed while it writes a checkpoint leaves a folder without a seal.
-        """
+        """The newest checkpoint that was written to its end; ``None`` if there is none."""
         found = [path for path in self.path.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
         for path in sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True):
-            if is_whole(path):
+            if _is_whole(path):
                 return str(path)
             logger.warning("%s was not written to its end: going back to the checkpoint before it", path)
         return None
@@ -100,7 +94,7 @@ def unseal(checkpoint: Path) -> None:
     (checkpoint / _SEAL).unlink(missing_ok=True)
 
 
-def is_whole(checkpoint: Path) -> bool:
+def _is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was sealed, and all its files still have the sizes that they had then."""
     try:
         sizes = json.loads((checkpoint / _SEAL).read_text())
@@ -110,11 +104,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """The settings of the run in folder ``path``.
-
-    Raises:
-        ValueError: no run there, or a settings file that cannot be read.
-    """
+    """The settings of the run in folder ``path``; ``ValueError`` if there is none, or it cannot be read."""
     file = Path(path) / _SETTINGS
     if not file.exists():
         raise ValueError(f"{path} holds no run: {file} does not exist")
@@ -122,11 +112,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """The record of the finished run in folder ``path``: seconds, parameters, the ``log`` and so on.
-
-    Raises:
-        ValueError: no finished run there, or a record that cannot be read.
-    """
+    """The record of a finished run: seconds, parameters, ``log``; ``ValueError`` if it cannot be read."""
     file = Path(path) / _RECORD
     if not file.is_file():
         raise ValueError(f"{path} holds no finished run: repeat its command to finish it")

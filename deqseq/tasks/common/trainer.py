@@ -1,7 +1,4 @@
-"""What the training runs share: transformers' Trainer with a curriculum and statistics of the solves.
-
-Shapes: B sequences, L tokens, V vocabulary.
-"""
+"""What the training runs share: transformers' Trainer with a curriculum and statistics of the solves."""
 
 import logging
 import time
@@ -92,6 +89,20 @@ class CurriculumTrainer(Trainer):
             logs = {**logs, **self.read(self.solves)}
         super().log(logs, start_time)
 
+    def train_from(self, checkpoint: str | None) -> dict[str, Any]:
+        """Train to the end, from a checkpoint if one is given; returns the record of the run."""
+        start = time.perf_counter()
+        self.train(resume_from_checkpoint=checkpoint)
+        seconds = time.perf_counter() - start
+        assert self.model is not None
+        return {
+            "seconds": round(seconds, 1),
+            "resumed": checkpoint is not None,
+            "device": str(self.args.device),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "log": self.state.log_history,
+        }
+
     def read(self, solves: SolveStatistics) -> dict[str, float]:
         """The statistics over all processes, rounded for the log; resets them."""
         found = solves.read(lambda values: self.accelerator.reduce(values, reduction="sum"))
@@ -147,32 +158,18 @@ class AlignedTrainer(CurriculumTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean over labels (N,) that are not -100; logits (N, V)."""
+        """The mean over labels (N,) that are not -100; logits (N, V) of N tokens over a vocabulary of V."""
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def train_in(self, folder: RunFolder) -> None:
-        """Train to the end, from the last whole checkpoint in ``folder`` if there is one.
-
-        Then writes the model, and ``training.json`` with seconds and the log.
-        """
+        """Train to the end, from the last whole checkpoint in ``folder`` if any; write model and record."""
         checkpoint = folder.last_checkpoint()
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
             self.stream.start = int(checkpoint.rpartition("-")[2])
-        start = time.perf_counter()
-        self.train(resume_from_checkpoint=checkpoint)
-        seconds = time.perf_counter() - start
+        record = self.train_from(checkpoint)
         self.save_model(str(folder.path))
-        assert self.model is not None
-        record = {
-            "seconds": round(seconds, 1),
-            "resumed": checkpoint is not None,
-            "device": str(self.args.device),
-            "threads": torch.get_num_threads(),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "log": self.state.log_history,
-        }
-        folder.finish(record)
+        folder.finish({"threads": torch.get_num_threads(), **record})
 
 
 def short_run_arguments(settings: Any, output: Path, save_steps: int) -> TrainingArguments:

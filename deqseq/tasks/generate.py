@@ -151,9 +151,6 @@ def generate(
             terminal, or with NO_COLOR set: one line a token, its iterations before it
         plot: PNG file to draw iterations and residual of every token
         device: where to run, such as cpu; a GPU if there is one by default
-
-    Raises:
-        ValueError: what cannot be loaded; options that do not fit together or the model.
     """
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"--top-p must be in (0, 1], got {top_p}")

@@ -67,10 +67,6 @@ def prepare(
         workers: threads that tokenise; one for each processor by default
         force: begin anew, beside other files and over shards of other sources or settings
         verify: check finished shards instead
-
-    Raises:
-        ValueError: sources that cannot be read; a folder that holds something else, or that another process
-            prepares.
     """
     # Tokenizers and datasets take seconds to import: not before the arguments are right.
     from deqseq.tasks.common.corpus import HoldOut, TokenFolder, pipeline

@@ -14,6 +14,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from deqseq.tasks.common import command_line
 from deqseq.tasks.common.settings import PositiveInt
+from deqseq.tasks.pretraining.compare import compare
 from deqseq.tasks.pretraining.settings import RunSettings
 
 _ABOUT = """\
@@ -36,7 +37,7 @@ The same command goes on where an interrupted run stopped, on any number of proc
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     return command_line.main(
-        "pretrain", _ABOUT, {"demo": _demo, "compare": _compare}, arguments, default=_pretrain,
+        "pretrain", _ABOUT, {"demo": _demo, "compare": compare}, arguments, default=_pretrain,
         interrupted="the same command goes on from the last checkpoint", log_level=logging.INFO,
     )  # fmt: skip
 
@@ -80,20 +81,6 @@ def _pretrain(
 
     if PartialState().is_main_process:
         print(f"the model is in {model}")
-
-
-def _compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> None:
-    """Show held-out perplexity of runs at the end of their stages, and the tokens, time and iterations used.
-
-    Draws their curves against tokens and against time.
-
-    Args:
-        runs: folders of finished runs
-        output: PNG file of the curves
-    """
-    from deqseq.tasks.pretraining.compare import compare
-
-    print(compare(runs, output))
 
 
 def _demo(

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from deqseq import FixedIterations, Residual, SolveOptions
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.tasks.common.figures import log_scale, pyplot
+from deqseq.tasks.common.figures import log_scale
 from deqseq.tasks.common.models import read_tokens, solve_options
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.evaluate.__main__ import main
@@ -702,9 +702,9 @@ def test_a_result_of_other_settings_is_not_overwritten(
 
 
 def test_logarithmic_axes_have_plain_labels() -> None:
-    plt = pyplot()
-    if plt is None:
-        pytest.skip("matplotlib is not installed")
+    pytest.importorskip("matplotlib").use("Agg")
+    from matplotlib import pyplot as plt
+
     for low, high in ((560, 690), (1, 1e6), (1e-7, 1)):
         figure, axes = plt.subplots()
         axes.plot([1, 2], [low, high])

@@ -115,11 +115,7 @@ def execute(command: Command, values: Mapping[str, Any]) -> None:
 
 
 def _parse(prog: str, command: Command, arguments: Sequence[str], about: str | None = None) -> dict[str, Any]:
-    """The arguments of a command, except those that have their default values.
-
-    Raises:
-        argparse.ArgumentError, ValueError: wrong arguments.
-    """
+    """The arguments of a command, except those that have their default values."""
     documented = docstring_parser.parse(command.__doc__ or "")
     said = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
     made = ArgumentParser(

@@ -9,26 +9,13 @@ from deqseq.tasks.common.files import PART
 
 logger = logging.getLogger(__name__)
 
-_STYLE = {
+_STYLE: Any = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.alpha": 0.3,
     "legend.fontsize": "small",
     "figure.constrained_layout.use": True,
 }
-
-
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files. ``None``, with a logged warning, if it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        logger.warning("no figure without matplotlib: pip install 'deqseq[plots]'")
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def save_figure(
@@ -46,9 +33,14 @@ def save_figure(
         size: inches.
         options: of ``pyplot.subplots``.
     """
-    plt = pyplot()
-    if plt is None:
+    try:
+        import matplotlib
+    except ImportError:
+        logger.warning("no figure without matplotlib: pip install 'deqseq[plots]'")
         return False
+    matplotlib.use("Agg")  # draws to files
+    from matplotlib import pyplot as plt
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, **options)

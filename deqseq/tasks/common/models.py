@@ -1,7 +1,4 @@
-"""Loads models and texts, and makes the options that a model is solved with.
-
-Shapes: N tokens of a text.
-"""
+"""Loads models and texts, and makes the options that a model is solved with."""
 
 import codecs
 from collections.abc import Sequence
@@ -57,8 +54,7 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # evaluation generates nothing, so no cache is needed
     model.eval()
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) -> Tensor:
@@ -124,14 +120,7 @@ def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
 
 
 def needed_layer(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
-    """The implicit layer of a model.
-
-    Args:
-        what: an option that only implicit models take, for the error.
-
-    Raises:
-        ValueError: the model is explicit.
-    """
+    """The implicit layer of a model; ``ValueError``, which names ``what`` needs it, if there is none."""
     layer = implicit_layer(model)
     if layer is None:
         raise ValueError(f"{what} is for implicit models, but this {type(model).__name__} is explicit")

@@ -23,7 +23,6 @@ class RunFolder:
     """The folder of one run, with its settings in ``settings.json``. Nothing is written before :meth:`start`.
 
     Args:
-        path: the folder.
         settings: plain data, nested as needed.
         may_change: names of settings that may differ when a run is resumed; the folder then keeps the new
             values.
@@ -53,9 +52,7 @@ class RunFolder:
     def start(self) -> None:
         """Make the folder and write the settings."""
         self.path.mkdir(parents=True, exist_ok=True)
-        file = self.path / _SETTINGS
-        if not file.exists() or _read_json(file) != self._settings:
-            write_json(file, self._settings)
+        write_json(self.path / _SETTINGS, self._settings)
 
     def locked(self) -> AbstractContextManager[None]:
         """A context in which no other process trains in the folder; ``ValueError`` if one does already."""
@@ -127,11 +124,7 @@ def check_model(path: str | Path) -> None:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """The settings of the run in folder ``path``.
-
-    Raises:
-        ValueError: no run there, or a settings file that cannot be read.
-    """
+    """The settings of the run in folder ``path``; ``ValueError`` if there is none, or it cannot be read."""
     file = Path(path) / _SETTINGS
     if not file.exists():
         raise ValueError(f"{path} holds no run: {file} does not exist")
@@ -139,11 +132,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """The record of the finished run in folder ``path``: seconds, parameters, the ``log`` and so on.
-
-    Raises:
-        ValueError: no finished run there, or a record that cannot be read.
-    """
+    """The record of a finished run: seconds, parameters, ``log``; ``ValueError`` if it cannot be read."""
     file = Path(path) / _RECORD
     if not file.is_file():
         raise ValueError(f"{path} holds no finished run: repeat its command to finish it")

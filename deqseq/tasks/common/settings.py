@@ -132,11 +132,7 @@ def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def yaml_value(text: str, what: str) -> Any:
-    """Read YAML in which ``1e-3`` is a number.
-
-    Raises:
-        ValueError: the text is not YAML; the message begins with ``what``.
-    """
+    """Read YAML in which ``1e-3`` is a number; the ``ValueError`` about other text begins with ``what``."""
     try:
         return get_loader("yaml")(text)
     except yaml.YAMLError as error:
@@ -144,11 +140,7 @@ def yaml_value(text: str, what: str) -> Any:
 
 
 def read_yaml(source: str, shipped: Path) -> Tree:
-    """The mapping in a YAML file; ``source`` is its path, or the name of a file in the folder ``shipped``.
-
-    Raises:
-        ValueError: no such file or name, or no mapping.
-    """
+    """The mapping in a YAML file, given by path or name in ``shipped``; ``ValueError`` if there is none."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         names = sorted(path.stem for path in shipped.glob("*.yaml"))

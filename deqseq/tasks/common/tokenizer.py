@@ -9,21 +9,13 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
 def load_tokenizer(model: str, source: str | None = None) -> Any:
-    """The tokenizer at ``source``: a tokenizer.json, a folder or a hub name; by default the model's.
-
-    Raises:
-        ValueError: no tokenizer there.
-    """
-    place = Path(source or model)
+    """The tokenizer at ``source``, a file, folder or hub name, or the model's own; ``ValueError`` if none."""
+    named = place = Path(source or model)
     hint = "name one with --tokenizer PATH"
-    if place.is_dir():
-        single = place / "tokenizer.json"
-        if not single.is_file() and not (place / "tokenizer_config.json").is_file():
-            raise ValueError(f"no tokenizer in {place}: {hint}")
-        if not (place / "tokenizer_config.json").is_file():
-            place = single
-    elif is_local(str(place)) and not place.is_file():
-        raise ValueError(f"no tokenizer in {place}: {hint}")
+    if place.is_dir() and not (place / "tokenizer_config.json").is_file():
+        place = place / "tokenizer.json"
+    if is_local(str(named)) and not place.exists():
+        raise ValueError(f"no tokenizer in {named}: {hint}")
     try:
         tokenizer: Any = (
             PreTrainedTokenizerFast(tokenizer_file=str(place))
@@ -32,13 +24,10 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
         )
     except Exception as error:
         raise ValueError(f"the tokenizer {place} cannot be loaded: {first_line(error)}; {hint}") from error
-    if tokenizer.eos_token is not None:
-        return tokenizer
     # A tokenizer.json does not say which token ends a text. lm-eval needs one for empty contexts.
-    known = tokenizer.get_vocab()
-    end = next((token for token in _END_OF_TEXT if token in known), None)
-    if end is not None:
-        tokenizer.eos_token = end
+    if tokenizer.eos_token is None:
+        known = tokenizer.get_vocab()
+        tokenizer.eos_token = next((token for token in _END_OF_TEXT if token in known), None)
     return tokenizer
 
 

@@ -1,7 +1,4 @@
-"""What the training runs share: transformers' Trainer with a curriculum and statistics of the solves.
-
-Shapes: B sequences, L tokens, V vocabulary.
-"""
+"""What the training runs share: transformers' Trainer with a curriculum and statistics of the solves."""
 
 import logging
 import time
@@ -126,6 +123,18 @@ class CurriculumTrainer(Trainer):
             logs |= {"train_loss": losses / self.state.global_step, "train_runtime": self.totals.elapsed}
         super().log(logs, start_time)
 
+    def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
+        """Train to the end, from a checkpoint if one is given; returns the record of the run."""
+        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        assert self.model is not None
+        return {
+            "seconds": round(self.totals.elapsed, 1),
+            "resumed": checkpoint is not None,
+            "device": str(self.args.device),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "log": self.state.log_history,
+        }
+
     def read(self, solves: SolveStatistics) -> dict[str, float]:
         """The statistics over all processes, rounded for the log; resets them."""
         found = solves.read(lambda values: self.accelerator.reduce(values, reduction="sum"))
@@ -187,31 +196,20 @@ class AlignedTrainer(CurriculumTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean over labels (N,) that are not -100; logits (N, V)."""
+        """The mean over labels (N,) that are not -100; logits (N, V) of N tokens over a vocabulary of V."""
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def train_in(self, folder: RunFolder) -> None:
-        """Train to the end, from the last whole checkpoint in ``folder`` if there is one.
-
-        Then writes the model, and ``training.json`` with seconds and the log.
-        """
+        """Train to the end, from the last whole checkpoint in ``folder`` if any; write model and record."""
         checkpoint = folder.last_checkpoint()
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
             self.stream.start = step_of(checkpoint)
-        self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        record = self.train_from(checkpoint)
         with writing(folder.path):
             self.save_model(str(folder.path))
-        assert self.model is not None
-        record = {
-            "seconds": round(self.totals.elapsed, 1),
-            "resumed": checkpoint is not None,
-            "device": str(self.args.device),
-            "threads": torch.get_num_threads(),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "log": self.state.log_history,
-        }
-        folder.finish(record, [folder.path / "config.json", *folder.path.glob("*.safetensors")])
+        files = [folder.path / "config.json", *folder.path.glob("*.safetensors")]
+        folder.finish({"threads": torch.get_num_threads(), **record}, files)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The settings that state tracking and CatbAbI share: a model and its two stages of training."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,7 +99,6 @@ class TwoStageSettings:
         check_types(self)
 
     def _config(self, vocab_size: int, **options: Any) -> ImplicitConfig:
-        """The configuration of the equilibrium model or its explicit twin."""
         return ImplicitConfig(
             vocab_size=vocab_size,
             backbone=self._backbone(),
@@ -112,12 +111,7 @@ class TwoStageSettings:
         )
 
     def _curriculum(self, window: int | None = None, **unrolled: Any) -> Curriculum | None:
-        """The two stages; ``None`` for an explicit model.
-
-        Args:
-            window: of the search; all tokens by default.
-            unrolled: further options of the unrolled strategy.
-        """
+        """The two stages; ``None`` for an explicit model. ``unrolled``: options of the unrolled strategy."""
         if self.explicit:
             return None
         first = {"name": "unrolled", "iterations": self.unrolled_iterations, **unrolled}
@@ -140,7 +134,7 @@ class TwoStageSettings:
         found = _filled(solvers, self.solver)
         if found["name"] == "picard":
             return {"damping": self.damping, **found}
-        if self.damping != next(f.default for f in fields(self) if f.name == "damping"):
+        if self.damping != type(self).damping:
             raise ValueError(
                 f"damping is Picard's, got {self.damping} with solver {found['name']}: other solvers take "
                 "theirs as {name: NAME, damping: D}"
@@ -157,11 +151,7 @@ class TwoStageSettings:
 
 
 def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple[Settings, Tree]:
-    """The settings of the finished run in folder ``path``, and what it recorded under the names ``others``.
-
-    Raises:
-        ValueError: no run there, or one of another kind or not finished.
-    """
+    """The settings of a finished run, and its records ``others``; ``ValueError`` if there is no such run."""
     found = read_settings(path)
     also = {name: found.pop(name, None) for name in others}
     try:

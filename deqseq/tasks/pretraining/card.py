@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -10,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 import deqseq
 from deqseq.tasks.common.figures import save_figure
-from deqseq.tasks.common.results import Column, table
+from deqseq.tasks.common.results import column, table
 from deqseq.tasks.pretraining.settings import RunSettings
 
 _CARD = """\
@@ -46,6 +47,11 @@ Held-out perplexity of a token, in rows of {length} tokens: **{perplexity:.2f}**
 ```
 """
 
+_COLUMNS = (
+    column("step", ","), column("tokens", ","), column("perplexity", ".2f"), column("iterations", ".3g"),
+    column("residual", ".3g"),
+)  # fmt: skip
+
 
 def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -> None:
     """Write ``README.md`` and ``curves.png`` into the folder of a model.
@@ -67,29 +73,23 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
         data_name=f" of `{settings.data}`" if isinstance(settings.data, str) else "",
         length=settings.length,
         perplexity=math.exp(record["validation"]["eval_loss"]),
-        scores=_table(record["log"], settings),
+        scores=table(_COLUMNS, list(scores(record["log"], settings).values())[-20:], "github"),
         settings=yaml.safe_dump(settings.to_dict(), sort_keys=False).strip(),
     )
     ModelCard(card).save(folder / "README.md")
 
 
-def _table(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> str:
-    """The last twenty evaluations during training, as Markdown."""
-    scores: dict[float, Mapping[str, Any]] = {}
+def scores(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> dict[int, SimpleNamespace]:
+    """The evaluations during training, by step, without the last one, which is on all held-out rows."""
+    found: dict[int, SimpleNamespace] = {}
     for entry in log:
-        if "eval_loss" in entry:  # the last step also has an evaluation on all held-out rows; keep the first
-            scores.setdefault(entry["step"], entry)
-
-    def solved(name: str) -> Column:
-        return name, lambda entry: f"{entry[f'eval_{name}']:.3g}" if f"eval_{name}" in entry else "-"
-
-    columns: list[Column] = [
-        ("step", lambda entry: f"{entry['step']:,}"),
-        ("tokens", lambda entry: f"{entry['step'] * settings.batch_tokens:,}"),
-        ("perplexity", lambda entry: f"{entry['eval_perplexity']:.2f}"),
-        *map(solved, ("iterations", "residual")),
-    ]
-    return table(columns, list(scores.values())[-20:], "github")
+        if "eval_loss" in entry and entry["step"] not in found:
+            found[entry["step"]] = SimpleNamespace(
+                step=entry["step"], tokens=entry["step"] * settings.batch_tokens,
+                perplexity=entry["eval_perplexity"], iterations=entry.get("eval_iterations"),
+                residual=entry.get("eval_residual"),
+            )  # fmt: skip
+    return found
 
 
 def plot_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], RunSettings]], path: Path) -> bool:
@@ -99,19 +99,17 @@ def plot_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], RunSettin
     """
 
     def draw(axes: list[Any]) -> None:
-        by_row = axes[:2], axes[2:]
         for color, (name, log, settings) in enumerate(runs):
-            places = (
-                lambda entry: entry["step"] * settings.batch_tokens,  # noqa: B023
-                lambda entry: entry["train_seconds"] / 60,
-            )
-            for column, place in enumerate(places):
-                for row, key, style in ((0, "loss", "-"), (0, "eval_loss", "o"), (1, "iterations", "-")):
-                    found = [(place(entry), entry[key]) for entry in log if key in entry]
+            factors = {"step": settings.batch_tokens, "train_seconds": 1 / 60}
+            for (unit, factor), above, below in zip(factors.items(), axes[:2], axes[2:], strict=True):
+                for axis, key, style in (
+                    (above, "loss", "-"), (above, "eval_loss", "o"), (below, "iterations", "-"),
+                ):  # fmt: skip
+                    found = [(factor * entry[unit], entry[key]) for entry in log if key in entry]
                     if found:
                         label = None if key == "eval_loss" else name
                         options = {"color": f"C{color}", "label": label, "alpha": 0.8, "markersize": 4}
-                        by_row[row][column].plot(*zip(*found, strict=True), style, **options)
+                        axis.plot(*zip(*found, strict=True), style, **options)
         axes[0].set(ylabel="loss, nats (points: held out)")
         axes[2].set(ylabel="iterations of a token", xlabel="tokens", ylim=(0, None))
         axes[3].set(xlabel="minutes of training")

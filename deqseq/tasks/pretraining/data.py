@@ -39,8 +39,7 @@ class TrainingOrder(Dataset[Row]):
         if self._pass is None or self._pass[0] != number:
             chance = np.random.default_rng((self.seed, number))
             self._pass = number, chance.permutation(np.arange(len(self.rows), dtype=np.int32))
-        row: Row = self.rows[int(self._pass[1][position])]
-        return row
+        return self.rows[int(self._pass[1][position])]
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,7 @@ class Data:
 
 
 def open_data(settings: RunSettings) -> Data:
-    """The data of a run.
-
-    Raises:
-        ValueError: no data, or unfinished; fewer tokens than asked for; less than one held-out row.
-    """
+    """The data of a run; ``ValueError`` if there are none, too few or unfinished ones, or none held out."""
     if settings.data is None:
         raise ValueError("no data: name a folder made by deqseq.tasks.prepare with --data FOLDER")
     if settings.stream is not None:

@@ -1,7 +1,4 @@
-"""The demo: small Llama and Mamba2 models, implicit and explicit, from a text file to a sample.
-
-``python -m deqseq.tasks.pretrain demo --text FILE``.
-"""
+"""The demo: small Llama and Mamba2 models, implicit and explicit, from a text file to a sample."""
 
 import subprocess
 import sys
@@ -15,36 +12,29 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from deqseq.tasks.common.corpus import TokenFolder
-from deqseq.tasks.common.results import Column, column, table
+from deqseq.tasks.common.results import column, table
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.pretraining.card import plot_curves
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.train import pretrain
 
 MODELS = ("llama", "mamba2")
-_VOCABULARY = 1024
 _PROMPT_TOKENS = 8
 
-
-_COLUMNS: tuple[Column, ...] = (
+_COLUMNS = (
     column("model"), column("stage"), column("tokens", ","), column("perplexity", ".2f"),
     column("explicit", ".2f", "explicit twin"), column("iterations", ".2f"),
 )  # fmt: skip
 
 
 def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> None:
-    """Prepare, train, compare, sample and evaluate in folder ``output``; prints as it goes.
-
-    Raises:
-        ValueError: a text that cannot be read; steps that are no multiple of 5; other runs in ``output``.
-        Diverged: numbers that are not finite.
-    """
+    """Prepare, train, compare, sample and evaluate in folder ``output``; prints as it goes."""
     start = time.perf_counter()
     if steps is not None and (steps < 5 or steps % 5):
         raise ValueError(f"steps must be a multiple of 5, as the first stage has four fifths, got {steps}")
     changes = {} if steps is None else {"steps": steps, "eval_steps": steps // 5}
     output.mkdir(parents=True, exist_ok=True)
-    texts = list(texts or [str(help_pages(output / "help.txt"))])
+    texts = texts or [str(help_pages(output / "help.txt"))]
     tokenizer = train_tokenizer(texts, output / "tokenizer.json")
     data = output / "data"
     _run("prepare", *texts, "--output", data, "--tokenizer", tokenizer, "--validation-share", "0.05")
@@ -99,23 +89,19 @@ def help_pages(path: Path) -> Path:
 
 
 def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
-    """Train a byte-level tokenizer of 1024 tokens on the texts and save it, unless ``path`` exists.
-
-    Raises:
-        ValueError: a text that is not there or not UTF-8.
-    """
+    """Train a byte-level tokenizer of 1024 tokens on the texts and save it, unless ``path`` exists."""
     if path.exists():
         return path
     made: Any = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCABULARY, special_tokens=["<|endoftext|>"],
+        vocab_size=1024, special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )  # fmt: skip
     try:
-        made.train([str(text) for text in texts], trainer)
+        made.train(list(texts), trainer)
     except Exception as error:  # the library raises bare exceptions
-        raise ValueError(f"no tokenizer can be trained on {', '.join(map(str, texts))}: {error}") from error
+        raise ValueError(f"no tokenizer can be trained on {', '.join(texts)}: {error}") from error
     made.save(str(path))
     return path

@@ -1,7 +1,4 @@
-"""Estimates of a run without running it: sizes, steps, FLOPs and memory; draws the schedule.
-
-Shapes: B rows in memory at a time, L tokens of a row, V vocabulary.
-"""
+"""Estimates of a run without running it: sizes, steps, FLOPs and memory; draws the schedule."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -103,11 +100,7 @@ def saved_bytes(config: ImplicitConfig, length: int) -> float:
 
 
 def describe(settings: RunSettings, processes: int = 1) -> str:
-    """A table of the costs of the run.
-
-    Raises:
-        ValueError: a step that does not divide among the processes.
-    """
+    """A table of the costs of the run."""
     accumulation = settings.accumulation(processes)
     config = settings.config()
     with torch.device("meta"):
@@ -168,10 +161,9 @@ def _data(settings: RunSettings) -> str:
 def learning_rates(settings: RunSettings) -> tuple[list[int], list[float]]:
     """Steps, and the learning rate at each by the run's own scheduler."""
     one = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=settings.learning_rate)
-    ratio = settings.min_learning_rate / settings.learning_rate
     rate = get_wsd_schedule(
         one, settings.warmup_steps, settings.decay_steps, settings.total_steps, decay_type="1-sqrt",
-        min_lr_ratio=ratio,
+        min_lr_ratio=settings.min_learning_rate / settings.learning_rate,
     ).lr_lambdas[0]  # fmt: skip
     every = max(1, settings.total_steps // 1000)
     steps = list(range(0, settings.total_steps + 1, every))

@@ -1,8 +1,7 @@
-"""Run files.
+"""Run files: YAML with the fields of :class:`RunSettings`.
 
-A run file is YAML with the fields of :class:`RunSettings`; ``base: NAME`` takes over those of another
-file that it does not set itself. The command line changes any field by its dotted name:
-``--learning_rate 1e-3 --stages.0.until 0.7``.
+``base: NAME`` takes over those fields of another file that a file does not set itself. The command line
+changes any field by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
 """
 
 from collections.abc import Mapping
@@ -18,10 +17,7 @@ RUNS = Path(__file__).parent / "runs"
 def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettings:
     """The settings of a run file, or of a shipped one by its name, with fields changed by dotted names.
 
-    ``NAME-explicit`` is the explicit twin of ``NAME``.
-
-    Raises:
-        ValueError: no such file or name, unknown fields, values out of range.
+    ``NAME-explicit`` is the explicit twin of ``NAME``. Wrong names and values raise ``ValueError``.
     """
     changes = dict(changes or {})
     tree = _steps_or_tokens(_read(source), changes)
@@ -39,14 +35,15 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
     """A run file with its bases below it; ``above``: the files whose base it is."""
     if source in above:
         raise ValueError(f"run files must not be their own base: {' -> '.join((*above, source))}")
-    name, explicit = source.removesuffix("-explicit"), source.endswith("-explicit")
-    tree = read_yaml(name if name in shipped() else source, RUNS)
+    name = source.removesuffix("-explicit")
+    twin = name != source and name in shipped()
+    tree = read_yaml(name if twin else source, RUNS)
     if base := tree.pop("base", None):
         under = _steps_or_tokens(_read(str(base), (*above, source)), tree)
         if isinstance(tree.get("model"), dict) and "preset" not in tree["model"] and "model" in under:
             tree["model"] = merged(model_options(under["model"]), tree["model"])
         tree = {**under, **tree}
-    if explicit and name in shipped():
+    if twin:
         tree["explicit"] = True
     return tree
 

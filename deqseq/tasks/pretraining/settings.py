@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from deqseq.causal_lm import ImplicitConfig
     from deqseq.curriculum import Curriculum
 
-_OWN_KERNELS = ("mamba2",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
@@ -147,9 +145,9 @@ class RunSettings:
         from deqseq.causal_lm import ImplicitForCausalLM
 
         with torch.device("meta"):  # checks the model's sizes
-            body: Any = ImplicitForCausalLM(self.config()).model.layer.backbone
-        name = self.config().backbone["name"]
-        if self.compile and (name in _OWN_KERNELS or not hasattr(body, "layers")):
+            model = ImplicitForCausalLM(self.config())
+        name = model.config.backbone["name"]
+        if self.compile and (name == "mamba2" or not hasattr(model.model.layer.backbone, "layers")):
             raise ValueError(
                 f"compile is for backbones with layers and without kernels of their own, such as llama, "
                 f"got {name}"
@@ -177,11 +175,7 @@ class RunSettings:
         return round(self.decay_share * self.total_steps)
 
     def accumulation(self, processes: int) -> int:
-        """Batches of a process in an optimiser step.
-
-        Raises:
-            ValueError: a step's rows do not divide; says what would.
-        """
+        """Batches of a process in an optimiser step; ``ValueError`` if its rows do not divide among them."""
         rows, size = self.rows_per_step, self.per_device_batch_size
         together = processes * size
         if rows % together == 0:
@@ -198,17 +192,23 @@ class RunSettings:
 
     def config(self) -> ImplicitConfig:
         """The model's configuration, at the end of training."""
-        options = model_options(self.model)
+        from huggingface_hub.errors import StrictDataclassError
+
+        from deqseq.causal_lm import ImplicitConfig
+
+        options, curriculum = model_options(self.model), self.curriculum()
         if self.explicit:
-            return _config({**options, "implicit": False})
-        curriculum = self.curriculum()
+            options["implicit"] = False
         if curriculum is not None:
             last = curriculum.stages[-1]
             options |= {"gradient": last.gradient, "window": last.window}
             for name in ("convergence", "eval_convergence"):
                 if getattr(last, name) is not None:
                     options[name] = getattr(last, name)
-        return _config(options)
+        try:
+            return ImplicitConfig(**options)
+        except StrictDataclassError as error:  # no ValueError
+            raise ValueError(" ".join(str(error).split())) from error
 
     def curriculum(self) -> Curriculum | None:
         """The stages, which end at shares of the steps; ``None``: as the model is throughout."""
@@ -271,23 +271,8 @@ class StreamSettings:
     tokenizer: str = "EleutherAI/gpt-neox-20b"
 
 
-def _config(options: Tree) -> ImplicitConfig:
-    from huggingface_hub.errors import StrictDataclassError
-
-    from deqseq.causal_lm import ImplicitConfig
-
-    try:
-        return ImplicitConfig(**options)
-    except StrictDataclassError as error:  # no ValueError
-        raise ValueError(" ".join(str(error).split())) from error
-
-
 def model_options(model: str | Mapping[str, Any]) -> Tree:
-    """The options of :class:`ImplicitConfig` that ``model`` in a run file means.
-
-    Raises:
-        ValueError: no preset of that name.
-    """
+    """The options of :class:`ImplicitConfig` that ``model`` in a run file means."""
     from deqseq.causal_lm import presets
 
     options = {"preset": model} if isinstance(model, str) else dict(model)

@@ -67,20 +67,13 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
                 "%d steps of %d tokens on %d x %s%s", settings.total_steps, settings.batch_tokens,
                 state.num_processes, args.device.type, f", resuming from {checkpoint}" if checkpoint else "",
             )  # fmt: skip
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        record = trainer.train_from(checkpoint)
         scores = trainer.evaluate(data.validation)
         with writing(final):
             trainer.save_model(str(final))
         if state.is_main_process:
-            record = {
-                "seconds": round(trainer.totals.elapsed, 1),
-                "resumed": checkpoint is not None,
-                "processes": state.num_processes,
-                "device": str(trainer.args.device),
-                "parameters": sum(p.numel() for p in trainer.model.parameters()),
-                "validation": {name: value for name, value in scores.items() if isinstance(value, float)},
-                "log": trainer.state.log_history,
-            }
+            record["processes"] = state.num_processes
+            record["validation"] = {name: value for name, value in scores.items() if isinstance(value, float)}
             logger.info("held-out perplexity %.2f", math.exp(scores["eval_loss"]))
             write_card(final, settings, record)
             models = [final, *folder.path.glob("stage-*")]
@@ -121,9 +114,7 @@ def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> Implic
     if not (Path(source) / "config.json").is_file():
         raise ValueError(f"no model to start from in {source}: it needs a config.json and weights")
     try:
-        model: ImplicitForCausalLM = ImplicitForCausalLM.from_pretrained(
-            source, config=config, dtype=torch.float32
-        )
+        model = ImplicitForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"the model in {source} cannot be loaded: {error}") from error
     logger.info("weights from %s", source)
@@ -133,11 +124,7 @@ def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> Implic
 def make_trainer(
     settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: Path | None = None
 ) -> PretrainTrainer:
-    """The trainer of a run, ready to train.
-
-    Raises:
-        ValueError: no model to start from, or weights of another model.
-    """
+    """The trainer of a run, ready to train; ``ValueError`` where its weights do not exist or do not fit."""
     model = _model(settings, data, checkpoint)
     model.model.layer.gradient_checkpointing = settings.recompute
     if settings.compile and args.device.type != "cpu":
@@ -172,11 +159,7 @@ def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
 
 
 def arguments(settings: RunSettings, output: Path, progress: bool = True) -> TrainingArguments:
-    """The Trainer's arguments, for the number of processes found.
-
-    Raises:
-        ValueError: a step does not divide among them; several GPUs in one process.
-    """
+    """The Trainer's arguments; ``ValueError`` if a step does not divide among the processes found."""
     args = TrainingArguments(
         output_dir=str(output),
         max_steps=settings.total_steps,

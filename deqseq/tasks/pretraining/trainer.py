@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,7 +177,7 @@ class PretrainTrainer(CurriculumTrainer):
         with self.accelerator.autocast():
             radius = model_radius(self.model, ids, z)
         self.speed.skip()
-        return {} if radius is None else {"spectral_radius": round(radius, 4)}
+        return {"spectral_radius": round(radius, 4)}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         pass  # the caller has loaded the weights
@@ -210,29 +210,26 @@ class _Schedule(TrainerCallback):
     def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum | None) -> None:
         self.trainer = trainer
         self.stages = [] if curriculum is None else curriculum.stages
-
-    def _ends(self, state: Any) -> list[int]:
-        """The last step of every stage."""
-        return [Curriculum.end(stage, state.max_steps) for stage in self.stages] or [state.max_steps]
+        steps = trainer.args.max_steps
+        self.ends = [Curriculum.end(stage, steps) for stage in self.stages] or [steps]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.compute_steps(args, state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for number, (start, stage) in enumerate(zip([0, *self._ends(state)], self.stages, strict=False), 1):
+        for number, (start, stage) in enumerate(zip([0, *self.ends], self.stages, strict=False), 1):
             if start == state.global_step and state.is_world_process_zero:
                 logger.info("stage %d: %s", number, stage)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step in self._ends(state):
+        if state.global_step in self.ends:
             control.should_log = control.should_evaluate = control.should_save = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        *ends, _ = self._ends(state)
-        if state.global_step in ends:
-            number = ends.index(state.global_step) + 1
+        if state.global_step in self.ends[:-1]:
+            number = self.ends.index(state.global_step) + 1
             self.trainer.save_model(str(Path(str(args.output_dir)) / f"stage-{number}"))
-            self.trainer.advice.new_stage()
+            self.trainer.advice = Advice()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The data is one epoch. The length of a stream is not known before its end.
@@ -246,18 +243,17 @@ class _Schedule(TrainerCallback):
 class Progress(ProgressCallback):
     """A progress bar with some numbers from the last line of the log."""
 
+    training_bar: Any
     _SHOWN = ("loss", "eval_perplexity", "iterations", "residual", "tokens_per_second", "mfu")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         self.current_step = state.global_step
         self.shown: dict[str, str] = {}
-        bar = cast(Any, self.training_bar)
-        if bar is not None:
-            bar.n = state.global_step
+        if self.training_bar is not None:
+            self.training_bar.n = state.global_step
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        bar = cast(Any, self.training_bar)
-        if bar is not None:
+        if self.training_bar is not None:
             self.shown |= {name: f"{logs[name]:.4g}" for name in self._SHOWN if logs and name in logs}
-            bar.set_postfix(self.shown, refresh=False)
+            self.training_bar.set_postfix(self.shown, refresh=False)

@@ -1,6 +1,6 @@
 """Measures training: speed, FLOPs, the spectral radius, and warnings about solves.
 
-Shapes: B sequences, L tokens, D width.
+Shapes: L tokens, D width.
 """
 
 import time
@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.gradient import GradientStrategy
 from deqseq.regularisation import spectral_radius
-from deqseq.tasks.common.models import implicit_layer
+from deqseq.tasks.common.models import needed_layer
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Peak FLOP/s in dense bfloat16, by a part of the device's name."""
@@ -126,7 +126,7 @@ _WINDOW = 10
 
 
 class Advice:
-    """Warns once a stage if solves get worse, and says what to try.
+    """Warns once if solves get worse, and says what to try. Every stage has its own.
 
     Compares the first and the second half of the last ten lines of the log.
     """
@@ -134,10 +134,6 @@ class Advice:
     def __init__(self) -> None:
         self._lines: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
         self._given: set[str] = set()
-
-    def new_stage(self) -> None:
-        self._lines.clear()
-        self._given.clear()
 
     def read(self, logs: Mapping[str, float], tolerance: float | None) -> list[str]:
         """New warnings after another line of the log.
@@ -171,17 +167,12 @@ class Advice:
         return new
 
 
-def model_radius(model: nn.Module, input_ids: Tensor, z: Tensor, iterations: int = 8) -> float | None:
-    """Estimate of the spectral radius of df/dz at ``z`` (1, L, D) for ``input_ids`` (1, L).
-
-    ``None`` for explicit models.
-    """
-    layer = implicit_layer(model)
-    if layer is None:
-        return None
+def model_radius(model: nn.Module, input_ids: Tensor, z: Tensor) -> float:
+    """Estimate of the spectral radius of df/dz at ``z`` (1, L, D) for ``input_ids`` (1, L)."""
+    layer = needed_layer(model, "the spectral radius")
     with torch.no_grad():
         embed: Any = model.get_input_embeddings()  # type: ignore[operator]
         context = layer.backbone.prepare(embed(input_ids))
     generator = torch.Generator(z.device).manual_seed(0)  # leaves the run's own random numbers alone
-    radius = spectral_radius(lambda u: layer.backbone(u, context), z.float(), iterations, generator)
+    radius = spectral_radius(lambda u: layer.backbone(u, context), z.float(), 8, generator)
     return radius.mean().item()

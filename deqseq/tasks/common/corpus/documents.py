@@ -6,6 +6,7 @@ A source yields its documents in a fixed order and can start at any of them, so 
 import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,9 +28,7 @@ class Document(NamedTuple):
 
 
 class TextFile:
-    """A plain text file, UTF-8.
-
-    A file that is one document is cut into pieces of 4 to 8 KiB, if possible at line ends.
+    """A plain text file, UTF-8. If it is one document, it is cut into pieces of 4 to 8 KiB.
 
     Args:
         documents: the unit that is a document: ``"file"``; ``"blank"``, a block between blank lines; or
@@ -59,11 +58,7 @@ class TextFile:
         return {**_stamp(self.path), "documents": self.kind}
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """The documents from ``start`` on, which is 0 or some document's ``next``.
-
-        Raises:
-            ValueError: something there that is not a document; says where.
-        """
+        """The documents from ``start`` on, which is 0 or some document's ``next``."""
         with self.path.open("rb") as file:
             if start == 0 and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
                 start = len(codecs.BOM_UTF8)
@@ -157,10 +152,7 @@ def sources(
     subset: str | None = None, split: str = "train",
 ) -> list[Source]:  # fmt: skip
     """The sources that a command line names: files, read as their suffixes say, or a ``dataset``, whose data
-    files ``paths`` then are.
-
-    Raises:
-        ValueError: nothing named, a file named twice, or one that cannot be opened.
+    files ``paths`` then are. Wrong names raise ``ValueError``.
     """
     if not paths and dataset is None:
         raise ValueError("nothing to read: name text files, or a --dataset")
@@ -195,16 +187,12 @@ def stream(name: str, subset: str | None = None, split: str = "train", files: Se
 
 
 def text_of(row: Any, column: str) -> str:
-    """The text of a row; may be empty. Half a surrogate pair, which JSON allows, becomes ``?``.
-
-    Raises:
-        ValueError: ``column`` has no text.
-    """
+    """The text of a row, which may be empty; ``ValueError`` if ``column`` has none."""
     text = row.get(column) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
         has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "it is no object"
         raise ValueError(f"no text in the column {column!r}: {has}")
-    return text.encode(errors="replace").decode()
+    return text.encode(errors="replace").decode()  # half a surrogate pair, which JSON allows, becomes ?
 
 
 def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
@@ -225,16 +213,14 @@ def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
     """Blocks of lines, each with the blank lines that follow it."""
-    lines: list[bytes] = []
-    blank = False
-    for line in file:
-        if blank and not line.isspace():
-            yield b"".join(lines)
-            lines = []
-        blank = line.isspace()
-        lines.append(line)
-    if lines:
-        yield b"".join(lines)
+    block = b""
+    for blank, lines in groupby(file, bytes.isspace):
+        block += b"".join(lines)
+        if blank:
+            yield block
+            block = b""
+    if block:
+        yield block
 
 
 def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -6,8 +6,6 @@ from typing import Literal, get_args
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-
-
 SALT = "deqseq"
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import tee, zip_longest
+from itertools import islice, tee, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,8 @@ def prepare(
         force: start afresh, whatever the folder holds.
 
     Raises:
-        ValueError: a folder with other content, or that another process prepares; a tokenizer that does not
-            fit; no documents, or one that cannot be read.
+        ValueError: a folder with other content, or that another process prepares; no documents, or one that
+            cannot be read.
     """
     encoder = Encoder(tokenizer, remember=workers <= 3)
     head = {  # everything that the shards depend on
@@ -99,17 +99,13 @@ def prepare(
 
 
 def check(sources: Sequence[Source]) -> None:
-    """Read all files and the first row of datasets, to find errors before tokenising, which takes a hundred
-    times as long.
-    """
+    """Find errors before tokenising, which takes a hundred times as long; of a dataset, read one row."""
     found = False
     with _bar("check", sources, Place()) as bar:
         for source in sources:
-            for document in source.documents():
+            for document in islice(source.documents(), 1 if source.size is None else None):
                 found = True
                 bar.update(document.size)
-                if source.size is None:
-                    break
     if not found:
         raise ValueError(f"no documents in {', '.join(source.describe()['path'] for source in sources[:3])}")
 

@@ -71,11 +71,7 @@ class TokenFolder:
         return AutoTokenizer.from_pretrained(self.path / TOKENIZER)
 
     def verify(self) -> None:
-        """Compare the tokenizer and all shards with their checksums.
-
-        Raises:
-            ValueError: a file is missing or has changed.
-        """
+        """Raise ``ValueError`` if the tokenizer or a shard is missing or does not have its checksum."""
         checksums = {f"{TOKENIZER}/tokenizer.json": self._manifest.head["tokenizer"]["sha256"]}
         checksums |= {shard.file: shard.sha256 for shard in self._manifest.shards}
         again = "copy it again, or prepare anew with --force"
@@ -89,11 +85,7 @@ class TokenFolder:
                 raise ValueError(f"{file} is corrupted (its checksum is not the manifest's): {again}")
 
     def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
-        """A split in rows of ``length`` tokens; the rest at its end is dropped.
-
-        Raises:
-            ValueError: less than one row.
-        """
+        """A split in rows of ``length`` tokens, without the rest; ``ValueError`` if it has less than one."""
         shards = self._shards(split)
         files = {self.path / shard.file: shard.tokens for shard in shards}
         rows = TokenRows(files, self._manifest.head["dtype"], length, _separator(documents, self.end_of_text))

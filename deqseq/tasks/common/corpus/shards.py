@@ -56,11 +56,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder.
-
-        Raises:
-            ValueError: none there, of another version, or shards that are missing or too short.
-        """
+        """The manifest of a folder; ``ValueError`` if there is none, or a shard is missing or too short."""
         path = folder / _MANIFEST
         if not path.is_file():
             raise ValueError(f"no token shards in {folder}: it has no {_MANIFEST} (see deqseq.tasks.prepare)")
@@ -85,9 +81,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest in one step."""
-        place = None if self.next is None else asdict(self.next)
-        shards = [asdict(shard) for shard in self.shards]
-        write_json(folder / _MANIFEST, {"version": VERSION, **self.head, "next": place, "shards": shards})
+        content = asdict(self)
+        write_json(folder / _MANIFEST, {"version": VERSION, **content.pop("head"), **content})
 
 
 class Preparation:

@@ -1,0 +1,303 @@
+"""Kill programs and damage their files, again and again: do they end in the same results?
+
+Kills: training and preparation end by signal 9, at a random moment or at a random change of a file (written,
+renamed, removed), one to three times, then run to their end. Their results must equal an uninterrupted run's,
+and they must go on from a checkpoint if one was whole.
+Flips: one random bit of a checkpoint, a finished run or prepared data is inverted before the program runs. It
+must notice (one line, or an earlier checkpoint), or end in the same results.
+
+    python benchmarks/faults.py
+    python benchmarks/faults.py --kills 20 --flips 20 --programs pretrain
+
+Programs run in processes forked from this one, on the CPU with one thread; a failure's folder is kept.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from common import Row
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm.auto import tqdm
+
+from deqseq.tasks import prepare, pretrain
+from deqseq.tasks.catbabi import __main__ as catbabi
+from deqseq.tasks.common.models import quiet_transformers
+from deqseq.tasks.common.seals import SEAL, checkpoints, fault
+from deqseq.tasks.state_tracking import __main__ as state_tracking
+
+_CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.truncate"}
+_WAIT = 120  # seconds after which a program counts as hanging
+
+Main = Callable[[list[str]], int]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command line that writes a folder."""
+
+    name: str
+    main: Main
+    arguments: list[str]
+    results: tuple[str, ...]  # patterns of the files that must be equal
+
+    def run(self, output: Path, log: Path, changes: int | None = None, seconds: float | None = None) -> int:
+        """Run in a forked process, which is killed at a change of a file or after some time; its status."""
+        child = os.fork()
+        if child == 0:
+            with log.open("a") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            if changes is not None:
+                _kill_at(changes, output)
+            status = 1
+            try:
+                status = self.main([*self.arguments, "--output", str(output)])
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush(), sys.stderr.flush()
+                os._exit(status)
+        end = time.monotonic() + (seconds if seconds is not None else _WAIT)
+        while time.monotonic() < end:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.002)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return -signal.SIGKILL if seconds is not None else -signal.SIGALRM
+
+    def result(self, folder: Path) -> dict[str, str]:
+        """Checksums of the results."""
+        files = sorted(file for pattern in self.results for file in folder.glob(pattern))
+        return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def _kill_at(count: int, folder: Path) -> None:
+    """End this process at change number ``count`` of a file in ``folder``."""
+    left = count
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event in _CHANGES and isinstance(arguments[0], (str, os.PathLike)):
+            reads = event == "open" and not (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
+            if not reads and os.fspath(arguments[0]).startswith(str(folder)):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def whole_checkpoint(folder: Path) -> bool:
+    return any(fault(path) is None for path in checkpoints(folder))
+
+
+def kill(program: Program, place: Path, chance: random.Random, seconds: float, changes: int) -> Row:
+    """Run a program that is killed one to three times; what came out."""
+    output, log, killed, anew = place / "output", place / "log.txt", 0, False
+    for _ in range(chance.randint(1, 3)):
+        before, size = whole_checkpoint(output), log.stat().st_size if log.exists() else 0
+        if chance.random() < 0.7:
+            status = program.run(output, log, changes=chance.randint(1, changes))
+        else:
+            status = program.run(output, log, seconds=chance.uniform(0.02, seconds))
+        killed += status == -signal.SIGKILL
+        anew |= before and "starts from step 0" in log.read_text()[size:]
+    before, size = whole_checkpoint(output), log.stat().st_size
+    status = program.run(output, log)
+    anew |= before and "starts from step 0" in log.read_text()[size:]
+    return {"program": program.name, "kills": killed, "status": status, "from step 0": anew}
+
+
+def flip_bit(file: Path, chance: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    file.write_bytes(data)
+
+
+def flip(program: Program, place: Path, chance: random.Random, whole: Path, damaged: Path) -> Row:
+    """Flip a bit of the finished run, of the newest checkpoint of one that has not ended, or of the data."""
+    output, log = place / "output", place / "log.txt"
+    if damaged != whole:
+        target, kind = damaged, "data"
+        pool = [file for file in damaged.rglob("*") if file.is_file()]
+    else:
+        shutil.copytree(whole, output)
+        kind = chance.choice(["checkpoint", "checkpoint", "finished run"])
+        if kind == "checkpoint":
+            for name in ("model", "training.json", SEAL, "model.safetensors"):
+                path = output / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        target = checkpoints(output)[-1] if kind == "checkpoint" else output
+        pool = [
+            f
+            for f in target.rglob("*")
+            if f.is_file() and (kind == "checkpoint" or "checkpoint" not in str(f))
+        ]
+    pool = [file for file in pool if file.stat().st_size]
+    # Every other time by bytes, else by files: small files matter as much.
+    weights = [file.stat().st_size for file in pool] if chance.random() < 0.5 else None
+    file = chance.choices(pool, weights)[0]
+    former = file.read_bytes()
+    flip_bit(file, chance)
+    status = program.run(output, log)
+    if kind == "data":
+        file.write_bytes(former)
+    return {"program": program.name, "kind": kind, "file": str(file.relative_to(target)), "status": status}
+
+
+def judge(row: Row, program: Program, place: Path, reference: dict[str, str]) -> Row:
+    """Add what came out: equal, noticed or what went wrong."""
+    said = (place / "log.txt").read_text()
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    if "Traceback (most recent call last)" in said:
+        outcome = "traceback"
+    elif row["status"] == 0:
+        outcome = "equal" if program.result(place / "output") == reference else "silently different"
+        outcome = "started from step 0" if row.get("from step 0") else outcome
+    else:
+        outcome = (
+            "refused in one line" if row["status"] == 2 and len(lines) == 1 else f"status {row['status']}"
+        )
+    return {**row, "outcome": outcome, "said": lines[-1] if lines else ""}
+
+
+def corpus(folder: Path) -> Path:
+    """Text, a tokenizer of bytes, and the stories of twenty tasks."""
+    chance = random.Random(0)
+    text = folder / "text.txt"
+    text.write_text("".join("".join(chance.choices("abc defgh", k=40)) + "\n" for _ in range(400)))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "babi").mkdir()
+    for split in ("train", "valid", "test"):
+        for task in range(1, 21):
+            lines = []
+            for _ in range(6):
+                where = chance.choice(["garden", "kitchen", "hall"])
+                lines += [f"1 Mary went to the {where}.", f"2 Where?\t{where}\t1"]
+            (folder / "babi" / f"qa{task}_{split}.txt").write_text("\n".join(lines) + "\n")
+    return text
+
+
+def programs(folder: Path) -> dict[str, Program]:
+    """The programs, small, and what they read."""
+    text = corpus(folder)
+    shards = ["--tokenizer", str(folder / "tokenizer.json"), "--documents", "line", "--workers", "1"]
+    few = ["--validation-share", "0.1", "--shard-tokens", "3000"]
+    data, stories = str(folder / "data"), str(folder / "stories")
+    prepare.main([str(text), *shards, *few, "--output", data])
+    catbabi.main(["build", "--data-dir", str(folder / "babi"), "--output", stories])
+    model = {"vocab_size": 300, "backbone": {"name": "llama", "d_model": 16, "n_layer": 1, "n_head": 2}}
+    run: Row = {
+        "data": data, "model": model, "length": 16, "batch_tokens": 32, "per_device_batch_size": 2,
+        "steps": 8, "passes": 100, "eval_rows": 4, "eval_steps": 100, "save_steps": 2, "log_steps": 3,
+        "spectral_every": 0, "workers": 0, "report_to": "none", "bf16": False,
+    }  # fmt: skip
+    fields = [
+        word
+        for name, value in run.items()
+        for word in (f"--{name}", value if isinstance(value, str) else json.dumps(value))
+    ]
+    tiny = ["--d-model", "16", "--d-state", "4", "--headdim", "8", "--steps", "8", "--batch-size", "4",
+            "--max-iter", "8", "--save-steps", "2"]  # fmt: skip
+    words = ["--group", "S3", "--length", "8", "--min-length", "4", "--unrolled-length", "4"]
+    made = [
+        Program("pretrain", pretrain.main, ["llama-tiny", *fields], ("model/*.safetensors",)),
+        Program("state tracking", state_tracking.main, ["train", *tiny, *words], ("*.safetensors",)),
+        Program("catbabi", catbabi.main, ["train", "--data", stories, *tiny], ("*.safetensors",)),
+        Program("prepare", prepare.main, [str(text), *shards, *few], ("*.bin", "manifest.json")),
+    ]
+    return {program.name: program for program in made}
+
+
+def main() -> int:
+    made = common.parser(__doc__, "faults.json", device="cpu")
+    made.add_argument("--kills", type=int, default=200, help="runs that are killed (default: 200)")
+    made.add_argument(
+        "--flips", type=int, default=500, help="bits of runs, and as many of data (default: 500)"
+    )
+    made.add_argument(
+        "--programs", nargs="+", help="pretrain, state tracking, catbabi, prepare (default: all)"
+    )
+    made.add_argument("--seed", type=int, default=0)
+    options = made.parse_args()
+    os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    quiet_transformers()
+    torch.set_num_threads(1)
+    chance, rows = random.Random(options.seed), []
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    found = programs(folder)
+    chosen = [found[name] for name in options.programs or found]
+    references, costs = {}, {}
+    for program in chosen:
+        output, start = folder / f"whole {program.name}", time.perf_counter()
+        if program.run(output, folder / f"{program.name}.txt"):
+            sys.exit((folder / f"{program.name}.txt").read_text())
+        seconds = time.perf_counter() - start
+        references[program.name] = program.result(output)
+        changes = 1
+        while changes < 4096:  # how many changes an uninterrupted run makes, to a factor of two
+            with tempfile.TemporaryDirectory() as place:
+                if program.run(Path(place) / "output", Path(place) / "log.txt", changes=changes) == 0:
+                    break
+            changes *= 2
+        costs[program.name] = seconds, changes
+    trained = [program for program in chosen if program.name != "prepare"]
+    trials: list[tuple[str, Program]] = [("kill", chosen[i % len(chosen)]) for i in range(options.kills)]
+    trials += [("flip", trained[i % len(trained)]) for i in range(options.flips if trained else 0)]
+    trials += [
+        ("data", program) for program in chosen if program.name == "pretrain" for _ in range(options.flips)
+    ]
+    for what, program in tqdm(trials, desc="faults"):
+        place = Path(tempfile.mkdtemp(dir=folder))
+        whole = folder / f"whole {program.name}"
+        if what == "kill":
+            row = kill(program, place, chance, *costs[program.name])
+        else:
+            row = flip(program, place, chance, whole, folder / "data" if what == "data" else whole)
+        rows.append(judge({"fault": what, **row}, program, place, references[program.name]))
+        if rows[-1]["outcome"] in ("equal", "refused in one line"):
+            shutil.rmtree(place)
+        else:
+            tqdm.write(f"{place}: {rows[-1]}")
+    table = Counter((row["fault"], row["program"], row["outcome"]) for row in rows)
+    summary = [
+        dict(zip(("fault", "program", "outcome"), key, strict=True), runs=n) for key, n in table.items()
+    ]
+    common.print_table("\nfaults", summary)
+    common.write_results(options.output, options, rows=rows, summary=summary)
+    wrong = [row for row in rows if row["outcome"] not in ("equal", "refused in one line")]
+    if not wrong:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    common.run(main)

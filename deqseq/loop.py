@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
-from deqseq.ops.freeze import freeze
+from deqseq.ops.residual import freeze
 from deqseq.problem import Map, Problem
 from deqseq.solution import Solution, Status
 from deqseq.solver import SolverState

@@ -12,7 +12,7 @@ over the reference's, below 1 where ours is faster. A case that fails is a row w
 
 state-tracking, llama, mamba2: a training step, AdamW included (learning rate 0: all steps are equal).
 evaluation: one evaluation of f by every implementation, and the limit that the device sets.
-loop: a solve over as many bare evaluations. decode: token by token with a cache. sequential: window 1.
+decode: token by token with a cache. sequential: window 1.
 data: batches of word problems, sampling and running products together; the products are checked first.
 """
 
@@ -34,10 +34,9 @@ import torch.nn.functional as F
 from common import Row
 from torch import Tensor
 
-from deqseq import Backbone, Context, FixedIterations, Problem, Residual, SolveOptions, kernels, search
+from deqseq import Backbone, Context, kernels
 from deqseq.backbone import backbones
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.solvers import Picard
 from deqseq.tasks.state_tracking.algebra import algebra, prefix_products
 from deqseq.tasks.state_tracking.data import sample
 
@@ -322,41 +321,6 @@ def evaluate(bench: Bench, name: str, how: str, limit: float, reference: float |
 
 
 @torch.no_grad()
-def solve_over_bare(bench: Bench, name: str, how: str, n: int = 16) -> Row:
-    """A solve of ``n`` iterations by Picard over ``n`` bare evaluations, timed in turn."""
-    backbone, z0, context = bench.bare(name)
-    z0 = torch.zeros_like(z0)
-    # The tolerance is never met.
-    policy = FixedIterations(n) if how == "fixed" else Residual(rtol=1e-30, max_iter=n)
-    calls = 0
-
-    def f(z: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return backbone(z, context)
-
-    def bare() -> None:
-        z = z0
-        for _ in range(n):
-            z = f(z)
-
-    def solve() -> int:
-        if how != "torchdeq":
-            return search(Problem(backbone, context, z0, SolveOptions(Picard(), policy))).nfe
-        from torchdeq.solver import get_solver
-
-        before = calls
-        get_solver("fixed_point_iter")(f, z0, max_iter=n, tol=0.0)
-        return calls - before
-
-    with bench.autocast():
-        if (made := solve()) != n:
-            raise RuntimeError(f"{made} evaluations instead of {n}")
-        seconds, ratio = common.time_over(bare, solve, bench.device, bench.repeats)
-    return {"evaluations": n, "ms": 1e3 * seconds, "over bare evaluations": ratio, "target": 1.03}
-
-
-@torch.no_grad()
 def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
     """Greedy decoding after a prompt of 16 tokens."""
     model = bench.model(bench.config(name, "-free")).bfloat16().eval()
@@ -416,9 +380,6 @@ def section(bench: Bench, name: str) -> Tables:
         return correctness(bench)
     if name == "evaluation":
         return evaluation(bench)
-    if name == "loop":
-        solves = product((TRACKING, MAMBA2), ("fixed", "residual", "torchdeq"))
-        return {name: bench.rows(solve_over_bare, {", ".join(solve): solve for solve in solves})}
     if name == "decode":
         models = (LLAMA, 1, 110), (LLAMA, 16, None), (MAMBA2, 1, 236), (MAMBA2, 16, None)
         return {name: bench.rows(decode, {f"{m[0]}-free, batch {m[1]}": m for m in models})}
@@ -434,7 +395,7 @@ def section(bench: Bench, name: str) -> Tables:
 
 
 TRAINING = {"state-tracking": TRACKING, "llama": LLAMA, "mamba2": MAMBA2}
-SECTIONS = [*TRAINING, "evaluation", "loop", "decode", "sequential", "data"]
+SECTIONS = [*TRAINING, "evaluation", "decode", "sequential", "data"]
 
 
 def main() -> None:

@@ -24,13 +24,10 @@ STEADY_SHARE = 0.3
 class HistorySolver(Solver):
     """A solver that combines its last steps.
 
-    In token scope every token has its own coefficients, so its iterates depend on earlier tokens only. In
-    sequence scope all tokens of a sequence share coefficients. That leaks the future, so causal training
-    refuses it; this scope exists for comparison.
-
     Attributes:
         memory: slots.
-        scope: ``"token"`` or ``"sequence"``.
+        scope: ``"token"``: every token has its own coefficients, so its iterates depend on earlier tokens
+            only. ``"sequence"``, for comparison: all tokens of a sequence share them.
     """
 
     memory: int

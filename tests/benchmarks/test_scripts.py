@@ -176,7 +176,7 @@ def test_warm_start(trained: Path, tmp_path: Path) -> None:
 
 def test_speed(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
-    chosen = ["state-tracking", "evaluation", "decode", "data"]
+    chosen = ["state-tracking", "evaluation", "decode"]
     small = ["--quick", "--device", "cpu", "--repeats", "1", "--sections", *chosen]
     done = run("speed.py", *small, "--output", str(output))
     assert done.returncode == 0, done.stderr
@@ -188,7 +188,6 @@ def test_speed(tmp_path: Path) -> None:
     (steps,) = sections["state-tracking"].values()
     assert [row["evaluations"] for row in steps[:2]] == [4, 21]
     assert all(row["ms"] > 0 and row["tokens/s"] > 0 for row in steps)
-    assert all(row["Mtokens/s"] > 0 for row in sections["data"]["data"])
     limits = sections["evaluation"]["limits of f"]
     for case in {row["case"] for row in limits}:
         *counted, total = [row["GB"] for row in limits if row["case"] == case]

@@ -5,6 +5,7 @@ Shapes: N tokens of a text, S sequences, B of them in a batch, L tokens in each,
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -160,10 +161,7 @@ def score(
     """Perplexity of ``tokens`` (N,) in sequences of ``length``.
 
     Every token but the first is predicted once, whatever the length, so lengths compare. Results do not
-    depend on ``batch_size``.
-
-    Args:
-        solve: options of the solves; the model's by default.
+    depend on ``batch_size``. ``solve``: options of the solves; the model's by default.
 
     Raises:
         ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
@@ -171,6 +169,7 @@ def score(
     return score_by_length(model, tokens, [length], batch_size, solve)[0]
 
 
+@torch.no_grad()
 def score_by_length(
     model: PreTrainedModel, tokens: Tensor, lengths: Sequence[int], batch_size: int = 8,
     solve: SolveOptions | None = None,
@@ -185,54 +184,36 @@ def score_by_length(
         batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of
             as many tokens.
     """
+    model.eval()
     solve = solve_options(model) if solve is None else solve
     sizes = [max(1, batch_size * min(lengths) // length) for length in lengths]
     cuts = [batches(tokens, length, size) for length, size in zip(lengths, sizes, strict=True)]
     check_tokens(model, tokens)
     found: list[Score] = []
-    first: Tensor | None = None
+    first: Tensor | None = None  # nll at the first length
     for length, cut in zip(lengths, cuts, strict=True):
-        one, nll = _score(model, cut, length, solve, first)
-        found.append(one)
+        solves = SolveStatistics()
+        parts: dict[str, list[Tensor]] = defaultdict(list)  # in the order of the text
+        start = time.perf_counter()
+        for inputs, targets in tqdm(cut, desc=f"length {length}", leave=False, disable=None):
+            out = run(model, inputs, solve)
+            parts["nll"].append(losses(out.logits, targets).flatten())
+            if (solution := getattr(out, "solution", None)) is not None:
+                solves.add(solution)
+                parts["iterations"].append(solution.iterations.cpu().double().flatten())
+        seconds = time.perf_counter() - start
+        measured = {name: torch.cat(values) for name, values in parts.items()}
+        nll = measured["nll"]
+        if first is not None:
+            measured["change"] = nll - first
         first = nll if first is None else first
+        mean = nll.mean().item()
+        found.append(Score(
+            length=length, tokens=len(nll), nll=mean, perplexity=exponential(mean),
+            **search_fields(solve, solves), seconds=seconds, tokens_per_second=len(nll) / seconds,
+            by_position=_by_position(length, measured),
+        ))  # fmt: skip
     return found
-
-
-@torch.no_grad()
-def _score(
-    model: PreTrainedModel, cut: list[tuple[Tensor, Tensor]], length: int, solve: SolveOptions | None,
-    first: Tensor | None,
-) -> tuple[Score, Tensor]:  # fmt: skip
-    """The score, and the nll (N - 1,) of every predicted token. ``first``: the nll at the first length."""
-    model.eval()
-    solves = SolveStatistics()
-    nll_parts, iterations_parts = [], []  # in the order of the text
-    start = time.perf_counter()
-    for inputs, targets in tqdm(cut, desc=f"length {length}", leave=False, disable=None):
-        out = run(model, inputs, solve)
-        nll_parts.append(losses(out.logits, targets).flatten())
-        solution = getattr(out, "solution", None)
-        if solution is not None:
-            solves.add(solution)
-            iterations_parts.append(solution.iterations.cpu().double().flatten())
-    seconds = time.perf_counter() - start
-    nll = torch.cat(nll_parts)
-    measured = {"nll": nll}
-    if iterations_parts:
-        measured["iterations"] = torch.cat(iterations_parts)
-    if first is not None:
-        measured["change"] = nll - first
-    found = Score(
-        length=length,
-        tokens=len(nll),
-        nll=nll.mean().item(),
-        perplexity=exponential(nll.mean().item()),
-        **search_fields(solve, solves),
-        seconds=seconds,
-        tokens_per_second=len(nll) / seconds,
-        by_position=_by_position(length, measured),
-    )
-    return found, nll
 
 
 def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
@@ -245,9 +226,7 @@ def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
         here = (position >= first) & (position < last)
         count = int(here.sum())
         means = {name: values[here].mean().item() for name, values in measured.items()}
-        errors = {}
-        if count > 1:
-            errors = {name: (v[here].std() / count**0.5).item() for name, v in measured.items()}
+        errors = {name: (v[here].std() / count**0.5).item() for name, v in measured.items() if count > 1}
         found.append(Positions(
             first=first + 1, last=last, tokens=count, nll=means["nll"], nll_stderr=errors.get("nll"),
             perplexity=exponential(means["nll"]), iterations=means.get("iterations"),

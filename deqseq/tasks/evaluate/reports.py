@@ -11,7 +11,7 @@ from deqseq.tasks.common.models import implicit_layer, load_model, read_tokens, 
 from deqseq.tasks.common.results import Column, ResultFolder, column, table
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.evaluate import plots
-from deqseq.tasks.evaluate.downstream import average, evaluate_tasks, other_prompts
+from deqseq.tasks.evaluate.downstream import evaluate_tasks, other_prompts
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
 from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
 
@@ -151,7 +151,7 @@ def _downstream(options: Any, model: Any, tokenizer: Any, solve: SolveOptions | 
     if layer is not None and solve is not None:
         layer.eval_solve = solve  # lm-eval calls the model without options
     found = evaluate_tasks(model, tokenizer, options.tasks, options.files, options.limit, options.batch_size)
-    mean, warnings = average(found), other_prompts(found)
+    mean, warnings = sum(s.main for s in found) / len(found), other_prompts(found)
     notes, more = [f"average {mean:.4f}", *warnings], {"average": mean, "warnings": warnings}
     return _Found(found, _TASKS, plots.tasks, "zero-shot tasks", 1, notes, more)
 

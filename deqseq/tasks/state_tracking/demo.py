@@ -1,6 +1,5 @@
-"""The demo: an implicit Mamba2 and its explicit twin on A5, side by side."""
+"""The demo of state tracking."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from deqseq.tasks.common.runs import read_record
@@ -12,10 +11,14 @@ from deqseq.tasks.state_tracking.train import train
 WINDOW = 8
 
 
-def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
-    """Train both models for every seed in ``output``, test at 1x and 4x the length, print one table.
+def demo(*, output: Path = Path("runs/demo"), seeds: list[int] = [1]) -> None:  # noqa: B006
+    """Train an implicit Mamba2 and its explicit twin on A5, compare them at 1x and 4x the length.
 
-    Writes ``demo.json`` and ``demo.png``. Finished runs are not trained again.
+    Trains at length 16 and tests at 16 and 64. A few minutes on two cores; repeated, it shows the results.
+
+    Args:
+        output: folder of the runs
+        seeds: seeds of weights and data
     """
     rows: list[tuple[str, Evaluation]] = []
     seconds = []
@@ -40,4 +43,3 @@ def demo(output: Path, seeds: Sequence[int]) -> list[tuple[str, Evaluation]]:
     plot_by_position(longest, output / "demo.png", chance, settings.length)
     print(f"chance is {chance:.4f}; {'; '.join(seconds)}")
     print(f"wrote {output / 'demo.json'} and {output / 'demo.png'}")
-    return rows

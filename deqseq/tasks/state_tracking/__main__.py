@@ -23,7 +23,7 @@ from deqseq.tasks.state_tracking.demo import demo
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, evaluate_fresh, load, save, table
 from deqseq.tasks.state_tracking.plots import plot_by_position, plot_training
 from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings
-from deqseq.tasks.state_tracking.study import conduct, load_study, summary
+from deqseq.tasks.state_tracking.study import conduct
 from deqseq.tasks.state_tracking.train import train
 
 _ABOUT = """\
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     quiet_transformers()
     commands: dict[str, command_line.Command] = {
-        "train": _train, "evaluate": _evaluate, "study": _study, "data": _data, "jacobian": jacobian.check,
+        "train": _train, "evaluate": _evaluate, "study": conduct, "data": _data, "jacobian": jacobian.check,
         "demo": demo,
     }  # fmt: skip
     return command_line.main(
@@ -137,23 +137,6 @@ def _evaluate(
     print(table(rows))
     plot_by_position(rows, folder / "by_position.png", settings.algebra.chance, settings.length)
     print(f"wrote {folder / 'evaluation.json'} and {folder / 'by_position.png'}")
-
-
-def _study(
-    study: str, *, output: Path, variants: list[str] | None = None, seeds: list[int] | None = None
-) -> None:
-    """Train and test variants of a run with several seeds, side by side.
-
-    Finished parts are not repeated, so the same command goes on after an interruption.
-
-    Args:
-        study: YAML file, or the name of a shipped one: a5xm, iterations, words
-        output: folder of the study
-        variants: train and test these only, beside finished results of the others; all by default
-        seeds: likewise; all by default
-    """
-    print(summary(conduct(load_study(study), output, variants, seeds)))
-    print(f"wrote study.json, by_length.png and by_position.png in {output}")
 
 
 def _data(

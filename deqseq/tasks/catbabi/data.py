@@ -63,8 +63,10 @@ class Stories:
         source = torch.arange(int(lengths.sum())) + moved.repeat_interleave(lengths)
         return Stories(self.tokens[source], lengths, self.tasks[index])
 
-    def of_tasks(self, tasks: Sequence[int]) -> Stories:
-        """The stories of some tasks."""
+    def of_tasks(self, tasks: Sequence[int] | None) -> Stories:
+        """The stories of some tasks; ``None``: of all."""
+        if tasks is None:
+            return self
         return self.take(torch.isin(self.tasks, torch.tensor(tasks)).nonzero()[:, 0])
 
     def shuffled(self, generator: torch.Generator) -> Stories:
@@ -112,7 +114,7 @@ def build(
     Writes a safetensors file a split, ``vocabulary.json`` and ``manifest.json``.
 
     Args:
-        read: the stories of a split and a task.
+        read: returns the stories of a split and a task.
         drop_last: leave out the last story of every split of every task, as the original publication does.
 
     Raises:
@@ -231,9 +233,7 @@ def counted(inputs: Tensor, targets: Tensor, question: int | None) -> Tensor:
     return targets.contiguous() if question is None else targets.where(inputs == question, IGNORE_INDEX)
 
 
-def once(
-    stories: Stories, batch_size: int, cut: int, seed: int = 0
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def once(stories: Stories, batch_size: int, cut: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield batches that contain every token of the stories once: inputs, targets and tasks (B, L) int64.
 
     Each batch is the next piece of B parallel streams of shuffled stories. After the end of a shorter stream
@@ -241,7 +241,7 @@ def once(
     """
     check_count("batch_size", batch_size)
     check_count("cut", cut)
-    stories = stories.shuffled(torch.Generator().manual_seed(seed))
+    stories = stories.shuffled(torch.Generator().manual_seed(0))
     edges = stories.runs(min(batch_size, len(stories)))
 
     def streams(values: Tensor, padding: int) -> Tensor:

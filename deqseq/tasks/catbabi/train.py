@@ -47,9 +47,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
     if folder.finished:
         logger.info("%s is trained already", folder.path)
     else:
-        stories = data.splits["train"]
-        if settings.tasks is not None:
-            stories = stories.of_tasks(settings.tasks)
+        stories = data.splits["train"].of_tasks(settings.tasks)
         question = data.question if settings.mode == "qa" else None
         stream = StoryStreams(stories, question, settings.batch_size, settings.cut, settings.seed)
         folder.start()

@@ -294,16 +294,10 @@ def _read(name: str, found: dict[str, Any], own_prompt: str | None) -> TaskScore
     metric = TASKS[name].metric
     every = {key: value(key) for m in ("acc", "acc_norm", "perplexity") for key in (m, f"{m}_stderr")}
     return TaskScore(
-        task=name,
-        documents=found["n-samples"][name]["effective"],
-        source=found["configs"][name]["dataset_path"],
-        metric=metric,
-        main=float(result[f"{metric},none"]),
-        main_stderr=value(f"{metric}_stderr"),
-        chance=TASKS[name].chance,
-        own_prompt=own_prompt,
-        **every,
-    )
+        task=name, documents=found["n-samples"][name]["effective"], own_prompt=own_prompt,
+        source=found["configs"][name]["dataset_path"], metric=metric, main=float(result[f"{metric},none"]),
+        main_stderr=value(f"{metric}_stderr"), chance=TASKS[name].chance, **every,
+    )  # fmt: skip
 
 
 def other_prompts(scores: Sequence[TaskScore]) -> list[str]:

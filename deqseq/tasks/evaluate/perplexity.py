@@ -22,7 +22,7 @@ from deqseq.policies import Residual
 from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
-from deqseq.tasks.common.models import Window, check_tokens, needed_layer, solve_options
+from deqseq.tasks.common.models import check_tokens, needed_layer, solve_options
 
 # Rows of logits converted to float32 at a time: a copy of all would double the memory.
 _ROWS = 4096
@@ -154,35 +154,24 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(found).view(targets.shape).cpu().double()
 
 
-def score(
-    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8,
-    solve: SolveOptions | None = None,
-) -> Score:  # fmt: skip
-    """Perplexity of ``tokens`` (N,) in sequences of ``length``.
-
-    Every token but the first is predicted once, whatever the length, so lengths compare. Results do not
-    depend on ``batch_size``. ``solve``: options of the solves; the model's by default.
-
-    Raises:
-        ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
-    """
-    return score_by_length(model, tokens, [length], batch_size, solve)[0]
-
-
 @torch.no_grad()
-def score_by_length(
+def score(
     model: PreTrainedModel, tokens: Tensor, lengths: Sequence[int], batch_size: int = 8,
     solve: SolveOptions | None = None,
 ) -> list[Score]:  # fmt: skip
-    """The same tokens in sequences of several lengths, as :func:`score`.
+    """Perplexity of ``tokens`` (N,) in sequences of each of the ``lengths``.
 
-    The effect of a position on the loss is smaller than the differences between the few tokens that stand
-    there. So ``by_position`` also reports how the loss of the same tokens changes compared with the first
-    length.
+    Every token but the first is predicted once, whatever the length, so lengths compare. The effect of a
+    position on the loss is smaller than the differences between the few tokens that stand there. So
+    ``by_position`` also reports how the loss of the same tokens changes compared with the first length.
 
     Args:
         batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of
-            as many tokens.
+            as many tokens. Results do not depend on it.
+        solve: options of the solves; the model's by default.
+
+    Raises:
+        ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
     """
     model.eval()
     solve = solve_options(model) if solve is None else solve
@@ -236,8 +225,8 @@ def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
 
 
 def score_by_budget(
-    model: PreTrainedModel, tokens: Tensor, length: int, budgets: Sequence[int], window: Window = "model",
-    rtol: float | None = None, batch_size: int = 8,
+    model: PreTrainedModel, tokens: Tensor, length: int, budgets: Sequence[int],
+    solve: SolveOptions | None = None, rtol: float | None = None, batch_size: int = 8,
 ) -> list[Score]:  # fmt: skip
     """The same sequences with several numbers of iterations; last, with the model's own policy.
 
@@ -247,14 +236,12 @@ def score_by_budget(
     Raises:
         ValueError: the model is explicit; a budget below 1; as :func:`score`.
     """
-    options = needed_layer(model, "a number of iterations").eval_solve
-    if window != "model":
-        options = replace(options, window=window)
+    options = solve or needed_layer(model, "a number of iterations").eval_solve
     own = options.convergence
     if rtol is None and options.window is not None:
         rtol = own.rtol if isinstance(own, Residual) and own.rtol > 0 else 1e-3
     policies = [FixedIterations(n) if rtol is None else Residual(rtol=rtol, max_iter=n) for n in budgets]
     return [
-        score(model, tokens, length, batch_size, replace(options, convergence=policy))
+        score(model, tokens, [length], batch_size, replace(options, convergence=policy))[0]
         for policy in (*policies, own)
     ]

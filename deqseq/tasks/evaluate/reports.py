@@ -13,7 +13,7 @@ from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.evaluate import plots
 from deqseq.tasks.evaluate.downstream import evaluate_tasks, other_prompts
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
-from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
+from deqseq.tasks.evaluate.perplexity import score, score_by_budget
 
 _SEARCH = [
     column("iterations", ".1f"), column("converged", ".4f"), column("passes_per_batch", ".1f"),
@@ -110,22 +110,20 @@ def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str,
 
 
 def _perplexity(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
-    found = score(model, tokens, options.length, options.batch_size, solve)
-    panels = 1 if found.policy is None else 2
-    notes = ["", table(_POSITIONS, found.by_position)]
-    title = f"sequences of {found.length} tokens"
-    return _Found([found], _SCORE, plots.positions, title, panels, notes)
+    found = score(model, tokens, [options.length], options.batch_size, solve)
+    panels = 1 if found[0].policy is None else 2
+    notes = ["", table(_POSITIONS, found[0].by_position)]
+    return _Found(found, _SCORE, plots.positions, f"sequences of {options.length} tokens", panels, notes)
 
 
 def _length(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
-    found = score_by_length(model, tokens, options.length, options.batch_size, solve)
+    found = score(model, tokens, options.length, options.batch_size, solve)
     return _Found(found, _SCORE, plots.lengths, "the same text in sequences of several lengths")
 
 
 def _iterations(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
-    window = _layers(options.window)
     found = score_by_budget(
-        model, tokens, options.length, options.iterations, window, options.rtol, options.batch_size
+        model, tokens, options.length, options.iterations, solve, options.rtol, options.batch_size
     )
 
     def budget(row: Any) -> str:

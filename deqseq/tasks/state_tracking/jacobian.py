@@ -45,11 +45,9 @@ class Jacobian:
     """The Jacobian of a model's state at one token.
 
     Attributes:
-        model: its name.
         token: number of the token in its sequence, from 1.
         entries: of the state, S.
-        diagonal: largest value on the diagonal.
-        off_diagonal: largest value off the diagonal.
+        diagonal, off_diagonal: largest absolute value on the diagonal, and off it.
         off_diagonal_mass: share of the sum of all absolute values that is off the diagonal.
         disagreement: largest difference between the formula and finite differences through the solver,
             relative to the largest value.
@@ -153,14 +151,10 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
         diagonal = found.diagonal().abs()
         off = (found - found.diag().diag()).abs()
         row = Jacobian(
-            model=name,
-            token=t + 1,
-            entries=len(found),
-            diagonal=diagonal.max().item(),
-            off_diagonal=off.max().item(),
-            off_diagonal_mass=(off.sum() / found.abs().sum()).item(),
+            model=name, token=t + 1, entries=len(found), diagonal=diagonal.max().item(),
+            off_diagonal=off.max().item(), off_diagonal_mass=(off.sum() / found.abs().sum()).item(),
             disagreement=((found - other).abs().max() / found.abs().max()).item(),
-        )
+        )  # fmt: skip
         yield row, found
         with torch.no_grad():
             state = _solve(layer, token, state).state

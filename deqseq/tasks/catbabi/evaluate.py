@@ -110,11 +110,10 @@ def evaluate(
     solves = SolveStatistics()
     answers = torch.zeros(2, len(TASKS) + 1, dtype=torch.int64, device=model.device)  # right, asked
     loss = torch.zeros((), dtype=torch.float64, device=model.device)
-    cuts = once(stories, batch_size, settings.cut)
     about = math.ceil(len(stories.tokens) / (min(batch_size, len(stories)) * settings.cut))
     start = time.perf_counter()
     state = None
-    for cut in tqdm(cuts, split, about, leave=False, disable=not progress):
+    for cut in tqdm(once(stories, batch_size, settings.cut), split, about, leave=False, disable=not progress):
         inputs, targets, tasks = (values.to(model.device) for values in cut)
         cache = EquilibriumCache(backbone.rewinds, state)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):

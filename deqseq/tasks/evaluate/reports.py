@@ -65,9 +65,9 @@ def report(options: Any) -> None:
     tokenizer = load_tokenizer(options.model, options.tokenizer)
     tokens = read_tokens(options.text, tokenizer, options.limit) if hasattr(options, "text") else None
     model = load_model(options.model, options.device, options.dtype)
-    window: Any = "model" if isinstance(options.window, list) else _layers(options.window)
+    window: Any = "model" if isinstance(options.window, list) else options.window
     budget = (options.rtol, options.max_iter) if hasattr(options, "max_iter") else ()
-    solve = solve_options(model, window, *budget)
+    solve = solve_options(model, None if window == "all" else window, *budget)
     folder = None
     if options.output is not None:
         used = _settings(options, model, solve)
@@ -84,11 +84,6 @@ def report(options: Any) -> None:
 
     drawn = save_figure(folder.figure, draw, found.panels, size=(8, 3.5 * found.panels))
     print(f"wrote {folder.json}" + (f" and {folder.figure}" if drawn else ""))
-
-
-def _layers(window: Any) -> Any:
-    """A window as the layers take it: ``None`` for all tokens."""
-    return None if window == "all" else window
 
 
 def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
@@ -136,7 +131,7 @@ def _iterations(options: Any, model: Any, tokens: Any, solve: SolveOptions | Non
 
 def _duality(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
     policy = None if solve is None else solve.convergence
-    windows = [_layers(window) for window in options.window]
+    windows = [None if window == "all" else window for window in options.window]
     found = compare_windows(model, tokens, options.length, windows, policy, options.batch_size)
     warnings = unconverged(found)
     notes = [describe_worst(found), *warnings]

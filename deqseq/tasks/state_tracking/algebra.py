@@ -101,12 +101,10 @@ def _direct_product(factors: Sequence[Algebra]) -> Algebra:
         n, m = len(left), len(right)
         return (left[:, None, :, None] * m + right[None, :, None, :]).reshape(n * m, n * m)
 
-    return Algebra(
-        name="x".join(factor.name for factor in factors),
-        elements=tuple(product(*(factor.elements for factor in factors))),
-        table=reduce(multiply, (factor.table for factor in factors)),
-        factors=tuple(factors),
-    )
+    name = "x".join(factor.name for factor in factors)
+    elements = tuple(product(*(factor.elements for factor in factors)))
+    table = reduce(multiply, (factor.table for factor in factors))
+    return Algebra(name, elements, table, tuple(factors))
 
 
 def _size(name: str) -> int:
@@ -193,8 +191,7 @@ def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     scan(products.view(steps, chunks * batch))
     carry = products[-1].clone()
     scan(carry)
-    rest = products[:, 1:]
-    index = torch.add(rest, carry[:-1], alpha=n)
-    rest.copy_(table.index_select(0, index.flatten()).view_as(rest))
+    index = torch.add(products[:, 1:], carry[:-1], alpha=n)
+    products[:, 1:] = table.index_select(0, index.flatten()).view_as(index)
     flat = products.permute(2, 1, 0).reshape(batch, chunks * steps)
     return flat[:, :length].to(torch.int64, memory_format=torch.contiguous_format)

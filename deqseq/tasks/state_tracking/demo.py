@@ -1,5 +1,6 @@
 """The demo of state tracking."""
 
+from itertools import product
 from pathlib import Path
 
 from deqseq.tasks.common.runs import read_record
@@ -7,8 +8,6 @@ from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, sav
 from deqseq.tasks.state_tracking.plots import plot_by_position
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
-
-WINDOW = 8
 
 
 def demo(*, output: Path = Path("runs/demo"), seeds: list[int] = [1]) -> None:  # noqa: B006
@@ -22,20 +21,19 @@ def demo(*, output: Path = Path("runs/demo"), seeds: list[int] = [1]) -> None:  
     """
     rows: list[tuple[str, Evaluation]] = []
     seconds = []
-    for seed in seeds:
-        for name in ("implicit", "explicit"):
-            settings = TrainSettings(seed=seed, explicit=name == "explicit")
-            folder = output / f"{name}-seed{seed}"
-            print(f"{name} Mamba2, {settings.group}, length {settings.length}, seed {seed}: {folder}")
-            model = train(settings, folder)
-            trained = read_record(folder)["seconds"]
-            found = [
-                evaluate_fresh(model, settings, factor * settings.length, 512, window=WINDOW, progress=True)
-                for factor in (1, 4)
-            ]
-            tested = sum(e.seconds for e in found)
-            seconds.append(f"{name} seed {seed}: {trained:.0f} s training, {tested:.0f} s tests")
-            rows += [(f"{name} {seed}" if len(seeds) > 1 else name, e) for e in found]
+    for seed, name in product(seeds, ("implicit", "explicit")):
+        settings = TrainSettings(seed=seed, explicit=name == "explicit")
+        folder = output / f"{name}-seed{seed}"
+        print(f"{name} Mamba2, {settings.group}, length {settings.length}, seed {seed}: {folder}")
+        model = train(settings, folder)
+        trained = read_record(folder)["seconds"]
+        found = [
+            evaluate_fresh(model, settings, factor * settings.length, 512, window=8, progress=True)
+            for factor in (1, 4)
+        ]
+        tested = sum(e.seconds for e in found)
+        seconds.append(f"{name} seed {seed}: {trained:.0f} s training, {tested:.0f} s tests")
+        rows += [(f"{name} {seed}" if len(seeds) > 1 else name, e) for e in found]
     save(rows, output / "demo.json")
     longest = [(name, e) for name, e in rows if e.length > settings.length]
     chance = settings.algebra.chance

@@ -71,10 +71,7 @@ _COLUMNS: tuple[Column, ...] = (
 def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
     """J (S, S) from the derivatives of one step at the equilibrium, without further solves.
 
-    Args:
-        layer: of one Mamba2 block, in float64.
-        x: (1, 1, D) the token's input.
-        state: the state before the token.
+    The layer has one Mamba2 block, in float64; ``x`` (1, 1, D) is a token's input, ``state`` that before it.
     """
     backbone = layer.backbone
     tail, h = state.layers[0]
@@ -148,10 +145,9 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
         token = x[:, t : t + 1].double()
         found = by_formula(layer, token, state)
         other = by_differences(layer, token, state)
-        diagonal = found.diagonal().abs()
         off = (found - found.diag().diag()).abs()
         row = Jacobian(
-            model=name, token=t + 1, entries=len(found), diagonal=diagonal.max().item(),
+            model=name, token=t + 1, entries=len(found), diagonal=found.diagonal().abs().max().item(),
             off_diagonal=off.max().item(), off_diagonal_mass=(off.sum() / found.abs().sum()).item(),
             disagreement=((found - other).abs().max() / found.abs().max()).item(),
         )  # fmt: skip

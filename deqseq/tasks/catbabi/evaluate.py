@@ -80,13 +80,9 @@ def evaluate(
     run: Run, data: CatBabi, split: str = "test", batch_size: int = 256, solve: SolveOptions | None = None,
     progress: bool = False,
 ) -> Evaluation:  # fmt: skip
-    """Read the split's stories of the run's tasks once, and compare answers.
+    """Read the split's stories of the run's tasks once, in ``batch_size`` streams, and compare answers.
 
-    Args:
-        run: the model, and its mode, tasks, cut and type.
-        data: with the vocabulary that the model was trained on.
-        batch_size: streams.
-        solve: options of the solves; the model's by default.
+    The run sets the mode, tasks, cut and type. ``solve``: options of the solves; the model's by default.
 
     Raises:
         ValueError: another vocabulary; no such split, or one without questions of the run's tasks; a batch

@@ -169,11 +169,8 @@ def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     then each chunk is multiplied by the product of the chunks before it. That takes 2√L sequential table
     look-ups instead of L, for twice the work. Never waits for the device.
 
-    Args:
-        tokens: (B, L) integers in [0, N), with B and L positive, on any device; the range is not checked.
-
-    Returns:
-        (B, L) int64 on the same device.
+    ``tokens``: (B, L) integers in [0, N), with B and L positive; the range is not checked. Returns (B, L)
+    int64 on their device.
     """
     n, (batch, length) = len(algebra), tokens.shape
     table = _flat_table(algebra, tokens.device)

@@ -12,8 +12,7 @@ over the reference's, below 1 where ours is faster. A case that fails is a row w
 
 state-tracking, llama, mamba2: a training step, AdamW included (learning rate 0: all steps are equal).
 evaluation: one evaluation of f by every implementation, and the limit that the device sets.
-loop: a solve over as many bare evaluations. decode: token by token with a cache. sequential: window 1.
-data: batches of word problems, sampling and running products together; the products are checked first.
+decode: token by token with a cache. sequential: window 1.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -34,12 +32,9 @@ import torch.nn.functional as F
 from common import Row
 from torch import Tensor
 
-from deqseq import Backbone, Context, FixedIterations, Problem, Residual, SolveOptions, kernels, search
+from deqseq import Backbone, Context, kernels
 from deqseq.backbone import backbones
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-from deqseq.solvers import Picard
-from deqseq.tasks.state_tracking.algebra import algebra, prefix_products
-from deqseq.tasks.state_tracking.data import sample
 
 Tables = dict[str, list[Row]]
 
@@ -322,41 +317,6 @@ def evaluate(bench: Bench, name: str, how: str, limit: float, reference: float |
 
 
 @torch.no_grad()
-def solve_over_bare(bench: Bench, name: str, how: str, n: int = 16) -> Row:
-    """A solve of ``n`` iterations by Picard over ``n`` bare evaluations, timed in turn."""
-    backbone, z0, context = bench.bare(name)
-    z0 = torch.zeros_like(z0)
-    # The tolerance is never met.
-    policy = FixedIterations(n) if how == "fixed" else Residual(rtol=1e-30, max_iter=n)
-    calls = 0
-
-    def f(z: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return backbone(z, context)
-
-    def bare() -> None:
-        z = z0
-        for _ in range(n):
-            z = f(z)
-
-    def solve() -> int:
-        if how != "torchdeq":
-            return search(Problem(backbone, context, z0, SolveOptions(Picard(), policy))).nfe
-        from torchdeq.solver import get_solver
-
-        before = calls
-        get_solver("fixed_point_iter")(f, z0, max_iter=n, tol=0.0)
-        return calls - before
-
-    with bench.autocast():
-        if (made := solve()) != n:
-            raise RuntimeError(f"{made} evaluations instead of {n}")
-        seconds, ratio = common.time_over(bare, solve, bench.device, bench.repeats)
-    return {"evaluations": n, "ms": 1e3 * seconds, "over bare evaluations": ratio, "target": 1.03}
-
-
-@torch.no_grad()
 def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
     """Greedy decoding after a prompt of 16 tokens."""
     model = bench.model(bench.config(name, "-free")).bfloat16().eval()
@@ -398,34 +358,15 @@ def one_by_one(bench: Bench) -> Row:
     return {"ms a token": ms, **bench.against(ms, 36.6), **found}
 
 
-def make_data(bench: Bench, name: str, batch: int, length: int) -> Row:
-    """Batches of word problems of the algebra ``name``."""
-    chosen, generator = algebra(name), torch.Generator(bench.device).manual_seed(0)
-    draw = partial(sample, chosen, batch, length, identity_probability=0.5, generator=generator)
-    tokens, targets = draw()
-    if not torch.equal(prefix_products(chosen, tokens.cpu()), targets.cpu()):
-        raise RuntimeError("wrong targets")
-    calls = 1 if bench.quick else max(1, 2**18 // (batch * length))  # about as many tokens in all cases
-    ms = bench.milliseconds(lambda: [draw() for _ in range(calls)]) / calls
-    return {"ms a batch": ms, "Mtokens/s": batch * length / ms / 1e3}
-
-
 def section(bench: Bench, name: str) -> Tables:
     """The tables of one section."""
     if name == "correctness":
         return correctness(bench)
     if name == "evaluation":
         return evaluation(bench)
-    if name == "loop":
-        solves = product((TRACKING, MAMBA2), ("fixed", "residual", "torchdeq"))
-        return {name: bench.rows(solve_over_bare, {", ".join(solve): solve for solve in solves})}
     if name == "decode":
         models = (LLAMA, 1, 110), (LLAMA, 16, None), (MAMBA2, 1, 236), (MAMBA2, 16, None)
         return {name: bench.rows(decode, {f"{m[0]}-free, batch {m[1]}": m for m in models})}
-    if name == "data":
-        a5 = [("A5", 64, 16), ("A5", 64, 64), ("A5", 4096, 64), ("A5", 512, 256)]
-        cases = [*a5, ("A5xM", 64, 16), ("A5xM", 512, 256), ("S5", 512, 256)]
-        return {name: bench.rows(make_data, {"{}, {} x {}".format(*case): case for case in cases})}
     if name == "sequential":
         return {name: bench.rows(one_by_one, {f"{TRACKING}, window 1": ()})}
     model = TRAINING[name]
@@ -434,7 +375,7 @@ def section(bench: Bench, name: str) -> Tables:
 
 
 TRAINING = {"state-tracking": TRACKING, "llama": LLAMA, "mamba2": MAMBA2}
-SECTIONS = [*TRAINING, "evaluation", "loop", "decode", "sequential", "data"]
+SECTIONS = [*TRAINING, "evaluation", "decode", "sequential"]
 
 
 def main() -> None:

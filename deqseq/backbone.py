@@ -129,10 +129,7 @@ class Backbone(nn.Module, ABC):
         return type(self).initial_state is not Backbone.initial_state
 
     def initial_state(
-        self,
-        batch_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """The state before the first token."""
         raise ValueError(

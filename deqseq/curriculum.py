@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deqseq.checks import check_count
 from deqseq.gradient import gradients
 from deqseq.layer import ImplicitSequenceLayer
-from deqseq.policy import policies
 from deqseq.problem import SolveOptions
 
 
@@ -51,10 +49,7 @@ class Curriculum:
         for stage in stages:
             gradients.create(stage.gradient)
             for policy in (stage.convergence, stage.eval_convergence):
-                if policy is not None:
-                    policies.create(policy)
-            if stage.window is not None:
-                check_count("window", stage.window)
+                SolveOptions(convergence=policy, window=stage.window)
         self.stages: list[Stage] = []
         policies_now: dict[str, Any] = {"convergence": None, "eval_convergence": None}
         for stage in stages:  # fill in inherited policies: a stage must not depend on those applied before
@@ -81,11 +76,6 @@ class Curriculum:
     def to_list(self) -> list[dict[str, Any]]:
         """The stages as plain data, for checkpoints and configurations."""
         return [asdict(stage) for stage in self.stages]
-
-    @classmethod
-    def from_list(cls, stages: Sequence[Mapping[str, Any]]) -> Curriculum:
-        """The inverse of :meth:`to_list`."""
-        return cls([Stage(**stage) for stage in stages])
 
 
 def _options(

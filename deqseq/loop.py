@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
-from deqseq.ops.freeze import freeze
+from deqseq.ops.residual import freeze
 from deqseq.problem import Map, Problem
 from deqseq.solution import Solution, Status
 from deqseq.solver import SolverState
@@ -148,13 +148,6 @@ def _inside(problem: Problem, start: Tensor) -> Tensor:
     return start[:, None] + problem.offsets < problem.ends[:, None]
 
 
-def done(problem: Problem, carry: Carry) -> Tensor:
-    """(B,) bool, sequences whose tokens have all settled."""
-    if carry.start is None:
-        return carry.tokens.settled.all(1)
-    return carry.start >= problem.ends
-
-
 def finish(problem: Problem, carry: Carry, passes: int) -> Solution:
     """The solution after ``passes`` passes."""
     valid, state = problem.valid, problem.state if problem.returns_state else None
@@ -217,7 +210,8 @@ class Runner:
 
     def settled(self) -> Tensor:
         """() bool, whether all tokens have settled."""
-        return done(self.problem, self.carry).all()
+        start = self.carry.start
+        return (self.carry.tokens.settled if start is None else start >= self.problem.ends).all()
 
     def finish(self) -> Solution:
         return finish(self.problem, self.carry, self.passes)

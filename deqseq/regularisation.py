@@ -15,10 +15,7 @@ from deqseq.checks import check_count
 
 
 def jacobian_penalty(
-    f: Callable[[Tensor], Tensor],
-    z: Tensor,
-    samples: int = 1,
-    generator: torch.Generator | None = None,
+    f: Callable[[Tensor], Tensor], z: Tensor, samples: int = 1, generator: torch.Generator | None = None
 ) -> Tensor:
     """Hutchinson's estimate of ``||df/dz||_F^2 / (B L D)``, a scalar to add to a loss.
 
@@ -47,10 +44,7 @@ def jacobian_penalty(
 
 
 def spectral_radius(
-    f: Callable[[Tensor], Tensor],
-    z: Tensor,
-    iterations: int = 20,
-    generator: torch.Generator | None = None,
+    f: Callable[[Tensor], Tensor], z: Tensor, iterations: int = 20, generator: torch.Generator | None = None
 ) -> Tensor:
     """Estimate the spectral radius of df/dz for every sequence, (B,), by the power method.
 

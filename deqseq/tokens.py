@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.ops.settle import settle
+from deqseq.ops.residual import settle
 from deqseq.policy import ConvergencePolicy, FixedIterations
 from deqseq.solution import Status
 from deqseq.solver import Progress

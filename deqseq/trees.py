@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -56,7 +55,8 @@ class Copier:
             group = [i for i, t in enumerate(originals) if t.dtype == dtype]
             # At offsets of 64 elements, because kernels want their tensors aligned.
             starts = accumulate((-(-originals[i].numel() // 64) * 64 for i in group), initial=0)
-            forms = [(originals[i].shape, _strides(originals[i].shape)) for i in group]
+            shapes = [originals[i].shape for i in group]
+            forms = [(shape, torch.empty(shape, device="meta").stride()) for shape in shapes]
             self._groups.append((group, forms, list(starts)))
 
     def copy(self) -> list[Tensor]:
@@ -76,9 +76,3 @@ class Copier:
     def _copy(self, into: list[Tensor], sources: list[Tensor]) -> None:
         for group, *_ in self._groups:
             torch._foreach_copy_([into[i] for i in group], [sources[i] for i in group])
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    sizes = [max(1, size) for size in reversed(shape[1:])]
-    return tuple(accumulate(sizes, mul, initial=1))[::-1] if shape else ()

@@ -41,7 +41,7 @@ def test_a_policy_holds_until_another_is_named() -> None:
 
 def test_survives_json() -> None:
     curriculum = Curriculum([BOUNDED, FREE])
-    again = Curriculum.from_list(json.loads(json.dumps(curriculum.to_list())))
+    again = Curriculum([Stage(**stage) for stage in json.loads(json.dumps(curriculum.to_list()))])
     assert again.stages == curriculum.stages
 
 

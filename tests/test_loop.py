@@ -427,7 +427,7 @@ def test_search_stores_no_graph(make_layer: MakeLayer) -> None:
 def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
     """With tokens that converge, diverge and become infinite, alone and behind others."""
     from deqseq import kernels
-    from deqseq.ops.freeze import freeze
+    from deqseq.ops.residual import freeze
 
     residual = torch.rand(4, 9)
     residual[0, 3], residual[1, 0], residual[2, 8] = torch.nan, torch.inf, torch.nan

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State
 from deqseq.checks import check_count
-from deqseq.normalisation import normalise_weights
 from deqseq.ops.add_norm import add_norm
 from deqseq.ops.one_token import Norm, SwiGLUWeights, ValueGateWeights
 
@@ -108,8 +108,11 @@ class Stack(Backbone):
         self.injects = injection
         self.injection = Injection(d_model, width, norm_eps) if injection else None
         self.input_skip = InputSkip(d_model) if input_skip else None
-        if weight_norm:
-            normalise_weights(self)
+        if weight_norm:  # w = g v / ||v|| per output row (Salimans & Kingma, 2016); g starts at ||w||
+            for module in self.modules():
+                if isinstance(module, (nn.Linear, nn.Conv1d)):
+                    # On GPUs torch computes w in single precision, even for float64.
+                    parametrizations.weight_norm(module)
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         tokens = () if self.injection is None else (self.injection(x),)

@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
-from deqseq.backbones.blocks import (
-    RMS_EPS,
-    Block,
-    Stack,
-    ValueGateMLP,
-    check_sizes,
-    plain_weight,
-    projection,
-)  # fmt: skip
+from deqseq.backbones.blocks import RMS_EPS, Block, Stack, ValueGateMLP, check_sizes, plain_weight, projection
 from deqseq.ops import advance, one_token
 from deqseq.ops.mixer import mix
 from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights, at_least_float32

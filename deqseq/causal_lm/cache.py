@@ -30,12 +30,9 @@ class StateLayer(CacheLayerMixin):
     def __init__(self, rewinds: bool, state: State | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_croppable = rewinds
-        self._start(state)
+        self.reset(state)
 
-    def reset(self) -> None:
-        self._start(None)
-
-    def _start(self, state: State | None) -> None:
+    def reset(self, state: State | None = None) -> None:
         self.state = state
         self.equilibrium: Tensor | None = None
         # The state may have consumed millions of tokens before the first call: only their number is stored.

@@ -14,8 +14,7 @@ from deqseq.backbone import backbones
 from deqseq.causal_lm import reference
 from deqseq.checks import check_count
 from deqseq.gradient import gradients
-from deqseq.policy import policies
-from deqseq.solver import solvers
+from deqseq.problem import SolveOptions
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +111,11 @@ class ImplicitConfig(PreTrainedConfig):
             raise ValueError(
                 f"initializer_range must be finite and not negative, got {self.initializer_range}"
             )
-        if self.window is not None:
-            check_count("window", self.window)
         # A wrong option raises here, not only when the model is built.
         backbones.check(self.backbone)
-        solvers.create(self.solver)
         gradients.create(self.gradient)
-        policies.create(self.convergence)
-        policies.create(self.eval_convergence)
+        for policy in (self.convergence, self.eval_convergence):
+            SolveOptions(self.solver, policy, self.window)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     @PreTrainedConfig._attn_implementation.setter  # type: ignore[attr-defined, untyped-decorator]

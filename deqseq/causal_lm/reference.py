@@ -94,10 +94,8 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _backbone(kind: str, body: dict[str, Any]) -> dict[str, Any]:
     _known("backbone_config", body, _BACKBONE)
     llama = kind == "implicit_llama3"
-    fixed = {**_FIXED, "block_type": "transformer" if llama else "mamba2"}
-    _only("backbone_config", {**body, "dropout": body.get("dropout") or 0}, fixed)
-    if llama:
-        _only("backbone_config", body, {"mlp_type": "llama_mlp"})
+    of_kind = {"block_type": "transformer", "mlp_type": "llama_mlp"} if llama else {"block_type": "mamba2"}
+    _only("backbone_config", {**body, "dropout": body.get("dropout") or 0}, _FIXED | of_kind)
     block = _section(body, "block_cfg", "backbone_config.")
     _known("backbone_config.block_cfg", block, _BLOCK[kind])
     for name in ("d_model", "n_layer"):
@@ -113,10 +111,10 @@ def _backbone(kind: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def _weight_norm(norm: dict[str, Any]) -> bool:
     kind = _one_of("deq_params.norm.norm_type", norm.get("norm_type") or "none", "weight_norm", "none")
-    if kind == "weight_norm":
-        fixed = {"norm_clip": False, "norm_no_scale": False, "norm_target_norm": 1.0}
-        _only("deq_params.norm", norm, fixed)
-    return bool(kind == "weight_norm")
+    normalised = bool(kind == "weight_norm")
+    if normalised:
+        _only("deq_params.norm", norm, {"norm_clip": False, "norm_no_scale": False, "norm_target_norm": 1.0})
+    return normalised
 
 
 def _vocabulary(settings: Mapping[str, Any]) -> int:
@@ -138,11 +136,7 @@ def _parts(deq: dict[str, Any]) -> dict[str, Any]:
     longer = solver.get("eval_f_max_iter") or int((solver.get("eval_factor") or 0) * budget) or budget
     gradient: dict[str, Any]
     if training.get("ift") or training.get("hook_ift"):
-        gradient = {
-            "name": "implicit",
-            "solver": _solver(solver, "b"),
-            "convergence": _policy(solver, "b"),
-        }
+        gradient = {"name": "implicit", "solver": _solver(solver, "b"), "convergence": _policy(solver, "b")}
     else:
         steps = training.get("grad", 1)
         if not isinstance(steps, int):

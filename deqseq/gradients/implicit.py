@@ -15,7 +15,7 @@ from torch import Tensor
 from deqseq.backbone import Context, State, Trace
 from deqseq.gradient import GradientStrategy
 from deqseq.policies.residual import Residual
-from deqseq.policy import ConvergencePolicy, policies
+from deqseq.policy import policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.search import search, steps
 from deqseq.solution import Solution, Status
@@ -46,9 +46,7 @@ class ImplicitDifferentiation(GradientStrategy):
     """
 
     def __init__(
-        self,
-        solver: Solver | str | Mapping[str, Any] | None = None,
-        convergence: PolicySpec | None = None,
+        self, solver: Solver | str | Mapping[str, Any] | None = None, convergence: PolicySpec | None = None
     ) -> None:
         self.solver = None if solver is None else solvers.create(solver)
         self.convergence = None if convergence is None else policies.create(convergence)
@@ -60,22 +58,17 @@ class ImplicitDifferentiation(GradientStrategy):
         found = search(problem)
         z = found.z.detach().requires_grad_()
         solution = steps(problem, 1, replace(found, z=z), "picard")
+        rtol = max(1e-4, 8 * torch.finfo(problem.z0.dtype).eps)
+        policy = self.convergence or Residual(rtol=rtol, max_iter=max(64, problem.policy.max_iter))
         backward = Problem(
             map=_Adjoint(solution.z, z, problem.valid),
             context=Context(),
             z0=found.z.detach(),
-            options=SolveOptions(
-                self.solver or problem.solver, self.convergence or _backward_policy(problem)
-            ),
+            options=SolveOptions(self.solver or problem.solver, policy),
             group=problem.group,
         )
         solution.z = _ImplicitFunction.apply(solution.z, backward, solution)  # type: ignore[no-untyped-call]
         return solution
-
-
-def _backward_policy(problem: Problem) -> ConvergencePolicy:
-    rtol = max(1e-4, 8 * torch.finfo(problem.z0.dtype).eps)
-    return Residual(rtol=rtol, max_iter=max(64, problem.policy.max_iter))
 
 
 class _Adjoint:

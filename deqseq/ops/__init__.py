@@ -10,9 +10,7 @@ form's name from :func:`deqseq.kernels.choose`, the loop's ask :func:`deqseq.ker
 ``mixer``          the Mamba2 mixer: projections, convolution, recurrence, gated norm
 ``one_token``      whole blocks at one token a sequence (decoding); Triton only
 ``advance``        moving a state past the tokens that it consumes
-``residual``       norms of f(z) - z, and the verdict on every token
-``settle``         which tokens are settled, and their status
-``freeze``         keeping z where tokens are frozen
+``residual``       norms of f(z) - z; which tokens converge, settle and freeze
 ``cross_entropy``  the loss of a language model
 =================  ======================================================================
 """

@@ -24,13 +24,10 @@ STEADY_SHARE = 0.3
 class HistorySolver(Solver):
     """A solver that combines its last steps.
 
-    In token scope every token has its own coefficients, so its iterates depend on earlier tokens only. In
-    sequence scope all tokens of a sequence share coefficients. That leaks the future, so causal training
-    refuses it; this scope exists for comparison.
-
     Attributes:
         memory: slots.
-        scope: ``"token"`` or ``"sequence"``.
+        scope: ``"token"``: every token has its own coefficients, so its iterates depend on earlier tokens
+            only. ``"sequence"``, for comparison: all tokens of a sequence share them.
     """
 
     memory: int
@@ -70,9 +67,13 @@ class HistorySolver(Solver):
         then still changing. In sequence scope, all tokens restart when new ones enter the window.
         """
         entered = progress.entered
-        if self.causal:
-            return entered | _earlier_tokens_move(progress)
-        return entered.any(1, keepdim=True).expand_as(entered)
+        if not self.causal:
+            return entered.any(1, keepdim=True).expand_as(entered)
+        if progress.residual is None:
+            return entered
+        moving = progress.residual.masked_fill(progress.settled, 0.0)
+        largest = F.pad(moving[:, :-1], (1, 0)).cummax(1).values  # of all earlier tokens
+        return entered | ~(largest <= STEADY_SHARE * progress.residual)  # restarts for NaN
 
 
 def combine(slots: list[Tensor], weights: Tensor) -> Tensor:
@@ -90,12 +91,3 @@ def guarded(z: Tensor, proposal: Tensor, fallback: Tensor, limit: Tensor) -> Ten
         length = torch.linalg.vector_norm(proposal - z, dim=-1, dtype=limit.dtype)
         good = length <= limit  # false for NaN
     return torch.where(good[..., None], proposal, fallback)
-
-
-def _earlier_tokens_move(progress: Progress) -> Tensor:
-    """(B, W) bool, tokens behind an unsettled one whose residual is not below the steady share."""
-    if progress.residual is None:
-        return torch.zeros_like(progress.settled)
-    moving = progress.residual.masked_fill(progress.settled, 0.0)
-    largest = F.pad(moving[:, :-1], (1, 0)).cummax(1).values
-    return ~(largest <= STEADY_SHARE * progress.residual)  # true for NaN

@@ -176,7 +176,7 @@ def test_warm_start(trained: Path, tmp_path: Path) -> None:
 
 def test_speed(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
-    chosen = ["state-tracking", "evaluation", "loop", "decode", "data"]
+    chosen = ["state-tracking", "evaluation", "decode"]
     small = ["--quick", "--device", "cpu", "--repeats", "1", "--sections", *chosen]
     done = run("speed.py", *small, "--output", str(output))
     assert done.returncode == 0, done.stderr
@@ -184,11 +184,10 @@ def test_speed(tmp_path: Path) -> None:
     assert list(sections) == ["correctness", *chosen]
     assert all(row["right"] for row in sections["correctness"]["errors"])
     rows = [row for tables in sections.values() for table in tables.values() for row in table]
-    assert all("failed" not in row for row in rows if "torchdeq" not in row.get("case", ""))
+    assert all("failed" not in row for row in rows)
     (steps,) = sections["state-tracking"].values()
     assert [row["evaluations"] for row in steps[:2]] == [4, 21]
     assert all(row["ms"] > 0 and row["tokens/s"] > 0 for row in steps)
-    assert all(row["Mtokens/s"] > 0 for row in sections["data"]["data"])
     limits = sections["evaluation"]["limits of f"]
     for case in {row["case"] for row in limits}:
         *counted, total = [row["GB"] for row in limits if row["case"] == case]

@@ -74,5 +74,5 @@ def test_the_command(
     assert rows[0]["off_diagonal_mass"] == 0 < rows[1]["off_diagonal_mass"]
     assert (tmp_path / "out" / "jacobian.png").stat().st_size > 0
     wrong = jacobian.Jacobian("implicit", 1, 64, 1.0, 0.1, 0.5, disagreement=2e-6)
-    monkeypatch.setattr(state_tracking, "report", lambda *_: [wrong])
+    monkeypatch.setattr(jacobian, "inspect", lambda *_: [(wrong, torch.eye(1))])
     assert state_tracking.main(command) == 2 and "must agree to 1e-6" in capsys.readouterr().err

@@ -448,12 +448,12 @@ def test_wrong_studies_are_named(
 
 
 def test_variants_of_other_settings_are_not_shown(study_file: str, tmp_path: Path) -> None:
-    conduct(load_study(study_file), tmp_path / "out", ["lstm"], [1])
+    conduct(study_file, output=tmp_path / "out", variants=["lstm"], seeds=[1])
     changed = {**STUDY["variants"], "lstm": {**STUDY["variants"]["lstm"], "learning_rate": 0.5}}
     study = yaml.safe_load(Path(study_file).read_text())
     Path(study_file).write_text(yaml.safe_dump({**study, "variants": changed}))
     with pytest.raises(ValueError, match="lstm/seed-1 holds a run with other settings"):
-        conduct(load_study(study_file), tmp_path / "out", ["implicit"])
+        conduct(study_file, output=tmp_path / "out", variants=["implicit"])
     assert not (tmp_path / "out" / "implicit").exists()
 
 
@@ -463,7 +463,8 @@ def test_tests_of_other_sizes_are_no_seeds(study_file: str, tmp_path: Path) -> N
     small = {"identity_probability": [0.5], "length": [4], "sequences": 2}
     for tests in ([small, {**small, "sequences": 3}], [{**small, "sequences": 3}]):
         Path(study_file).write_text(yaml.safe_dump({**study, "tests": tests, "seeds": [1]}))
-        results = conduct(load_study(study_file), tmp_path / "out", ["lstm"] if len(tests) == 2 else [])
+        names = ["lstm"] if len(tests) == 2 else []
+        results = conduct(study_file, output=tmp_path / "out", variants=names)
         assert [r.case["sequences"] for r in results] == [test["sequences"] for test in tests]
         lines = summary(results).splitlines()
         assert [line.split()[4] for line in lines] == ["seeds", *("1" for _ in tests)]

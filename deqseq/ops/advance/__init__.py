@@ -41,16 +41,12 @@ def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> t
     # The last inputs consumed, of which some may be in the tail.
     last = torch.arange(taps, device=tail.device) + count[:, None]
     if taps:
-        parts = [_tokens(part, (last - taps).clamp_min(0)) for part in trace.conv]
+        last = last[..., None]
+        parts = [part.take_along_dim((last - taps).clamp_min(0), 1) for part in trace.conv]
         new = torch.stack(parts).sum(0).to(tail.dtype)
-        tail = torch.where((last < taps)[..., None], _tokens(tail, last.clamp_max(taps - 1)), new)
+        tail = torch.where(last < taps, tail.take_along_dim(last.clamp_max(taps - 1), 1), new)
     x = trace.x * trace.step.to(trace.x.dtype)[..., None]
     return tail, ssd_advance(x, trace.step * trace.decay, trace.b, ssm, count)
-
-
-def _tokens(values: Tensor, index: Tensor) -> Tensor:
-    """``values`` (B, W, C) at ``index`` (B, K), (B, K, C)."""
-    return values.gather(1, index[..., None].expand(*index.shape, values.shape[2]))
 
 
 def keys_values(

@@ -1,4 +1,4 @@
-"""Norms of f(z) - z, and whether tokens meet a tolerance.
+"""Residuals of tokens, and what follows from them: which tokens converge, settle and freeze.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
@@ -14,7 +14,7 @@ def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
     if kernels.fused(z):
         from deqseq.ops.residual import triton
 
-        return triton.residual_norms(z, fz)
+        return triton.residual(z, fz, judges=False)
     dtype = torch.promote_types(z.dtype, torch.float32)
     change = torch.linalg.vector_norm(fz - z, dim=-1, dtype=dtype)
     return change, torch.linalg.vector_norm(fz, dim=-1, dtype=dtype)
@@ -32,6 +32,57 @@ def judge(z: Tensor, fz: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tens
     if kernels.fused(z):
         from deqseq.ops.residual import triton
 
-        return triton.judge(z, fz, atol, rtol)
+        return triton.residual(z, fz, True, atol, rtol)
     change, size = residual_norms(z, fz)
     return relative(change, size), change <= atol + rtol * size
+
+
+def settle(
+    residual: Tensor, converged: Tensor, stops: Tensor, settled: Tensor, active: Tensor, iterations: Tensor,
+    status: Tensor, max_iter: int, codes: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Settle the tokens that are done and have only done tokens before them.
+
+    A token is done when it ``stops`` with a finite residual, when its budget is exhausted, or when it is not
+    finite and no finite token before it can still change it.
+
+    Args:
+        residual: (B, W) of this evaluation; of settled tokens, their last one.
+        converged: (B, W) bool, the tolerance is met.
+        stops: (B, W) bool, the policy lets the token settle.
+        settled: (B, W) bool, before this evaluation; padding counts as settled.
+        active: (B, W) bool, took part in this evaluation: the tokens that are not ``settled``.
+        iterations: (B, W) int64 evaluations of each token, this one included.
+        status: (B, W) int64 before this evaluation.
+        max_iter: evaluations that a token may take part in.
+        codes: statuses of tokens that settle converged, otherwise, and not finite.
+
+    Returns:
+        ``settled``, ``status`` and ``frozen`` (B, W) bool: z must not move, because the token is settled or
+        its evaluation is not finite.
+    """
+    if kernels.fused(residual):
+        from deqseq.ops.residual import triton
+
+        return triton.settle(residual, converged, stops, settled, iterations, status, max_iter, codes)
+    finite = torch.isfinite(residual)
+    can_change = ~settled & finite
+    failed = ~finite & (can_change.cumsum(1) == 0)  # no finite token before it can change it
+    done = settled | (stops & finite) | (iterations >= max_iter) | failed
+    # Settled tokens stay settled, also padding after tokens that are not.
+    settled = settled | ((~done).cumsum(1) == 0)
+    code = torch.where(converged, codes[0], codes[1])
+    code = torch.where(finite, code, codes[2])
+    return settled, torch.where(settled & active, code, status), settled | ~finite
+
+
+def freeze(frozen: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
+    """z (B, W, D) where ``frozen`` (B, W), else the proposal.
+
+    The result may be in the proposal's memory, unless gradients are recorded.
+    """
+    if kernels.fused(z):
+        from deqseq.ops.residual import triton
+
+        return triton.freeze_(frozen, z, proposal.contiguous())
+    return torch.where(frozen[..., None], z, proposal)

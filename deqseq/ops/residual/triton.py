@@ -1,4 +1,4 @@
-"""Norms of f(z) - z in one Triton kernel; arguments and results as in :mod:`deqseq.ops.residual`."""
+"""Triton forms, one kernel each; arguments and results as in :mod:`deqseq.ops.residual`."""
 
 import torch
 import triton
@@ -33,7 +33,10 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
         tl.store(size_out + r, size, r < rows)
 
 
-def _residual(z: Tensor, fz: Tensor, judges: bool, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
+def residual(
+    z: Tensor, fz: Tensor, judges: bool, atol: float = 0.0, rtol: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Residual and verdict of every token if it ``judges``; otherwise the two norms."""
     z, fz = z.contiguous(), fz.contiguous()
     first = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
     second = torch.empty_like(first, dtype=torch.bool if judges else torch.float32)
@@ -48,9 +51,64 @@ def _residual(z: Tensor, fz: Tensor, judges: bool, atol: float, rtol: float) -> 
     return first, second
 
 
-def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
-    return _residual(z, fz, False, 0.0, 0.0)
+@triton.jit
+def _settle_kernel(residual, converged, stops, settled, iterations, status, new_settled, new_status, frozen,
+                   W, max_iter, CONVERGED: tl.constexpr, ENDED: tl.constexpr, NON_FINITE: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    w = tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * W + w
+    mask = w < W
+    found = tl.load(residual + place, mask, 0.0)
+    finite = (found == found) & (tl.abs(found) != float("inf"))
+    before = tl.load(settled + place, mask, 1).to(tl.int1)
+    ends = tl.load(stops + place, mask, 1).to(tl.int1) & finite
+    exhausted = tl.load(iterations + place, mask, 0) >= max_iter
+    # A value that is not finite is final once no finite token before it can still change it.
+    open_before = tl.where(before | ~finite, 0, 1)
+    failed = ~finite & (tl.cumsum(open_before, 0) - open_before == 0)
+    done = before | ends | exhausted | failed
+    done = before | (tl.cumsum(tl.where(done, 0, 1), 0) == 0)
+    code = tl.where(tl.load(converged + place, mask, 0).to(tl.int1), CONVERGED, ENDED)
+    code = tl.where(finite, code, NON_FINITE)
+    code = tl.where(done & ~before, code, tl.load(status + place, mask, 0))
+    tl.store(new_settled + place, done, mask)
+    tl.store(new_status + place, code, mask)
+    tl.store(frozen + place, done | ~finite, mask)
 
 
-def judge(z: Tensor, fz: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
-    return _residual(z, fz, True, atol, rtol)
+def settle(
+    residual: Tensor, converged: Tensor, stops: Tensor, settled: Tensor, iterations: Tensor, status: Tensor,
+    max_iter: int, codes: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    width = residual.shape[1]
+    now, code, frozen = (torch.empty_like(t) for t in (settled, status, settled))
+    launch(
+        _settle_kernel, (residual.shape[0],), residual.contiguous(), converged.contiguous(),
+        stops.contiguous(), settled.contiguous(), iterations, status.contiguous(), now, code, frozen, width,
+        max_iter, CONVERGED=codes[0], ENDED=codes[1], NON_FINITE=codes[2],
+        BLOCK=triton.next_power_of_2(width),
+    )  # fmt: skip
+    return now, code, frozen
+
+
+@triton.jit
+def _freeze_kernel(z, out, frozen, rows, D, R: tl.constexpr, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    kept = tl.load(frozen + r, r < rows, 0).to(tl.int1)
+    if tl.max(kept.to(tl.int32), 0) > 0:
+        for start in range(0, D, BLOCK):
+            d = start + tl.arange(0, BLOCK)[None, :]
+            mask = kept[:, None] & (d < D)
+            place = r[:, None] * D + d
+            tl.store(out + place, tl.load(z + place, mask, 0.0), mask)
+
+
+def freeze_(frozen: Tensor, z: Tensor, out: Tensor) -> Tensor:
+    """Overwrite ``out`` (B, W, D), contiguous, with z where ``frozen`` (B, W); other tokens are not read."""
+    width = z.shape[-1]
+    rows = z.numel() // width
+    block = min(1024, triton.next_power_of_2(width))
+    tokens = max(1, 2048 // block)
+    grid = (triton.cdiv(rows, tokens),)
+    launch(_freeze_kernel, grid, z.contiguous(), out, frozen.contiguous(), rows, width, R=tokens, BLOCK=block)
+    return out

@@ -63,8 +63,10 @@ class Stories:
         source = torch.arange(int(lengths.sum())) + moved.repeat_interleave(lengths)
         return Stories(self.tokens[source], lengths, self.tasks[index])
 
-    def of_tasks(self, tasks: Sequence[int]) -> Stories:
-        """The stories of some tasks."""
+    def of_tasks(self, tasks: Sequence[int] | None) -> Stories:
+        """The stories of some tasks; ``None``: of all."""
+        if tasks is None:
+            return self
         return self.take(torch.isin(self.tasks, torch.tensor(tasks)).nonzero()[:, 0])
 
     def shuffled(self, generator: torch.Generator) -> Stories:
@@ -107,13 +109,10 @@ class CatBabi:
 def build(
     read: Callable[[str, int], list[Story]], output: str | Path, drop_last: bool = False
 ) -> dict[str, Any]:
-    """Encode bAbI and save it in folder ``output``; returns the manifest, which has the counts.
+    """Encode what ``read`` returns for every split and task; returns the manifest, which has the counts.
 
-    Writes a safetensors file a split, ``vocabulary.json`` and ``manifest.json``.
-
-    Args:
-        read: the stories of a split and a task.
-        drop_last: leave out the last story of every split of every task, as the original publication does.
+    Writes a safetensors file a split, ``vocabulary.json`` and ``manifest.json`` to folder ``output``.
+    ``drop_last`` leaves out the last story of every split of every task, as the original publication does.
 
     Raises:
         ValueError: the folder holds something else; no stories; errors of ``read``.
@@ -220,28 +219,21 @@ class StoryStreams(IterableDataset[Batch]):
             cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # one more token is the last target
             for i in range(max(0, self.start - index), cuts):
                 piece = torch.stack([row[i * self.cut : (i + 1) * self.cut + 1] for row in rows]).long()
-                labels = counted(piece[:, :-1], piece[:, 1:], self.question)
-                yield {"input_ids": piece[:, :-1].contiguous(), "labels": labels}
+                inputs, labels = piece[:, :-1].contiguous(), piece[:, 1:].contiguous()
+                if self.question is not None:
+                    labels = labels.where(inputs == self.question, IGNORE_INDEX)
+                yield {"input_ids": inputs, "labels": labels}
             index += cuts
             rows = [row[cuts * self.cut :] for row in rows]
 
 
-def counted(inputs: Tensor, targets: Tensor, question: int | None) -> Tensor:
-    """The targets, ``IGNORE_INDEX`` where the input is not ``question`` (``None``: all targets)."""
-    return targets.contiguous() if question is None else targets.where(inputs == question, IGNORE_INDEX)
-
-
-def once(
-    stories: Stories, batch_size: int, cut: int, seed: int = 0
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def once(stories: Stories, batch_size: int, cut: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield batches that contain every token of the stories once: inputs, targets and tasks (B, L) int64.
 
     Each batch is the next piece of B parallel streams of shuffled stories. After the end of a shorter stream
     its targets are ``IGNORE_INDEX``.
     """
-    check_count("batch_size", batch_size)
-    check_count("cut", cut)
-    stories = stories.shuffled(torch.Generator().manual_seed(seed))
+    stories = stories.shuffled(torch.Generator().manual_seed(0))
     edges = stories.runs(min(batch_size, len(stories)))
 
     def streams(values: Tensor, padding: int) -> Tensor:

@@ -18,7 +18,7 @@ from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.checks import check_count
 from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
-from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, counted, once
+from deqseq.tasks.catbabi.data import IGNORE_INDEX, CatBabi, once
 from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import TASKS
 from deqseq.tasks.common.models import load_model
@@ -77,20 +77,12 @@ def load_run(path: str | Path) -> Run:
 
 @torch.no_grad()
 def evaluate(
-    run: Run,
-    data: CatBabi,
-    split: str = "test",
-    batch_size: int = 256,
-    solve: SolveOptions | None = None,
+    run: Run, data: CatBabi, split: str = "test", batch_size: int = 256, solve: SolveOptions | None = None,
     progress: bool = False,
-) -> Evaluation:
-    """Read the split's stories of the run's tasks once, and compare answers.
+) -> Evaluation:  # fmt: skip
+    """Read the split's stories of the run's tasks once, in ``batch_size`` streams, and compare answers.
 
-    Args:
-        run: the model, and its mode, tasks, cut and type.
-        data: with the vocabulary that the model was trained on.
-        batch_size: streams.
-        solve: options of the solves; the model's by default.
+    The run sets the mode, tasks, cut and type. ``solve``: options of the solves; the model's by default.
 
     Raises:
         ValueError: another vocabulary; no such split, or one without questions of the run's tasks; a batch
@@ -106,49 +98,38 @@ def evaluate(
     check_count("batch_size", batch_size)
     if split not in data.splits:
         raise ValueError(f"split must be {', '.join(data.splits)}, got {split!r}")
-    stories = data.splits[split]
-    stories = stories if settings.tasks is None else stories.of_tasks(settings.tasks)
+    stories = data.splits[split].of_tasks(settings.tasks)
     if not (stories.tokens == data.question).any():
         raise ValueError(f"split {split} must have questions of the run's tasks: {settings.tasks or 'all'}")
     model.eval()
     backbone = model.model.layer.backbone
     solves = SolveStatistics()
     answers = torch.zeros(2, len(TASKS) + 1, dtype=torch.int64, device=model.device)  # right, asked
-    sums = torch.zeros(2, dtype=torch.float64, device=model.device)  # tokens, loss
-    cuts = once(stories, batch_size, settings.cut)
+    loss = torch.zeros((), dtype=torch.float64, device=model.device)
     about = math.ceil(len(stories.tokens) / (min(batch_size, len(stories)) * settings.cut))
     start = time.perf_counter()
     state = None
-    for cut in tqdm(cuts, split, about, leave=False, disable=not progress):
+    for cut in tqdm(once(stories, batch_size, settings.cut), split, about, leave=False, disable=not progress):
         inputs, targets, tasks = (values.to(model.device) for values in cut)
         cache = EquilibriumCache(backbone.rewinds, state)
         with torch.autocast(model.device.type, torch.bfloat16, enabled=settings.bf16):
             out = model(inputs, past_key_values=cache, solve=solve)
         assert cache.state is not None
         state = backbone.keep_last(cache.state, settings.cut)
-        expected = counted(inputs, targets, data.question)
-        asked = expected != IGNORE_INDEX
-        right = asked & (out.logits.argmax(-1) == expected)
+        asked = inputs == data.question
+        right = asked & (out.logits.argmax(-1) == targets)
         for row, chosen in zip(answers, (right, asked), strict=True):
             row += torch.bincount((tasks * chosen).flatten(), minlength=len(TASKS) + 1)
-        real = targets != IGNORE_INDEX
-        loss = F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        sums += torch.stack([real.sum(), loss])
+        loss += F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         if out.solution is not None:
-            solves.add(out.solution, real)
-    tokens, loss_sum = sums.tolist()
+            solves.add(out.solution, targets != IGNORE_INDEX)
     rights, questions = answers[:, 1:].tolist()
     search = solves.read()
     return Evaluation(
-        split=split,
-        data=data.fingerprint,
-        tokens=int(tokens),
-        questions=sum(questions),
+        split=split, data=data.fingerprint, tokens=len(stories.tokens), questions=sum(questions),
         accuracy=sum(rights) / sum(questions),
         accuracy_by_task={t: r / n for t, r, n in zip(TASKS, rights, questions, strict=True) if n},
-        perplexity=math.exp(loss_sum / tokens) if settings.mode == "lm" else None,
-        iterations=search.get("iterations"),
-        residual=search.get("residual"),
-        converged=search.get("share_converged"),
-        seconds=time.perf_counter() - start,
-    )
+        perplexity=math.exp(loss.item() / len(stories.tokens)) if settings.mode == "lm" else None,
+        iterations=search.get("iterations"), residual=search.get("residual"),
+        converged=search.get("share_converged"), seconds=time.perf_counter() - start,
+    )  # fmt: skip

@@ -32,16 +32,12 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
         raise ValueError(
             f"{folder} must hold one file qa{task}_{split}.txt, found {len(found)}: take bAbI's en-valid-10k"
         )
-    return _stories(found[0])
-
-
-def _stories(file: Path) -> list[Story]:
     stories: list[Story] = []
-    for place, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for place, line in enumerate(found[0].read_text(encoding="utf-8").splitlines(), 1):
         number, _, text = line.strip().partition(" ")
         if not number.isdigit() or not text or (number != "1" and not stories):
             raise ValueError(
-                f"{file}, line {place}: must be a number and a sentence, from 1 on, got {line!r}"
+                f"{found[0]}, line {place}: must be a number and a sentence, from 1 on, got {line!r}"
             )
         if number == "1":
             stories.append([])

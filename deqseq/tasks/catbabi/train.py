@@ -30,12 +30,9 @@ _STATE = "streams.pt"
 def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM:
     """Train in folder ``output``; an interrupted run is resumed from its last checkpoint.
 
-    Writes the model (``config.json``, ``model.safetensors``), ``settings.json`` and ``training.json``
-    (seconds, and the log). A finished run is loaded, not repeated.
-
-    Args:
-        output: folder of the run.
-        save_steps: steps between checkpoints.
+    Writes a checkpoint every ``save_steps`` steps; in the end the model (``config.json``,
+    ``model.safetensors``). Beside it stand ``settings.json`` and ``training.json`` (seconds, and the log). A
+    finished run is loaded, not repeated.
 
     Raises:
         ValueError: ``output`` holds another run; data that are not there, or too few.
@@ -48,19 +45,15 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
         if folder.finished():
             logger.info("%s is trained already", folder.path)
         else:
-            stories = data.splits["train"]
-            if settings.tasks is not None:
-                stories = stories.of_tasks(settings.tasks)
+            stories = data.splits["train"].of_tasks(settings.tasks)
             question = data.question if settings.mode == "qa" else None
             stream = StoryStreams(stories, question, settings.batch_size, settings.cut, settings.seed)
             folder.start()
             set_seed(settings.seed)
+            arguments = short_run_arguments(settings, folder.path, save_steps)
+            model = ImplicitForCausalLM(settings.config(len(data.vocabulary)))
             trainer = StreamTrainer(
-                short_run_arguments(settings, folder.path, save_steps),
-                stream,
-                settings.label_smoothing,
-                model=ImplicitForCausalLM(settings.config(len(data.vocabulary))),
-                curriculum=settings.curriculum(),
+                arguments, stream, settings.label_smoothing, model=model, curriculum=settings.curriculum()
             )
             trainer.train_in(folder)
     found: Any = load_model(str(folder.path))  # not the trainer's, whose forward stays under its autocast

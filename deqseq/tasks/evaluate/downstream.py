@@ -6,13 +6,13 @@ a file of HellaSwag may lack the fields that lm-eval builds its prompts from.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -198,7 +198,7 @@ def _read_doc(task: Task, line: bytes) -> Doc:
 
 
 def _own_prompt(name: str, docs: Sequence[Doc]) -> str | None:
-    """Describes prompts that are not lm-eval's; otherwise ``None``."""
+    """The field ``own_prompt`` of the task's score."""
     if name != "hellaswag" or all(isinstance(doc.get(field), str) for doc in docs for field in _ACTIVITY):
         return None
     return f"the context alone, for documents lack {', '.join(_ACTIVITY)}"
@@ -272,8 +272,9 @@ def evaluate_tasks(
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
     screen = sys.stderr  # for the progress bar of the requests
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
-        with _quiet():
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # lm-eval and datasets print
             lm = _watched(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size), screen)
             loaded = manager.load(tasks)
             # simple_evaluate would also look for git and list the machine's packages.
@@ -293,21 +294,10 @@ def _read(name: str, found: dict[str, Any], own_prompt: str | None) -> TaskScore
     metric = TASKS[name].metric
     every = {key: value(key) for m in ("acc", "acc_norm", "perplexity") for key in (m, f"{m}_stderr")}
     return TaskScore(
-        task=name,
-        documents=found["n-samples"][name]["effective"],
-        source=found["configs"][name]["dataset_path"],
-        metric=metric,
-        main=float(result[f"{metric},none"]),
-        main_stderr=value(f"{metric}_stderr"),
-        chance=TASKS[name].chance,
-        own_prompt=own_prompt,
-        **every,
-    )
-
-
-def average(scores: Sequence[TaskScore]) -> float:
-    """Mean over tasks of their main metrics."""
-    return sum(s.main for s in scores) / len(scores)
+        task=name, documents=found["n-samples"][name]["effective"], own_prompt=own_prompt,
+        source=found["configs"][name]["dataset_path"], metric=metric, main=float(result[f"{metric},none"]),
+        main_stderr=value(f"{metric}_stderr"), chance=TASKS[name].chance, **every,
+    )  # fmt: skip
 
 
 def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
@@ -325,16 +315,8 @@ def _watched(lm: Any, screen: TextIO) -> Any:
     def compute_watched(requests: Any, **options: Any) -> Any:
         tokens = [token for _, context, choice in requests for token in context + choice]
         check_tokens(lm.model, torch.tensor(tokens))
-        with contextlib.redirect_stderr(screen):
+        with redirect_stderr(screen):
             return compute(requests, **options)
 
     lm._loglikelihood_tokens = compute_watched
     return lm
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide what lm-eval and datasets print, and what they log below errors."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield

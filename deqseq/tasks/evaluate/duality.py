@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from deqseq.policy import ConvergencePolicy
 from deqseq.problem import SolveOptions
-from deqseq.solution import Solution, Status
+from deqseq.solution import Status
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer
 from deqseq.tasks.evaluate.perplexity import Search, batches, exponential, losses, run, search_fields
@@ -94,14 +94,11 @@ class _Comparison:
             self._sums += torch.stack([part.cpu().double().sum() for part in parts])
             largest.append(difference.amax(-1).cpu())
         self.solves.add(out.solution)
-        self._keep_worst(torch.cat(largest), out.solution, first.solution)
-
-    def _keep_worst(self, largest: Tensor, here: Solution, first: Solution) -> None:
-        B, L = here.status.shape
-        for value, i in zip(*largest.topk(min(_WORST, B * L)), strict=True):
+        B, L = out.solution.status.shape
+        for value, i in zip(*torch.cat(largest).topk(min(_WORST, B * L)), strict=True):
             at = divmod(int(i), L)
             solves: dict[str, Any] = {}
-            for prefix, solution in (("", here), ("first_", first)):
+            for prefix, solution in (("", out.solution), ("first_", first.solution)):
                 solves[f"{prefix}iterations"] = int(solution.iterations[at])
                 solves[f"{prefix}residual"] = solution.residual[at].item()
                 solves[f"{prefix}converged"] = bool(solution.status[at] == Status.CONVERGED)

@@ -5,6 +5,7 @@ Shapes: N tokens of a text, S sequences, B of them in a batch, L tokens in each,
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,7 +22,7 @@ from deqseq.policies import Residual
 from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
-from deqseq.tasks.common.models import Window, check_tokens, needed_layer, solve_options
+from deqseq.tasks.common.models import check_tokens, needed_layer, solve_options
 
 # Rows of logits converted to float32 at a time: a copy of all would double the memory.
 _ROWS = 4096
@@ -153,86 +154,55 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(found).view(targets.shape).cpu().double()
 
 
+@torch.no_grad()
 def score(
-    model: PreTrainedModel, tokens: Tensor, length: int, batch_size: int = 8,
+    model: PreTrainedModel, tokens: Tensor, lengths: Sequence[int], batch_size: int = 8,
     solve: SolveOptions | None = None,
-) -> Score:  # fmt: skip
-    """Perplexity of ``tokens`` (N,) in sequences of ``length``.
+) -> list[Score]:  # fmt: skip
+    """Perplexity of ``tokens`` (N,) in sequences of each of the ``lengths``.
 
-    Every token but the first is predicted once, whatever the length, so lengths compare. Results do not
-    depend on ``batch_size``.
+    Every token but the first is predicted once, whatever the length, so lengths compare. The effect of a
+    position on the loss is smaller than the differences between the few tokens that stand there. So
+    ``by_position`` also reports how the loss of the same tokens changes compared with the first length.
 
     Args:
+        batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of
+            as many tokens. Results do not depend on it.
         solve: options of the solves; the model's by default.
 
     Raises:
         ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
     """
-    return score_by_length(model, tokens, [length], batch_size, solve)[0]
-
-
-def score_by_length(
-    model: PreTrainedModel, tokens: Tensor, lengths: Sequence[int], batch_size: int = 8,
-    solve: SolveOptions | None = None,
-) -> list[Score]:  # fmt: skip
-    """The same tokens in sequences of several lengths, as :func:`score`.
-
-    The effect of a position on the loss is smaller than the differences between the few tokens that stand
-    there. So ``by_position`` also reports how the loss of the same tokens changes compared with the first
-    length.
-
-    Args:
-        batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of
-            as many tokens.
-    """
+    model.eval()
     solve = solve_options(model) if solve is None else solve
     sizes = [max(1, batch_size * min(lengths) // length) for length in lengths]
     cuts = [batches(tokens, length, size) for length, size in zip(lengths, sizes, strict=True)]
     check_tokens(model, tokens)
     found: list[Score] = []
-    first: Tensor | None = None
+    first: Tensor | None = None  # nll at the first length
     for length, cut in zip(lengths, cuts, strict=True):
-        one, nll = _score(model, cut, length, solve, first)
-        found.append(one)
+        solves = SolveStatistics()
+        parts: dict[str, list[Tensor]] = defaultdict(list)  # in the order of the text
+        start = time.perf_counter()
+        for inputs, targets in tqdm(cut, desc=f"length {length}", leave=False, disable=None):
+            out = run(model, inputs, solve)
+            parts["nll"].append(losses(out.logits, targets).flatten())
+            if (solution := getattr(out, "solution", None)) is not None:
+                solves.add(solution)
+                parts["iterations"].append(solution.iterations.cpu().double().flatten())
+        seconds = time.perf_counter() - start
+        measured = {name: torch.cat(values) for name, values in parts.items()}
+        nll = measured["nll"]
+        if first is not None:
+            measured["change"] = nll - first
         first = nll if first is None else first
+        mean = nll.mean().item()
+        found.append(Score(
+            length=length, tokens=len(nll), nll=mean, perplexity=exponential(mean),
+            **search_fields(solve, solves), seconds=seconds, tokens_per_second=len(nll) / seconds,
+            by_position=_by_position(length, measured),
+        ))  # fmt: skip
     return found
-
-
-@torch.no_grad()
-def _score(
-    model: PreTrainedModel, cut: list[tuple[Tensor, Tensor]], length: int, solve: SolveOptions | None,
-    first: Tensor | None,
-) -> tuple[Score, Tensor]:  # fmt: skip
-    """The score, and the nll (N - 1,) of every predicted token. ``first``: the nll at the first length."""
-    model.eval()
-    solves = SolveStatistics()
-    nll_parts, iterations_parts = [], []  # in the order of the text
-    start = time.perf_counter()
-    for inputs, targets in tqdm(cut, desc=f"length {length}", leave=False, disable=None):
-        out = run(model, inputs, solve)
-        nll_parts.append(losses(out.logits, targets).flatten())
-        solution = getattr(out, "solution", None)
-        if solution is not None:
-            solves.add(solution)
-            iterations_parts.append(solution.iterations.cpu().double().flatten())
-    seconds = time.perf_counter() - start
-    nll = torch.cat(nll_parts)
-    measured = {"nll": nll}
-    if iterations_parts:
-        measured["iterations"] = torch.cat(iterations_parts)
-    if first is not None:
-        measured["change"] = nll - first
-    found = Score(
-        length=length,
-        tokens=len(nll),
-        nll=nll.mean().item(),
-        perplexity=exponential(nll.mean().item()),
-        **search_fields(solve, solves),
-        seconds=seconds,
-        tokens_per_second=len(nll) / seconds,
-        by_position=_by_position(length, measured),
-    )
-    return found, nll
 
 
 def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
@@ -245,9 +215,7 @@ def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
         here = (position >= first) & (position < last)
         count = int(here.sum())
         means = {name: values[here].mean().item() for name, values in measured.items()}
-        errors = {}
-        if count > 1:
-            errors = {name: (v[here].std() / count**0.5).item() for name, v in measured.items()}
+        errors = {name: (v[here].std() / count**0.5).item() for name, v in measured.items() if count > 1}
         found.append(Positions(
             first=first + 1, last=last, tokens=count, nll=means["nll"], nll_stderr=errors.get("nll"),
             perplexity=exponential(means["nll"]), iterations=means.get("iterations"),
@@ -257,8 +225,8 @@ def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
 
 
 def score_by_budget(
-    model: PreTrainedModel, tokens: Tensor, length: int, budgets: Sequence[int], window: Window = "model",
-    rtol: float | None = None, batch_size: int = 8,
+    model: PreTrainedModel, tokens: Tensor, length: int, budgets: Sequence[int],
+    solve: SolveOptions | None = None, rtol: float | None = None, batch_size: int = 8,
 ) -> list[Score]:  # fmt: skip
     """The same sequences with several numbers of iterations; last, with the model's own policy.
 
@@ -268,14 +236,12 @@ def score_by_budget(
     Raises:
         ValueError: the model is explicit; a budget below 1; as :func:`score`.
     """
-    options = needed_layer(model, "a number of iterations").eval_solve
-    if window != "model":
-        options = replace(options, window=window)
+    options = solve or needed_layer(model, "a number of iterations").eval_solve
     own = options.convergence
     if rtol is None and options.window is not None:
         rtol = own.rtol if isinstance(own, Residual) and own.rtol > 0 else 1e-3
     policies = [FixedIterations(n) if rtol is None else Residual(rtol=rtol, max_iter=n) for n in budgets]
     return [
-        score(model, tokens, length, batch_size, replace(options, convergence=policy))
+        score(model, tokens, [length], batch_size, replace(options, convergence=policy))[0]
         for policy in (*policies, own)
     ]

@@ -40,8 +40,7 @@ def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
         (line,) = axes[1].plot(last, change, "o-", label=f"length {s.length}, ± standard error")
         low, high = ([c + sign * e for c, e in zip(change, error, strict=True)] for sign in (-1, 1))
         axes[1].fill_between(last, low, high, alpha=0.2, color=line.get_color())
-    same = f"the same tokens at length {scores[0].length}"
-    axes[1].axhline(0, color="grey", linestyle="--", label=same)
+    axes[1].axhline(0, color="grey", linestyle="--", label=f"the same tokens at length {scores[0].length}")
     axes[1].set_ylabel("change of the loss, nats")
     axes[1].legend()
     _position_axis(axes[1])

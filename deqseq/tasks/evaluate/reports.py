@@ -11,9 +11,9 @@ from deqseq.tasks.common.models import implicit_layer, load_model, read_tokens, 
 from deqseq.tasks.common.results import Column, ResultFolder, column, table
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.evaluate import plots
-from deqseq.tasks.evaluate.downstream import average, evaluate_tasks, other_prompts
+from deqseq.tasks.evaluate.downstream import evaluate_tasks, other_prompts
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
-from deqseq.tasks.evaluate.perplexity import score, score_by_budget, score_by_length
+from deqseq.tasks.evaluate.perplexity import score, score_by_budget
 
 _SEARCH = [
     column("iterations", ".1f"), column("converged", ".4f"), column("passes_per_batch", ".1f"),
@@ -65,9 +65,9 @@ def report(options: Any) -> None:
     tokenizer = load_tokenizer(options.model, options.tokenizer)
     tokens = read_tokens(options.text, tokenizer, options.limit) if hasattr(options, "text") else None
     model = load_model(options.model, options.device, options.dtype)
-    window: Any = "model" if isinstance(options.window, list) else _layers(options.window)
+    window: Any = "model" if isinstance(options.window, list) else options.window
     budget = (options.rtol, options.max_iter) if hasattr(options, "max_iter") else ()
-    solve = solve_options(model, window, *budget)
+    solve = solve_options(model, None if window == "all" else window, *budget)
     folder = None
     if options.output is not None:
         used = _settings(options, model, solve)
@@ -84,11 +84,6 @@ def report(options: Any) -> None:
 
     drawn = save_figure(folder.figure, draw, found.panels, size=(8, 3.5 * found.panels))
     print(f"wrote {folder.json}" + (f" and {folder.figure}" if drawn else ""))
-
-
-def _layers(window: Any) -> Any:
-    """A window as the layers take it: ``None`` for all tokens."""
-    return None if window == "all" else window
 
 
 def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
@@ -110,22 +105,20 @@ def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str,
 
 
 def _perplexity(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
-    found = score(model, tokens, options.length, options.batch_size, solve)
-    panels = 1 if found.policy is None else 2
-    notes = ["", table(_POSITIONS, found.by_position)]
-    title = f"sequences of {found.length} tokens"
-    return _Found([found], _SCORE, plots.positions, title, panels, notes)
+    found = score(model, tokens, [options.length], options.batch_size, solve)
+    panels = 1 if found[0].policy is None else 2
+    notes = ["", table(_POSITIONS, found[0].by_position)]
+    return _Found(found, _SCORE, plots.positions, f"sequences of {options.length} tokens", panels, notes)
 
 
 def _length(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
-    found = score_by_length(model, tokens, options.length, options.batch_size, solve)
+    found = score(model, tokens, options.length, options.batch_size, solve)
     return _Found(found, _SCORE, plots.lengths, "the same text in sequences of several lengths")
 
 
 def _iterations(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
-    window = _layers(options.window)
     found = score_by_budget(
-        model, tokens, options.length, options.iterations, window, options.rtol, options.batch_size
+        model, tokens, options.length, options.iterations, solve, options.rtol, options.batch_size
     )
 
     def budget(row: Any) -> str:
@@ -138,7 +131,7 @@ def _iterations(options: Any, model: Any, tokens: Any, solve: SolveOptions | Non
 
 def _duality(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) -> _Found:
     policy = None if solve is None else solve.convergence
-    windows = [_layers(window) for window in options.window]
+    windows = [None if window == "all" else window for window in options.window]
     found = compare_windows(model, tokens, options.length, windows, policy, options.batch_size)
     warnings = unconverged(found)
     notes = [describe_worst(found), *warnings]
@@ -151,7 +144,7 @@ def _downstream(options: Any, model: Any, tokenizer: Any, solve: SolveOptions | 
     if layer is not None and solve is not None:
         layer.eval_solve = solve  # lm-eval calls the model without options
     found = evaluate_tasks(model, tokenizer, options.tasks, options.files, options.limit, options.batch_size)
-    mean, warnings = average(found), other_prompts(found)
+    mean, warnings = sum(s.main for s in found) / len(found), other_prompts(found)
     notes, more = [f"average {mean:.4f}", *warnings], {"average": mean, "warnings": warnings}
     return _Found(found, _TASKS, plots.tasks, "zero-shot tasks", 1, notes, more)
 

@@ -17,13 +17,13 @@ from deqseq.tasks.common.settings import (
     build_changed,
     read_yaml,
 )
+from deqseq.tasks.state_tracking import jacobian
 from deqseq.tasks.state_tracking.data import algebra_of_csv, generate, read_csv, write_csv
 from deqseq.tasks.state_tracking.demo import demo
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, evaluate_fresh, load, save, table
-from deqseq.tasks.state_tracking.jacobian import report
 from deqseq.tasks.state_tracking.plots import plot_by_position, plot_training
 from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings
-from deqseq.tasks.state_tracking.study import conduct, load_study, summary
+from deqseq.tasks.state_tracking.study import conduct
 from deqseq.tasks.state_tracking.train import train
 
 _ABOUT = """\
@@ -37,8 +37,10 @@ tokens that matter is 1 - p."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     quiet_transformers()
-    functions: list[command_line.Command] = [_train, _evaluate, _study, _data, _jacobian, _demo]
-    commands = {function.__name__[1:]: function for function in functions}
+    commands: dict[str, command_line.Command] = {
+        "train": _train, "evaluate": _evaluate, "study": conduct, "data": _data, "jacobian": jacobian.check,
+        "demo": demo,
+    }  # fmt: skip
     return command_line.main(
         "python -m deqseq.tasks.state_tracking", _ABOUT, commands, arguments,
         interrupted="train and study go on from their last checkpoint, with the same command",
@@ -137,23 +139,6 @@ def _evaluate(
     print(f"wrote {folder / 'evaluation.json'} and {folder / 'by_position.png'}")
 
 
-def _study(
-    study: str, *, output: Path, variants: list[str] | None = None, seeds: list[int] | None = None
-) -> None:
-    """Train and test variants of a run with several seeds, side by side.
-
-    Finished parts are not repeated, so the same command goes on after an interruption.
-
-    Args:
-        study: YAML file, or the name of a shipped one: a5xm, iterations, words
-        output: folder of the study
-        variants: train and test these only, beside finished results of the others; all by default
-        seeds: likewise; all by default
-    """
-    print(summary(conduct(load_study(study), output, variants, seeds)))
-    print(f"wrote study.json, by_length.png and by_position.png in {output}")
-
-
 def _data(
     file: Path,
     *,
@@ -186,44 +171,6 @@ def _data(
     fresh = generate(group, sequences=sequences, length=length, identity_probability=p, seed=seed)
     write_csv(file, *fresh, seed)
     print(f"wrote {sequences} sequences of {length} to {file}")
-
-
-def _jacobian(
-    runs: list[Path] = [],  # noqa: B006
-    *,
-    length: PositiveInt = 8,
-    seed: NonNegativeInt = 0,
-    output: Path = Path("runs/jacobian"),
-) -> None:
-    """Check Theorem 1 of the paper, that the state mixes its entries, on random and trained layers.
-
-    Computes the Jacobian of the state from one token to the next, in float64, of random explicit and implicit
-    layers and of trained ones of one block: by the formula of the theorem, and by solving anew from states
-    that differ in one entry. Fails if the two disagree by more than 1e-6.
-
-    Args:
-        runs: folders of finished runs
-        length: tokens of the sequence
-        seed: seed of weights and inputs
-        output: folder for results
-    """
-    rows = report(runs, length, seed, output)
-    worst = max(row.disagreement for row in rows)
-    if not worst <= 1e-6:
-        raise ValueError(f"formula and finite differences must agree to 1e-6, they differ by {worst:.1e}")
-    print(f"agreement to {worst:.0e}; wrote jacobian.json and jacobian.png in {output}")
-
-
-def _demo(*, output: Path = Path("runs/demo"), seeds: list[int] = [1]) -> None:  # noqa: B006
-    """Train an implicit Mamba2 and its explicit twin on A5, compare them at 1x and 4x the length.
-
-    Trains at length 16 and tests at 16 and 64. A few minutes on two cores; repeated, it shows the results.
-
-    Args:
-        output: folder of the runs
-        seeds: seeds of weights and data
-    """
-    demo(output, seeds)
 
 
 if __name__ == "__main__":

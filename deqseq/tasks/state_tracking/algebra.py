@@ -16,6 +16,7 @@ from itertools import pairwise, permutations, product
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MAX_ELEMENTS = 5040
@@ -53,12 +54,11 @@ class Algebra:
 
     @cached_property
     def parts(self) -> tuple[Tensor, Tensor]:
-        """The group part and the monoid part, as indices of elements.
+        """The group part and the monoid part, as indices of elements: int64, on the CPU, sorted.
 
-        The first tensor lists the elements that are the identity in every factor that is not a
-        group, the second those that are the identity in every factor that is one. Both are int64
-        on the CPU and sorted. Every element is the product of one of each, with index
-        ``group + monoid``, because indices are left-major.
+        Elements of the first are the identity in every factor that is not a group, those of the second in
+        every factor that is one. Every element is the product of one of each, with index ``group + monoid``,
+        because indices are left-major.
         """
         group = monoid = torch.zeros(1, dtype=torch.int64)
         for factor in self.factors or (self,):
@@ -70,10 +70,10 @@ class Algebra:
 
     @cached_property
     def chance(self) -> float:
-        """Accuracy of a guess late in a sequence.
+        """Accuracy of a guess late in a sequence: one over the size of the smallest ideal.
 
-        It is one over the size of the smallest ideal, in which long products end: the whole of a group; in
-        ``A5xM``, the 60 elements whose part in M is its zero.
+        Long products end there. It is the whole of a group; in ``A5xM``, the 60 elements whose part in M is
+        its zero.
         """
         if self.is_group:
             return 1 / len(self)
@@ -101,12 +101,10 @@ def _direct_product(factors: Sequence[Algebra]) -> Algebra:
         n, m = len(left), len(right)
         return (left[:, None, :, None] * m + right[None, :, None, :]).reshape(n * m, n * m)
 
-    return Algebra(
-        name="x".join(factor.name for factor in factors),
-        elements=tuple(product(*(factor.elements for factor in factors))),
-        table=reduce(multiply, (factor.table for factor in factors)),
-        factors=tuple(factors),
-    )
+    name = "x".join(factor.name for factor in factors)
+    elements = tuple(product(*(factor.elements for factor in factors)))
+    table = reduce(multiply, (factor.table for factor in factors))
+    return Algebra(name, elements, table, tuple(factors))
 
 
 def _size(name: str) -> int:
@@ -114,14 +112,10 @@ def _size(name: str) -> int:
     if name == "M":
         return 4
     match = re.fullmatch(r"([ZSA])([1-9][0-9]{0,3})", name)
-    if match is None:
-        return 0
-    kind, n = match[1], int(match[2])
+    kind, n = (match[1], int(match[2])) if match else ("", 0)
     if n < (3 if kind == "A" else 2):  # the trivial group has no state to track
         return 0
-    if kind == "Z":
-        return n
-    size = math.factorial(min(n, 20))  # 20! is far above the limit
+    size = n if kind == "Z" else math.factorial(min(n, 20))  # 20! is far above the limit
     return size // 2 if kind == "A" else size
 
 
@@ -173,40 +167,28 @@ def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
 
     A scan in two levels: chunks of about √L tokens are scanned in parallel, then the chunks' products;
     then each chunk is multiplied by the product of the chunks before it. That takes 2√L sequential table
-    look-ups instead of L, for twice the work.
+    look-ups instead of L, for twice the work. Never waits for the device.
 
-    Never waits for the device.
-
-    Args:
-        algebra: where to multiply.
-        tokens: (B, L) integers in [0, N), with B and L positive, on any device; the range is not checked.
-
-    Returns:
-        (B, L) int64 on the same device.
+    ``tokens``: (B, L) integers in [0, N), with B and L positive; the range is not checked. Returns (B, L)
+    int64 on their device.
     """
     n, (batch, length) = len(algebra), tokens.shape
     table = _flat_table(algebra, tokens.device)
     steps = math.isqrt(length - 1) + 1  # tokens in a chunk: √L rounded up
     chunks = -(-length // steps)
+    padded = F.pad(tokens.to(torch.int32), (0, steps * chunks - length), value=algebra.identity)
     # Positions come first and the batch is contiguous, so each step reads and writes one block.
-    products = tokens.new_full((steps, chunks, batch), algebra.identity, dtype=torch.int32)
-    whole = length // steps
-    products[:, :whole] = tokens[:, : whole * steps].view(batch, whole, steps).permute(2, 1, 0)
-    if whole < chunks:
-        products[: length % steps, whole] = tokens[:, whole * steps :].t()
+    products = padded.view(batch, chunks, steps).permute(2, 1, 0).contiguous()
 
     def scan(rows: Tensor) -> None:
         """Running products of the rows of a (R, C) tensor, in place."""
-        index = torch.empty_like(rows[0])
         for before, row in pairwise(rows):
-            torch.add(row, before, alpha=n, out=index)
-            torch.index_select(table, 0, index, out=row)
+            torch.index_select(table, 0, torch.add(row, before, alpha=n), out=row)
 
     scan(products.view(steps, chunks * batch))
     carry = products[-1].clone()
     scan(carry)
-    rest = products[:, 1:]
-    index = torch.add(rest, carry[:-1], alpha=n)
-    rest.copy_(table.index_select(0, index.flatten()).view_as(rest))
+    index = torch.add(products[:, 1:], carry[:-1], alpha=n)
+    products[:, 1:] = table.index_select(0, index.flatten()).view_as(index)
     flat = products.permute(2, 1, 0).reshape(batch, chunks * steps)
     return flat[:, :length].to(torch.int64, memory_format=torch.contiguous_format)

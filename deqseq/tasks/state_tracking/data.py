@@ -94,7 +94,6 @@ class WordProblemStream:
     """Batches of fresh word problems. Batch ``i`` depends on the attributes and ``i`` alone.
 
     Attributes:
-        algebra: where to multiply.
         lengths: shortest and longest, both included; each batch draws its length uniformly.
         identity_probability: in [0, 1]; see :func:`sample`.
         seed: different seeds below 2⁶⁴ give different streams.
@@ -165,17 +164,13 @@ def algebra_of_csv(path: str | Path) -> Algebra:
 
 
 def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
-    """Read a file of the word-problem benchmark: ``seed,input,target`` with spaced indices.
+    """Tokens (S, L) int64, targets (S, L) int64 and the seed in a file of the word-problem benchmark.
 
-    Args:
-        algebra: that its targets must agree with; see :func:`algebra_of_csv`.
-
-    Returns:
-        Tokens (S, L) int64, targets (S, L) int64 and the seed.
+    Its lines are ``seed,input,target`` with spaced indices.
 
     Raises:
-        ValueError: names the first wrong line: malformed, of another length or seed than the
-            first, or with targets that are not the running products.
+        ValueError: names the first wrong line: malformed, of another length or seed than the first, or with
+            targets that are not the running products in ``algebra``.
     """
     seeds: list[int] = []
     rows: list[Tensor] = []
@@ -213,14 +208,12 @@ def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
 
 
 def write_csv(path: str | Path, tokens: Tensor, targets: Tensor, seed: int) -> None:
-    """Write a file that :func:`read_csv` reads, byte for byte as the benchmark's own program.
+    """Write ``tokens`` and ``targets`` (S, L) as :func:`read_csv` reads them, with the ``seed`` in each line.
 
-    Args:
-        path: of the file; one already there is replaced.
-        tokens, targets: (S, L) integers.
-        seed: put at the head of every line.
+    The file, which replaces one at ``path``, is byte for byte that of the benchmark's own program.
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
-        file.write(",".join(_CSV_HEADER) + "\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(_CSV_HEADER)
         for row in zip(tokens.tolist(), targets.tolist(), strict=True):
-            file.write(",".join([str(seed), *(" ".join(map(str, part)) for part in row)]) + "\n")
+            writer.writerow([seed, *(" ".join(map(str, part)) for part in row)])

@@ -78,16 +78,10 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM | LSTM, TrainSettings]:
 
 @torch.no_grad()
 def evaluate(
-    model: ImplicitForCausalLM | LSTM,
-    tokens: Tensor,
-    targets: Tensor,
-    window: int | None = None,
-    tolerance: float | None = None,
-    max_iter: int | None = None,
-    damping: float | None = None,
-    batch_size: int = 256,
-    progress: bool = False,
-) -> Evaluation:
+    model: ImplicitForCausalLM | LSTM, tokens: Tensor, targets: Tensor, window: int | None = None,
+    tolerance: float | None = None, max_iter: int | None = None, damping: float | None = None,
+    batch_size: int = 256, progress: bool = False,
+) -> Evaluation:  # fmt: skip
     """Solve ``tokens`` (S, L) int64 and compare the predictions with ``targets`` (S, L).
 
     Args:
@@ -102,10 +96,8 @@ def evaluate(
             damping out of range.
     """
     if tokens.shape != targets.shape or tokens.dim() != 2:
-        raise ValueError(
-            f"tokens and targets must have one shape (S, L), got {tuple(tokens.shape)} "
-            f"and {tuple(targets.shape)}"
-        )
+        shapes = f"{tuple(tokens.shape)} and {tuple(targets.shape)}"
+        raise ValueError(f"tokens and targets must have one shape (S, L), got {shapes}")
     check_count("batch_size", batch_size)
     if not tokens.numel():
         raise ValueError("there is nothing to evaluate: no sequences, or no tokens in them")
@@ -129,36 +121,23 @@ def evaluate(
     right = torch.cat(parts).cpu().double()
     search = solves.read()
     return Evaluation(
-        length=tokens.shape[1],
-        window=window if search else None,
-        accuracy=right.mean().item(),
-        accuracy_last10=right[:, -10:].mean().item(),
-        accuracy_sequence=right.amin(1).mean().item(),
-        iterations=search.get("iterations"),
-        passes=search.get("nfe"),
-        residual=search.get("residual"),
-        converged=search.get("share_converged"),
-        seconds=time.perf_counter() - start,
+        length=tokens.shape[1], window=window if search else None, accuracy=right.mean().item(),
+        accuracy_last10=right[:, -10:].mean().item(), accuracy_sequence=right.amin(1).mean().item(),
+        iterations=search.get("iterations"), passes=search.get("nfe"), residual=search.get("residual"),
+        converged=search.get("share_converged"), seconds=time.perf_counter() - start,
         accuracy_by_position=right.mean(0).tolist(),
         iterations_by_position=solves.by_position("iterations").tolist() if search else None,
         converged_by_position=solves.by_position("share_converged").tolist() if search else None,
-    )
+    )  # fmt: skip
 
 
 def evaluate_fresh(
-    model: ImplicitForCausalLM | LSTM,
-    settings: TrainSettings,
-    length: int,
-    sequences: int,
-    seed: int = 0,
-    identity_probability: float | None = None,
-    **options: Any,
-) -> Evaluation:
-    """:func:`evaluate` on fresh sequences of the model's task, at any length.
+    model: ImplicitForCausalLM | LSTM, settings: TrainSettings, length: int, sequences: int, seed: int = 0,
+    identity_probability: float | None = None, **options: Any,
+) -> Evaluation:  # fmt: skip
+    """:func:`evaluate`, with its ``options``, on fresh sequences of the model's task, at any length.
 
-    Args:
-        identity_probability: that of training by default.
-        options: of :func:`evaluate`.
+    ``identity_probability``: that of training by default.
     """
     p = settings.identity_probability if identity_probability is None else identity_probability
     fresh = generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)

@@ -1,7 +1,5 @@
 """The recurrent baseline: it solves the word problem, one token at a time."""
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -13,11 +11,9 @@ class LSTMConfig(PretrainedConfig):
 
     model_type = "state_tracking_lstm"
 
-    def __init__(self, vocab_size: int = 60, d_model: int = 256, n_layer: int = 1, **options: Any) -> None:
-        self.vocab_size = vocab_size
-        self.d_model = d_model
-        self.n_layer = n_layer
-        super().__init__(**options)
+    vocab_size: int = 60
+    d_model: int = 256
+    n_layer: int = 1
 
 
 class LSTM(PreTrainedModel):

@@ -9,12 +9,9 @@ from deqseq.tasks.state_tracking.evaluate import Evaluation, window_name
 
 
 def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance: float, trained: int) -> None:
-    """Write a PNG of accuracy, iterations and share converged against position, for every evaluation.
+    """Write a PNG of accuracy, iterations and share converged against position, for every named evaluation.
 
-    Args:
-        rows: names and evaluations.
-        chance: accuracy of a guess, drawn as a line.
-        trained: longest training length, drawn as a line.
+    Lines show ``chance``, the accuracy of a guess, and ``trained``, the longest training length.
     """
 
     def draw(axes: list[Any]) -> None:
@@ -45,10 +42,11 @@ def plot_by_length(
 ) -> None:
     """Write a PNG of the accuracy of the last ten tokens against length, a panel for every probability.
 
+    Further lines show ``chance`` and ``trained``, as in :func:`plot_by_position`.
+
     Args:
         curves: by probability of the identity and name, by length, accuracies of all seeds: a line through
             their means, and a band from the worst to the best.
-        chance, trained: as in :func:`plot_by_position`.
     """
     if not curves:
         return

@@ -88,7 +88,7 @@ class TrainSettings(TwoStageSettings):
     def model(self) -> ImplicitForCausalLM | LSTM:
         """A fresh model."""
         if self.backbone == "lstm":
-            return LSTM(LSTMConfig(len(self.algebra), self.d_model, self.n_layer))
+            return LSTM(LSTMConfig(vocab_size=len(self.algebra), d_model=self.d_model, n_layer=self.n_layer))
         return ImplicitForCausalLM(self._config(len(self.algebra), window=self.train_window))
 
     def curriculum(self) -> Curriculum | None:

@@ -3,17 +3,18 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
 from deqseq.checks import check_damping
 from deqseq.tasks.common.files import write_json
-from deqseq.tasks.common.results import Column, table
+from deqseq.tasks.common.results import Column, column, table
 from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.common.settings import ClosedUnitInterval, PositiveInt, Seed, build, check_types, read_yaml
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, window_name
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 STUDIES = Path(__file__).parent / "studies"
 _RESULTS = "study.json"
+_COLUMNS: tuple[Column, ...] = (
+    column("model"), column("p", "g"), column("length"), column("window"), column("seeds"),
+    column("accuracy_last10", ".4f", "last 10"), column("worst", ".4f"), column("iterations", ".1f"),
+    column("passes", ".0f"), column("converged", ".4f"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,42 +145,46 @@ class Result:
 
 
 def conduct(
-    study: Study, output: Path, variants: Sequence[str] | None = None, seeds: Sequence[int] | None = None
+    study: str, *, output: Path, variants: list[str] | None = None, seeds: list[int] | None = None
 ) -> list[Result]:
-    """Train and test what is not there yet, then put the results of all variants and seeds together.
+    """Train and test variants of a run with several seeds, side by side.
 
-    Writes ``study.json``, ``by_length.png`` and, of the first model that was tested in several windows,
-    ``by_position.png``.
+    Finished parts are not repeated, so the same command goes on after an interruption.
 
     Args:
-        output: folder of the study; a run is in ``output/VARIANT/seed-N``.
-        variants, seeds: those to train and test now; all by default. The finished results of the others are
-            shown, so several processes can share a study.
+        study: YAML file, or the name of a shipped one: a5xm, iterations, words
+        output: folder of the study
+        variants: train and test these only, beside finished results of the others; all by default
+        seeds: likewise; all by default
 
     Raises:
-        ValueError: no such variant or seed; the folder holds runs with other settings.
+        ValueError: errors of :func:`load_study`; no such variant or seed; the folder holds runs with other
+            settings.
     """
-    for name, asked, known in (("variant", variants, study.variants), ("seed", seeds, study.seeds)):
+    plan = load_study(study)
+    for name, asked, known in (("variant", variants, plan.variants), ("seed", seeds, plan.seeds)):
         if unknown := sorted(set(asked or ()) - set(known)):  # type: ignore[type-var]
             there = ", ".join(map(str, known))
             raise ValueError(f"no {name} {', '.join(map(str, unknown))}: the study has {there}")
     runs = [
-        (name, seed, study.settings(name, seed), output / name / f"seed-{seed}")
-        for name in study.variants
-        for seed in study.seeds
+        (name, seed, plan.settings(name, seed), output / name / f"seed-{seed}")
+        for name in plan.variants
+        for seed in plan.seeds
     ]
     for _, _, settings, folder in runs:  # all are checked before anything is trained
         RunFolder(folder, asdict(settings))
     results = []
     for name, seed, settings, folder in runs:
-        cases = study.cases(settings.explicit)
+        cases = plan.cases(settings.explicit)
         if (variants is None or name in variants) and (seeds is None or seed in seeds):
             logger.info("%s, seed %d: %s", name, seed, folder)
             _test(settings, folder, cases)
         found = _read(folder / _RESULTS)
         results += [Result(name, seed, case, found[key]) for key, case in cases.items() if key in found]
     write_json(output / _RESULTS, [asdict(result) for result in results])
-    _draw(study, results, output)
+    _draw(plan, results, output)
+    print(summary(results))
+    print(f"wrote study.json, by_length.png and by_position.png in {output}")
     return results
 
 
@@ -218,24 +228,16 @@ def summary(results: Sequence[Result]) -> str:
     groups: dict[str, list[Result]] = {}
     for r in results:
         groups.setdefault(json.dumps([r.variant, r.case]), []).append(r)
-
-    def mean(name: str, form: str) -> Callable[[list[Result]], str]:
-        def write(group: list[Result]) -> str:
-            values = [getattr(r.evaluation, name) for r in group]
-            return "-" if None in values else format(fmean(values), form)
-
-        return write
-
-    columns: list[Column] = [
-        ("model", lambda group: group[0].variant),
-        ("p", lambda group: f"{group[0].case['identity_probability']:g}"),
-        ("length", lambda group: str(group[0].case["length"])),
-        ("window", lambda group: window_name(group[0].evaluation)),
-        ("seeds", lambda group: str(len(group))),
-        ("last 10", mean("accuracy_last10", ".4f")),
-        ("worst", lambda group: f"{min(r.evaluation.accuracy_last10 for r in group):.4f}"),
-        ("iterations", mean("iterations", ".1f")),
-        ("passes", mean("passes", ".0f")),
-        ("converged", mean("converged", ".4f")),
-    ]
-    return table(columns, list(groups.values()))
+    rows = []
+    for group in groups.values():
+        first, found = group[0], [r.evaluation for r in group]
+        means = {}
+        for name in ("accuracy_last10", "iterations", "passes", "converged"):
+            values = [getattr(e, name) for e in found]
+            means[name] = None if None in values else fmean(values)
+        rows.append(SimpleNamespace(
+            model=first.variant, p=first.case["identity_probability"], length=first.case["length"],
+            window=window_name(found[0]), seeds=len(found), worst=min(e.accuracy_last10 for e in found),
+            **means,
+        ))  # fmt: skip
+    return table(_COLUMNS, rows)

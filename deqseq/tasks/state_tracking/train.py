@@ -25,13 +25,10 @@ logger = logging.getLogger(__name__)
 def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM | LSTM:
     """Train in folder ``output``; an interrupted run is resumed from its last checkpoint.
 
-    Writes the model (``config.json``, ``model.safetensors``), ``settings.json`` and ``training.json``
-    (seconds, and the log: loss, iterations and residual of the search at every 50th step). A finished run is
-    not repeated. Returns the saved model, in float32: the trainer leaves its autocast on its own.
-
-    Args:
-        output: folder of the run.
-        save_steps: steps between checkpoints.
+    Writes a checkpoint every ``save_steps`` steps; in the end the model (``config.json``,
+    ``model.safetensors``). Beside it stand ``settings.json`` and ``training.json`` (seconds, and the log:
+    loss, iterations and residual of the search at every 50th step). A finished run is not repeated. Returns
+    the saved model, in float32: the trainer leaves its autocast on its own.
 
     Raises:
         ValueError: ``output`` holds another run.

@@ -20,6 +20,7 @@ from deqseq.ops.add_norm import add_norm
 from deqseq.ops.one_token import Norm, SwiGLUWeights, ValueGateWeights
 
 RMS_EPS = 1e-5
+_MOST_BLOCKS = 4096
 
 
 class Prepared(NamedTuple):
@@ -230,6 +231,8 @@ def projection(linear: nn.Linear) -> Tensor:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise ``ValueError`` for a size that is not a whole number of at least 1."""
+    """Raise ``ValueError`` for a size that is not a whole number of at least 1, or too many blocks."""
     for name, value in sizes.items():
         check_count(name, value)
+    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # such a number is a mistake, and building them takes minutes
+        raise ValueError(f"n_layer must be at most {_MOST_BLOCKS}, got {sizes['n_layer']}")

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from deqseq.tasks.common import command_line, seals
 from deqseq.tasks.common.files import locked
+from deqseq.tasks.common.models import load_model
 from deqseq.tasks.common.seals import checkpoints, fault, rotate, seal
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.settings import RunSettings
@@ -259,3 +260,15 @@ def test_sigterm_says_what_ctrl_c_says(capsys: pytest.CaptureFixture[str]) -> No
     assert run_command(lambda: signal.raise_signal(signal.SIGINT)) == 130
     assert capsys.readouterr().err == "terminated; it goes on\ninterrupted; it goes on\n"
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sizes_are_planned_before_memory_is_taken(settings: RunSettings, whole: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(whole / "model", tmp_path / "model"))
+    config = json.loads((copy / "config.json").read_text())
+    config["backbone"]["n_layer"] = 10**9
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="n_layer must be at most 4096, got 1000000000"):
+        load_model(str(copy))
+    wide = {**SMALL["model"], "vocab_size": 10**12}
+    with pytest.raises(ValueError, match=r"parameters, .* GiB in float32, and this machine has"):
+        pretrain(replace(settings, model=wide), tmp_path / "wide", progress=False)

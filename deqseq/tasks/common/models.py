@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import psutil
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import deqseq.causal_lm  # noqa: F401 - registers the implicit models with AutoModelForCausalLM
@@ -55,6 +56,18 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         model.config.use_cache = False  # evaluation generates nothing, so no cache is needed
     model.eval()
     return model
+
+
+def check_fits(config: PreTrainedConfig) -> None:
+    """Raise ``ValueError`` if the float32 weights of a model are larger than the machine's memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    size, memory = 4 * sum(p.numel() for p in model.parameters()), psutil.virtual_memory().total
+    if size > memory:
+        raise ValueError(
+            f"the model has {size / 4e9:,.1f}B parameters, {size / 2**30:,.0f} GiB in float32, and this "
+            f"machine has {memory / 2**30:,.0f} GiB of memory: choose smaller sizes"
+        )
 
 
 def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) -> Tensor:

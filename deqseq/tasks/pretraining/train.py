@@ -17,6 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.files import PART
+from deqseq.tasks.common.models import check_fits
 from deqseq.tasks.common.processes import everywhere, on_every_node, on_first
 from deqseq.tasks.common.runs import RunFolder, check_model
 from deqseq.tasks.common.trainer import writing
@@ -108,6 +109,7 @@ def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> Implic
     """The model of a checkpoint, with the weights of ``settings.start_from``, or fresh; in float32."""
     set_seed(settings.seed)
     config = data.fitted(settings.config())
+    check_fits(config)
     source = checkpoint or settings.start_from
     if source is None:
         return ImplicitForCausalLM(config)

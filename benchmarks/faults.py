@@ -239,9 +239,8 @@ def programs(folder: Path) -> dict[str, Program]:
 def main() -> int:
     made = common.parser(__doc__, "faults.json", device="cpu")
     made.add_argument("--kills", type=int, default=200, help="runs that are killed (default: 200)")
-    made.add_argument(
-        "--flips", type=int, default=500, help="bits of runs, and as many of data (default: 500)"
-    )
+    made.add_argument("--flips", type=int, default=500, help="bits of training runs (default: 500)")
+    made.add_argument("--data-flips", type=int, default=500, help="bits of prepared data (default: 500)")
     made.add_argument(
         "--programs", nargs="+", help="pretrain, state tracking, catbabi, prepare (default: all)"
     )
@@ -269,11 +268,10 @@ def main() -> int:
             changes *= 2
         costs[program.name] = seconds, changes
     trained = [program for program in chosen if program.name != "prepare"]
-    trials: list[tuple[str, Program]] = [("kill", chosen[i % len(chosen)]) for i in range(options.kills)]
+    trials = [("kill", chosen[i % len(chosen)]) for i in range(options.kills)]
     trials += [("flip", trained[i % len(trained)]) for i in range(options.flips if trained else 0)]
-    trials += [
-        ("data", program) for program in chosen if program.name == "pretrain" for _ in range(options.flips)
-    ]
+    if found["pretrain"] in chosen:
+        trials += [("data", found["pretrain"])] * options.data_flips
     for what, program in tqdm(trials, desc="faults"):
         place = Path(tempfile.mkdtemp(dir=folder))
         whole = folder / f"whole {program.name}"

@@ -1,14 +1,14 @@
 """Seals: which files of a folder were written to their end, and whether they are still as they were written.
 
-A seal is the file ``complete.json``, written last. It lists the files with their sizes and checksums (XXH3,
-128 bits). A folder without a seal was not written to its end.
+A seal is the file ``complete.json``, written last. It lists the files with their sizes and checksums: XXH3,
+128 bits, of the checksums of blocks of 16 MiB. A folder without a seal was not written to its end.
 """
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,25 +19,21 @@ from deqseq.tasks.common.files import write_json
 logger = logging.getLogger(__name__)
 
 SEAL = "complete.json"
-_BLOCK = 2**22  # bytes read at once; hashing them leaves Python's lock to other threads
+_BLOCK = 2**24
+_THREADS = min(8, os.cpu_count() or 1)  # for checksums, which leave Python's lock to other threads
 
 
 def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
     """Sync the files to the disk and write the seal. ``files``: all files in ``folder`` by default."""
     found = sorted(path for path in files or folder.rglob("*") if path.is_file() and path.name != SEAL)
-    with ThreadPoolExecutor(8) as pool:  # checksums are made while the disk writes
-        synced = [pool.submit(_sync, path) for path in found]
-        checksums = list(pool.map(_checksum, found))
-        for future in synced:
-            future.result()
-    listed = zip(found, checksums, strict=True)
-    write_json(
-        folder / SEAL,
-        {
+    with ThreadPoolExecutor(1) as disk:  # checksums are made while the disk writes
+        synced = disk.map(_sync, found)
+        listed = {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": checksum}
-            for path, checksum in listed
-        },
-    )
+            for path, checksum in zip(found, _checksums(found), strict=True)
+        }
+        list(synced)  # raises what went wrong
+    write_json(folder / SEAL, listed)
 
 
 def unseal(folder: Path) -> None:
@@ -71,11 +67,10 @@ def fault(folder: Path, content: bool = True) -> str | None:
             if size != entry.get("bytes"):
                 return f"is damaged: {path.name} has {size} bytes instead of {entry.get('bytes')}"
         if content:
-            with ThreadPoolExecutor(8) as pool:
-                checksums = pool.map(_checksum, [path for path, _ in files])
-                for (path, entry), checksum in zip(files, checksums, strict=True):
-                    if entry.get("xxh3_128", checksum) != checksum:
-                        return f"is damaged: the checksum of {path.name} is not the one in {SEAL}"
+            checksums = _checksums([path for path, _ in files])
+            for (path, entry), checksum in zip(files, checksums, strict=True):
+                if entry.get("xxh3_128", checksum) != checksum:
+                    return f"is damaged: the checksum of {path.name} is not the one in {SEAL}"
     except OSError as error:
         return f"cannot be read: {error}"
     return None
@@ -111,10 +106,18 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _checksum(path: Path) -> str:
-    state = xxh3_128()
-    buffer = memoryview(bytearray(_BLOCK))
+def _checksums(files: Sequence[Path]) -> list[str]:
+    """Checksums of files; several threads share the blocks of all files."""
+    blocks = [(path, start) for path in files for start in range(0, max(path.stat().st_size, 1), _BLOCK)]
+    whole = {path: xxh3_128() for path in files}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (path, _), digest in zip(blocks, pool.map(_block_digest, blocks), strict=True):
+            whole[path].update(digest)
+    return [whole[path].hexdigest() for path in files]
+
+
+def _block_digest(block: tuple[Path, int]) -> bytes:
+    path, start = block
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            state.update(buffer[:size])
-    return state.hexdigest()
+        file.seek(start)
+        return xxh3_128(file.read(_BLOCK)).digest()

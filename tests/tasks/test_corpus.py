@@ -4,6 +4,8 @@ import copy
 import json
 import pickle
 import random
+import shutil
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, pipeline
+from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, pipeline, shards
 from deqseq.tasks.common.corpus import encoder as encoder_module
 from deqseq.tasks.common.corpus.documents import JsonLines, Source, TextFile, sources
 from deqseq.tasks.common.corpus.encoder import Encoder
@@ -350,6 +352,131 @@ def test_damage_is_named(tmp_path: Path, book: Path, tokenizer: Any) -> None:
     (folder.path / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="not a manifest"):
         TokenFolder(folder.path)
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path, book: Path, tokenizer: Any) -> None:
+    folder = prepare(tmp_path / "out", sources([str(book)], "blank"), tokenizer, shard_tokens=5000)
+    files = [file for file in sorted(folder.path.rglob("*")) if file.is_file()]
+    assert {"manifest.json", "tokenizer.json", "tokenizer_config.json"} < {file.name for file in files}
+    sizes = [file.stat().st_size for file in files]
+    draw = random.Random(0)
+
+    def opened() -> tuple[Any, ...]:
+        found = TokenFolder(folder.path)
+        found.tokenizer()
+        found.verify()
+        return found.fingerprint, found.vocab_size, found.end_of_text, found.rows("train", 8)[0].keys()
+
+    whole, noticed = opened(), 0
+    for i in range(150):
+        file = draw.choice(files) if i % 2 else draw.choices(files, sizes)[0]
+        data = file.read_bytes()
+        flipped = bytearray(data)
+        flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        try:
+            assert opened() == whole  # a space or an escape of JSON that means the same
+        except ValueError as error:
+            assert "\n" not in str(error)
+            noticed += 1
+        file.write_bytes(data)
+    assert noticed > 140 and opened() == whole
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A folder of one shard."""
+    place = tmp_path_factory.mktemp("tiny")
+    (place / "a.txt").write_text("the cat")
+    return prepare(place / "out", sources([str(place / "a.txt")]), tokenizer).path
+
+
+def with_manifest(folder: TokenFolder, change: Callable[[dict[str, Any]], Any], version: int = 2) -> Path:
+    """Change the manifest by hand; in version 2, with the right checksum."""
+    file = folder.path / "manifest.json"
+    content = json.loads(file.read_text())
+    change(content)
+    content.pop("checksum"), content.pop("version")
+    if version == 1:
+        content.pop("tokenizer_files")
+        file.write_text(json.dumps({"version": 1, **content}))
+    else:
+        file.write_text(json.dumps({"version": 2, "checksum": shards._checksum(content), **content}))
+    return folder.path
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: m["shards"][0].update(split="test"), "must be train or validation, got 'test'"),
+        (lambda m: m["shards"][0].update(file="../x.bin"), r"without a folder, got '../x.bin'"),
+        (lambda m: m["shards"][0].update(file="/x.bin"), "without a folder"),
+        (lambda m: m["shards"][0].update(file=".."), "without a folder"),
+        (lambda m: m["shards"][0].update(file=3), "without a folder, got 3"),
+        (lambda m: m["shards"][0].update(tokens="7"), "whole number >= 0, got '7'"),
+        (lambda m: m["shards"][0].update(tokens=-1), "whole number >= 0, got -1"),
+        (lambda m: m["shards"][0].update(documents=1.5), "whole number >= 0, got 1.5"),
+        (lambda m: m["shards"][0].update(sha256=None), "sha256 of .* must be text"),
+        (lambda m: m["shards"][0].update(colour="red"), "colour"),
+        (lambda m: m["shards"][0].pop("documents"), "documents"),
+        (lambda m: m["shards"].append(7), "not a manifest"),
+        (lambda m: m.update(shards={"a": 1}), "not a manifest"),
+        (lambda m: m.update(next=[1, 2]), "not a manifest"),
+        (lambda m: m.update(next={"source": True, "offset": 0}), "next.source must be"),
+        (lambda m: m.update(dtype="<f4"), "dtype must be <u2 or <u4, got '<f4'"),
+        (lambda m: m["tokenizer"].update(vocab_size=2.0), "vocab_size must be"),
+        (lambda m: m["tokenizer"].update(end_of_text=10**6), "end_of_text must be below vocab_size"),
+        (lambda m: m["tokenizer"].update(sha256=1), "sha256 must be text"),
+        (lambda m: m.update(colour="red"), "colour"),
+        (lambda m: m.pop("hold_out"), "hold_out"),
+        (lambda m: m.update(tokenizer="gpt2"), "not a manifest"),
+    ],
+)  # fmt: skip
+def test_values_that_a_manifest_cannot_have(
+    tmp_path: Path, tiny: Path, change: Callable[[dict[str, Any]], Any], message: str, version: int
+) -> None:
+    folder = TokenFolder(shutil.copytree(tiny, tmp_path / "out"))
+    with pytest.raises(ValueError, match=message) as error:
+        TokenFolder(with_manifest(folder, change, version))
+    assert "manifest.json is not a manifest of token shards" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["dtype", "end_of_text", "vocab_size", "name", "documents", "split"])
+def test_a_changed_value_does_not_have_the_checksum(tmp_path: Path, tiny: Path, name: str) -> None:
+    folder = TokenFolder(shutil.copytree(tiny, tmp_path / "out"))
+    file = folder.path / "manifest.json"
+    content = json.loads(file.read_text())
+    for place in (content, content["tokenizer"], content["shards"][0]):
+        if name in place:
+            place[name] = {"split": "validation", "dtype": "<u4", "name": "other"}.get(name, 9)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="checksum"):
+        TokenFolder(folder.path)
+
+
+def test_folders_of_version_1_are_read_and_verified(tmp_path: Path, book: Path, tokenizer: Any) -> None:
+    read = sources([str(book)])
+    folder = prepare(tmp_path / "out", read, tokenizer)
+    old = TokenFolder(with_manifest(folder, lambda _: None, version=1))
+    assert old.fingerprint == folder.fingerprint
+    old.verify()
+    assert pipeline.prepare(folder.path, read, tokenizer, "test", FIFTH, 10**9, 1) == 0  # nothing to do
+    for name in ("tokenizer/tokenizer.json", "train-00000.bin"):
+        data = (folder.path / name).read_bytes()
+        (folder.path / name).write_bytes(data[:-1] + b"x")
+        with pytest.raises(ValueError, match="corrupted"):
+            old.verify()
+        (folder.path / name).write_bytes(data)
+
+
+def test_damaged_tokenizer_configuration_is_named(tmp_path: Path, book: Path, tokenizer: Any) -> None:
+    folder = prepare(tmp_path / "out", sources([str(book)]), tokenizer)
+    file = folder.path / "tokenizer" / "tokenizer_config.json"
+    file.write_text(file.read_text().replace(END, "the"))
+    for check in (folder.verify, folder.tokenizer):
+        with pytest.raises(ValueError, match=r"tokenizer_config.json is corrupted"):
+            check()
 
 
 # Rows

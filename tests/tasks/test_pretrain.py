@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.tasks import prepare
 from deqseq.tasks.common.corpus import TokenFolder
 from deqseq.tasks.common.settings import yaml_value
 from deqseq.tasks.pretrain import main
@@ -420,9 +421,10 @@ def test_finished_run_is_left_alone_and_other_settings_are_refused(
         ValueError, match=r"learning_rate: 0\.002 there, 0\.1 asked for; stages\.0\.until: 0\.8"
     ):
         pretrain(small(data, ("learning_rate", "0.1"), ("stages.0.until", "0.5")), run, progress=False)
-    manifest = json.loads((moved / "manifest.json").read_text())
-    manifest["shards"][0]["sha256"] = "another"
-    (moved / "manifest.json").write_text(json.dumps(manifest))
+    other = moved.parent / "other.txt"
+    other.write_text("".join(f"other text {i}\n" for i in range(400)))
+    words = ["--tokenizer", str(moved / "tokenizer"), "--validation-share", "0.1", "--documents", "line"]
+    assert prepare.main([str(other), "--output", str(moved), *words, "--force"]) == 0
     with pytest.raises(ValueError, match="fingerprint"):
         pretrain(small(("data", str(moved))), run, progress=False)
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 
 from deqseq.checks import check_count
 from deqseq.tasks.common.corpus.documents import text_of
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.holdout import SPLITS, HoldOut, Split
-from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Shard
+from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Shard, checksum
+from deqseq.tasks.common.tokenizer import load_tokenizer
 
 Documents = Literal["joined", "separate"]
 """Whether the documents of a row see each other: with ``"separate"``, positions tell them apart."""
@@ -65,24 +66,27 @@ class TokenFolder:
         return sum(shard.documents for shard in self._shards(split))
 
     def tokenizer(self) -> Any:
-        """The tokenizer that made the shards."""
-        if not (self.path / TOKENIZER).is_dir():
-            raise ValueError(f"{self.path} has no {TOKENIZER}/: copy it again, or prepare anew with --force")
-        return AutoTokenizer.from_pretrained(self.path / TOKENIZER)
+        """The tokenizer that made the shards; ``ValueError`` if one of its files is missing or corrupted."""
+        for name, sha256 in self._manifest.tokenizer_checksums().items():
+            self._check(name, sha256)
+        return load_tokenizer(str(self.path / TOKENIZER))
 
     def verify(self) -> None:
-        """Raise ``ValueError`` if the tokenizer or a shard is missing or does not have its checksum."""
-        checksums = {f"{TOKENIZER}/tokenizer.json": self._manifest.head["tokenizer"]["sha256"]}
-        checksums |= {shard.file: shard.sha256 for shard in self._manifest.shards}
+        """Raise ``ValueError`` if a file is missing or does not have its checksum."""
+        checksums = {shard.file: shard.sha256 for shard in self._manifest.shards}
+        checksums |= self._manifest.tokenizer_checksums()
+        with ThreadPoolExecutor(8) as pool:
+            checked = pool.map(self._check, *zip(*checksums.items(), strict=True))
+            for _ in tqdm(checked, "verify", len(checksums), unit="file", disable=None):
+                pass
+
+    def _check(self, name: str, sha256: str) -> None:
+        file = self.path / name
         again = "copy it again, or prepare anew with --force"
-        for name, checksum in tqdm(checksums.items(), desc="verify", unit="file", disable=None):
-            file = self.path / name
-            if not file.exists():
-                raise ValueError(f"{file} is missing: {again}")
-            with file.open("rb") as content:
-                found = hashlib.file_digest(content, "sha256").hexdigest()
-            if found != checksum:
-                raise ValueError(f"{file} is corrupted (its checksum is not the manifest's): {again}")
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: {again}")
+        if checksum(file) != sha256:
+            raise ValueError(f"{file} is corrupted (its checksum is not the manifest's): {again}")
 
     def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
         """A split in rows of ``length`` tokens, without the rest; ``ValueError`` if it has less than one."""

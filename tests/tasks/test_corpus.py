@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import random
+import resource
 import shutil
 from collections.abc import Callable
 from itertools import chain
@@ -21,6 +22,7 @@ from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, pipel
 from deqseq.tasks.common.corpus import encoder as encoder_module
 from deqseq.tasks.common.corpus.documents import JsonLines, Source, TextFile, sources
 from deqseq.tasks.common.corpus.encoder import Encoder
+from deqseq.tasks.common.corpus.rows import TokenRows
 
 WORDS = ("the", "cat", "saw", "a", "dog", "near", "river", "and", "old king", "naïve", "猫", "über", "🙂")
 END = "<|endoftext|>"
@@ -517,10 +519,24 @@ def test_separate_documents_have_positions_of_their_own(folder: TokenFolder) -> 
 def test_rows_in_other_processes(folder: TokenFolder) -> None:
     rows = folder.rows("train", 32)
     first = rows[0]["input_ids"]
-    assert len(pickle.dumps(rows)) < 10_000  # not the maps
+    assert len(pickle.dumps(rows)) < 10_000
     assert torch.equal(pickle.loads(pickle.dumps(rows))[0]["input_ids"], first)
     loaded = torch.cat([b["input_ids"] for b in DataLoader(rows, batch_size=4, num_workers=2)])
     assert torch.equal(loaded, torch.stack([rows[i]["input_ids"] for i in range(len(rows))]))
+
+
+def test_more_shards_than_a_process_may_open(tmp_path: Path) -> None:
+    files = {tmp_path / f"{i}.bin": 4 for i in range(5000)}
+    for i, file in enumerate(files):
+        np.arange(4 * i, 4 * i + 4, dtype="<u2").tofile(file)
+    rows = TokenRows(files, "<u2", 5, None)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        found = torch.cat([rows[i]["input_ids"] for i in range(len(rows))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert torch.equal(found, torch.arange(20_000))
 
 
 def test_rows_that_are_not_there(folder: TokenFolder) -> None:

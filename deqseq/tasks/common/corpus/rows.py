@@ -108,7 +108,7 @@ class TokenFolder:
 class TokenRows(Dataset[Row]):
     """Rows of files that are one run of tokens: a row may begin in one file and end in the next.
 
-    A row is read on access, from memory maps that every process opens for itself.
+    A row is read on access. No file stays open, so there may be more files than a process may open.
 
     Args:
         files: with their numbers of tokens.
@@ -119,9 +119,8 @@ class TokenRows(Dataset[Row]):
         check_count("length", length)
         self.length = length
         self._files, self._ends = list(files), list(accumulate(files.values()))
-        self._dtype = dtype
+        self._dtype = np.dtype(dtype)
         self._end_of_text = end_of_text
-        self._maps: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return (self._ends or [0])[-1] // self.length
@@ -131,21 +130,19 @@ class TokenRows(Dataset[Row]):
             raise IndexError(f"row {index} of {len(self)}")
         return _row(torch.from_numpy(self._read(index * self.length)), self._end_of_text)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}
-
     def _read(self, start: int) -> np.ndarray:
         """``length`` tokens int64, from as many files as needed."""
         parts, end = [], start + self.length
-        file = bisect_right(self._ends, start)
+        number = bisect_right(self._ends, start)
         while start < end:
-            if file not in self._maps:
-                self._maps[file] = np.memmap(self._files[file], self._dtype, "r")
-            tokens = self._maps[file]
-            first = self._ends[file] - len(tokens)
-            parts.append(tokens[start - first : end - first])
-            start += len(parts[-1])
-            file += 1
+            file = self._files[number]
+            count = min(end, self._ends[number]) - start
+            skipped = start - (self._ends[number - 1] if number else 0)
+            tokens = np.fromfile(file, self._dtype, count, offset=skipped * self._dtype.itemsize)
+            if len(tokens) < count:
+                raise ValueError(f"the shard {file} has become shorter since it was opened")
+            parts.append(tokens)
+            start, number = start + count, number + 1
         return np.concatenate(parts, dtype=np.int64)
 
 

@@ -1,7 +1,10 @@
 """The data of language modelling: documents, hold-out, shards, rows, streams."""
 
+import bz2
 import copy
+import gzip
 import json
+import lzma
 import pickle
 import random
 import resource
@@ -11,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -137,7 +141,8 @@ def test_jsonl(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl:2: Expecting value"),
         ("a.txt", b"", r"a.txt is empty"),
         ("a.jsonl", b"\n\n", r"no documents in .*a.jsonl"),
-        ("a.txt.gz", b"x", r"a.txt.gz is compressed"),
+        ("a.txt.gz", b"x", r"a.txt.gz cannot be read: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(random.Random(0).randbytes(999))[:-9], r"a.txt.gz"),
         ("a.parquet", b"x", r"the dataset parquet cannot be loaded"),
     ],
 )
@@ -158,6 +163,53 @@ def test_sources_that_cannot_be_opened(tmp_path: Path, book: Path) -> None:
         sources([])
     with pytest.raises(ValueError, match="cannot be loaded"):
         sources([str(tmp_path / "none.json")], dataset="json")
+
+
+def compressed(data: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        return pytest.importorskip("backports.zstd").compress(data)
+    return {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, "": bytes}[suffix](data)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz", ".bz2"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_compressed_and_remote_files_give_what_plain_ones_give(
+    tmp_path: Path, name: str, suffix: str, remote: bool
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [make_text(2, seed) for seed in range(200)])
+    (tmp_path / "a.txt").write_text(make_text(600))
+    plain = list(sources([str(tmp_path / name)])[0].documents())
+    data = compressed((tmp_path / name).read_bytes(), suffix)
+    path = f"memory://{tmp_path}/{name}{suffix}" if remote else str(tmp_path / f"{name}{suffix}")
+    with fsspec.open(path, "wb") as file:
+        file.write(data)
+    source = sources([path])[0]
+    pipeline.check([source])
+    assert list(source.documents()) == plain
+    for i in range(0, len(plain), max(1, len(plain) // 5)):
+        assert list(source.documents(plain[i].next)) == plain[i + 1 :]
+    before = source.describe()
+    assert before == sources([path])[0].describe() and before["path"] == path
+    with fsspec.open(path, "wb") as file:
+        file.write(compressed(b'{"text": "other"}', suffix))
+    assert before != sources([path])[0].describe()
+
+
+def test_remote_files_are_found_by_patterns(tmp_path: Path) -> None:
+    place = f"memory://{tmp_path}/patterns"
+    for name in ("b.txt", "a.txt", "c.jsonl"):
+        with fsspec.open(f"{place}/{name}", "w") as file:
+            file.write(name)
+    found = [document.text for source in sources([f"{place}/*.txt"]) for document in source.documents()]
+    assert found == ["a.txt", "b.txt"]
+    for path in (f"{place}/none.txt", f"{place}/*.csv"):
+        with pytest.raises(ValueError, match="no file memory://"):
+            sources([path])
+    with pytest.raises(ValueError, match=r"^[^\n]*none://[^\n]*$"):
+        sources(["none://a.txt"])
+    with pytest.raises(ValueError, match="named twice"):
+        sources([f"{place}/a.txt", f"{place}/*.txt"])
 
 
 def test_datasets_and_parquet_give_what_jsonl_gives(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, pipeline, shards
+from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, parts, pipeline, shards
 from deqseq.tasks.common.corpus import encoder as encoder_module
 from deqseq.tasks.common.corpus.documents import JsonLines, Source, TextFile, sources
 from deqseq.tasks.common.corpus.encoder import Encoder
@@ -146,10 +146,13 @@ def test_jsonl(tmp_path: Path) -> None:
         ("a.parquet", b"x", r"the dataset parquet cannot be loaded"),
     ],
 )
-def test_what_is_not_a_document_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_what_is_not_a_document_is_named(
+    tmp_path: Path, tokenizer: Any, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        pipeline.check(sources([str(tmp_path / name)]))
+        prepare(tmp_path / "out", sources([str(tmp_path / name)]), tokenizer)
+    assert not (tmp_path / "out").exists()
 
 
 def test_sources_that_cannot_be_opened(tmp_path: Path, book: Path) -> None:
@@ -185,7 +188,6 @@ def test_compressed_and_remote_files_give_what_plain_ones_give(
     with fsspec.open(path, "wb") as file:
         file.write(data)
     source = sources([path])[0]
-    pipeline.check([source])
     assert list(source.documents()) == plain
     for i in range(0, len(plain), max(1, len(plain) // 5)):
         assert list(source.documents(plain[i].next)) == plain[i + 1 :]
@@ -212,7 +214,7 @@ def test_remote_files_are_found_by_patterns(tmp_path: Path) -> None:
         sources([f"{place}/a.txt", f"{place}/*.txt"])
 
 
-def test_datasets_and_parquet_give_what_jsonl_gives(tmp_path: Path) -> None:
+def test_datasets_and_parquet_give_what_jsonl_gives(tmp_path: Path, tokenizer: Any) -> None:
     datasets = pytest.importorskip("datasets")
     documents = [make_text(2, seed) for seed in range(30)]
     write_jsonl(tmp_path / "a.jsonl", documents)
@@ -226,7 +228,7 @@ def test_datasets_and_parquet_give_what_jsonl_gives(tmp_path: Path) -> None:
     lines = list(sources([str(tmp_path / "a.txt")], dataset="text")[0].documents())
     assert len(lines) == len(documents)
     with pytest.raises(ValueError, match=r"row 0 of json .*'body': its columns are text, n"):
-        pipeline.check(sources([jsonl], dataset="json", column="body"))
+        prepare(tmp_path / "out", sources([jsonl], dataset="json", column="body"), tokenizer)
 
 
 # Hold-out
@@ -372,6 +374,24 @@ def test_a_file_breaks_off_only_where_a_piece_is_held_out(tmp_path: Path, book: 
     assert len(runs["train"]) > 2 and runs["validation"]
     for split, expected in runs.items():
         assert texts(stored(folder, split), tokenizer) == expected
+
+
+@pytest.mark.parametrize("kind", ["file", "blank", "line"])
+def test_parts_have_the_texts_of_the_whole(tmp_path: Path, kind: str) -> None:
+    for i, sentences in enumerate((1, 900, 3, 40, 300, 2)):
+        text = make_text(sentences, i)
+        (tmp_path / f"{i}.txt").write_text("\n \n" * (i % 2) + text)
+        write_jsonl(tmp_path / f"{i}.jsonl", text.split("\n"))
+        (tmp_path / f"{i}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    read = sources([str(file) for file in sorted(tmp_path.iterdir())], kind)
+
+    def texts_of(part: tuple[int, int]) -> list[pipeline.Text]:
+        own, begin, end = parts.divide(read, part)
+        return [text for batch in pipeline.batches(own, FIFTH, begin, end) for text in batch.texts]
+
+    whole = texts_of((1, 1))
+    for count in (1, 2, 3, 7, 40, 1000):
+        assert [text for k in range(1, count + 1) for text in texts_of((k, count))] == whole
 
 
 def test_fingerprint_is_of_the_content(tmp_path: Path, book: Path, tokenizer: Any) -> None:

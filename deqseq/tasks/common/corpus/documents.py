@@ -6,6 +6,7 @@ A source yields its documents in a fixed order and can start at any of them, so 
 import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -71,6 +72,23 @@ class TextFile:
                 if text:
                     yield Document(text, ends, start, len(data))
 
+    def cut(self, near: int) -> int | None:
+        """The first place from byte ``near`` on where a document begins; ``None``: after the last one.
+
+        A file that is one document, or compressed, is not cut: the nearer of its ends is returned.
+        """
+        if self.kind == "file" or is_compressed(self.path):
+            return 0 if 2 * near < self.stored else None
+        if near == 0:
+            return 0
+        with opened(self.path) as file:
+            file.seek(near - 1)
+            file.readline()
+            place = file.tell()
+            if self.kind == "blank":  # the paragraph that is under way may have begun before
+                place += len(next(_paragraphs(file), b""))
+        return place if place < self.stored else None
+
     def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         """The parts of the file, and whether a document ends after each."""
         if self.kind == "file":
@@ -117,9 +135,13 @@ class DatasetRows:
     Args:
         name: on the hub, a local folder, or a format such as "parquet", "json" and "text" with files.
         files: data files, if the name does not say which.
+
+    Attributes:
+        stored: bytes of the files; 0 if unknown.
     """
 
     size = None
+    stored = 0
 
     def __init__(
         self, name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = (),
@@ -129,6 +151,21 @@ class DatasetRows:
         self._kind = {"path": name, "subset": subset, "split": split, "column": column}
         self._files = files
         self._rows = stream(name, subset, split, files)
+
+    def part(self, number: int, count: int) -> "DatasetRows":
+        """Part ``number`` of ``count``, from 1: by files, or by row groups if these are too few."""
+        rows = self._rows if self._rows.num_shards >= count else self._rows.reshard()
+        if rows.num_shards < count:
+            raise ValueError(
+                f"{self.name} has {rows.num_shards} files or row groups, too few for {count} parts"
+            )
+        found = copy(self)
+        found._rows = rows.shard(count, number - 1)
+        return found
+
+    def cut(self, near: int) -> int | None:
+        """As :meth:`TextFile.cut`: the nearer end."""
+        return 0 if 2 * near < self.stored else None
 
     def describe(self) -> dict[str, Any]:
         return {**self._kind, "files": stamps(self.name, self._files)}
@@ -173,7 +210,9 @@ def _file(path: str, documents: str, column: str) -> Source:
     plain = TextFile(path, documents)  # checks that the file is there
     ending = (Path(path).with_suffix("") if is_compressed(path) else Path(path)).suffix.lower()
     if ending == ".parquet":
-        return DatasetRows("parquet", files=[path], column=column)
+        rows = DatasetRows("parquet", files=[path], column=column)
+        rows.stored = plain.stored
+        return rows
     return JsonLines(path, column) if ending in (".jsonl", ".ndjson", ".json") else plain
 
 

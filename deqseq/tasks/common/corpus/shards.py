@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Manifest:
             )
         files = found.pop("tokenizer_files") if version == VERSION else {}
         place, shards = found.pop("next"), [Shard(**shard) for shard in found.pop("shards")]
-        if found.keys() != _HEAD:
+        if found.keys() - {"part"} != _HEAD:
             raise ValueError(f"it must have {', '.join(sorted(_HEAD))}, got {', '.join(sorted(found))}")
         tokenizer = found["tokenizer"]
         if found["dtype"] not in ("<u2", "<u4"):
@@ -121,6 +121,9 @@ class Manifest:
             raise ValueError(f"end_of_text must be below vocab_size, got {tokenizer['end_of_text']}")
         if not isinstance(tokenizer["sha256"], str):
             raise ValueError(f"tokenizer.sha256 must be text, got {tokenizer['sha256']!r}")
+        part = found.get("part", [1, 1])
+        if not isinstance(part, list) or len(part) != 2 or any(type(n) is not int for n in part):
+            raise ValueError(f"part must be two whole numbers, got {part!r}")
         if not isinstance(files, dict):
             raise ValueError(f"tokenizer_files must be a mapping, got {files!r}")
         for name in files:
@@ -165,21 +168,23 @@ class Preparation:
     """Writes the shards of a folder. An interrupted preparation continues.
 
     Nothing is written before :meth:`start`. With ``force`` the preparation starts anew, whatever the folder
-    holds.
+    holds. ``begin``: where reading begins.
 
     Raises:
         ValueError: without ``force``, the folder holds other files, shards that are damaged, or shards of
             other sources or settings.
     """
 
-    def __init__(self, path: Path, head: dict[str, Any], force: bool = False) -> None:
+    def __init__(
+        self, path: Path, head: dict[str, Any], force: bool = False, begin: Place | None = None
+    ) -> None:
         self.path = path
-        self.manifest = Manifest(head, Place())
+        self.manifest = Manifest(head, begin or Place())
         self.fresh = force or not (path / _MANIFEST).exists()
         others = sorted(f.name for f in path.iterdir() if f.suffix != PART) if path.exists() else []
         if not self.fresh:
             former = Manifest.read(path)
-            if differ := changes(_flat(former.head), _flat(head)):
+            if differ := changes(flat_head(former.head), flat_head(head)):
                 more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
                 raise ValueError(
                     f"{path} was prepared with other settings ({', '.join(differ[:3])}{more}): name another "
@@ -192,7 +197,7 @@ class Preparation:
                 "them with --force"
             )
 
-    def start(self, tokenizer: Any) -> None:
+    def start(self, save_tokenizer: Callable[[Path], Any]) -> None:
         """Make the folder and save the tokenizer in it."""
         self.path.mkdir(parents=True, exist_ok=True)
         place = self.path / TOKENIZER
@@ -202,7 +207,7 @@ class Preparation:
                 for stale in self.path.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].bin"):
                     stale.unlink()
             shutil.rmtree(place, ignore_errors=True)
-        tokenizer.save_pretrained(place)
+        save_tokenizer(place)
         self.manifest.tokenizer_files = {
             file.name: checksum(file) for file in sorted(place.iterdir()) if file.is_file()
         }
@@ -221,11 +226,16 @@ class Preparation:
         self.manifest.write(self.path)
 
 
+def shard_name(split: Split, number: int) -> str:
+    """The file name of a shard."""
+    return f"{split}-{number:05d}.bin"
+
+
 class ShardWriter:
     """One shard while it is written, under a temporary name."""
 
     def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype) -> None:
-        self.path = folder / f"{split}-{number:05d}.bin"
+        self.path = folder / shard_name(split, number)
         self.split = split
         self.tokens, self.documents = 0, 0
         self._dtype = dtype
@@ -252,7 +262,7 @@ class ShardWriter:
         return Shard(self.path.name, self.split, self.tokens, self.documents, self._sha256.hexdigest())
 
 
-def _flat(head: dict[str, Any]) -> dict[str, Any]:
+def flat_head(head: dict[str, Any]) -> dict[str, Any]:
     """Nested settings as one level; those of a source go by its path."""
     sources = head["sources"]
     own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}

@@ -13,15 +13,18 @@ from deqseq.tasks.common.settings import BelowOne, PositiveInt
 _PROCESSORS = os.cpu_count() or 1
 _ABOUT = """\
 Tokenise text into shards that pretraining reads: plain text, JSONL (.jsonl, .ndjson, .json: an object a
-line), parquet, or any dataset of the datasets library. Every document ends with the tokenizer's end of text;
-a random share of them, chosen by a hash of their text, is held out for validation.
+line), parquet, or any dataset of the datasets library. Text and JSONL may be compressed (.gz, .zst) and
+remote (s3://, gs://, hf://). Every document ends with the tokenizer's end of text; a random share of them,
+chosen by a hash of their text, is held out for validation.
 
   python -m deqseq.tasks.prepare book.txt --output data/book --validation-share 0.01
   python -m deqseq.tasks.prepare pile/*.jsonl --output data/pile --tokenizer tokenizer.json
   python -m deqseq.tasks.prepare --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT --output data/web
 
 Run the same command again after an interruption: finished shards are kept, and the result is the same,
-whatever the number of workers. `--verify --output DIR` compares finished shards with their checksums."""
+whatever the number of workers. Several machines prepare `--part 1/8`, `--part 2/8` ... into folders of their
+own; `--merge FOLDER... --output DIR` makes one of them. `--verify --output DIR` compares finished shards with
+their checksums."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +50,8 @@ def prepare(
     validation_share: BelowOne = 0.001,
     shard_tokens: PositiveInt = 100_000_000,
     workers: PositiveInt = _PROCESSORS,
+    part: str = "1/1",
+    merge: list[str] = [],  # noqa: B006
     force: bool = False,
     verify: bool = False,
 ) -> None:
@@ -65,13 +70,14 @@ def prepare(
         validation_share: share of the documents that is held out
         shard_tokens: tokens after which a shard ends; an interruption loses at most as many
         workers: threads that tokenise; one for each processor by default
+        part: K/N prepares part K of N, of about equal bytes
+        merge: folders of all parts, of which --output is made by hard links; nothing is tokenised
         force: begin anew, beside other files and over shards of other sources or settings
         verify: check finished shards instead
     """
     # Tokenizers and datasets take seconds to import: not before the arguments are right.
-    from deqseq.tasks.common.corpus import HoldOut, TokenFolder, pipeline
+    from deqseq.tasks.common.corpus import HoldOut, TokenFolder, parts, pipeline
     from deqseq.tasks.common.corpus.documents import sources
-    from deqseq.tasks.common.corpus.holdout import SPLITS
     from deqseq.tasks.common.tokenizer import load_tokenizer
 
     if verify:
@@ -81,21 +87,43 @@ def prepare(
         print(f"{output}: all shards are as they were written")
         return
     command_line.check_folder(output)
+    if merge:
+        if text or dataset:
+            raise ValueError("--merge reads the folders of parts alone: leave out TEXT and --dataset")
+        parts.merge(output, merge, force)
+        print(f"{output}: {_counts(output)}")
+        return
+    number = parts.parse_part(part)
     read = sources(text, documents, column, dataset, subset, split)
     vocabulary = load_tokenizer(tokenizer)
     start = time.perf_counter()
     size = pipeline.prepare(
-        output, read, vocabulary, tokenizer, HoldOut(validation_share), shard_tokens, workers, force
+        output,
+        read,
+        vocabulary,
+        tokenizer,
+        HoldOut(validation_share),
+        shard_tokens,
+        workers,
+        force,
+        number,
     )
     seconds = time.perf_counter() - start
-    made = TokenFolder(output)
-    if validation_share and not made.tokens("validation"):
+    if validation_share and not TokenFolder(output).tokens("validation"):
         print("nothing was held out: a larger --validation-share holds out some", file=sys.stderr)
     rate = f"{size / 1e6:.1f} MB in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s"
-    counts = [
+    print(f"{output}: {_counts(output)}; {rate if size else 'finished before'}")
+
+
+def _counts(folder: Path) -> str:
+    """The tokens and documents of a prepared folder, in words."""
+    from deqseq.tasks.common.corpus import TokenFolder
+    from deqseq.tasks.common.corpus.holdout import SPLITS
+
+    made = TokenFolder(folder)
+    return ", ".join(
         f"{split} {made.tokens(split):,} tokens in {made.documents(split):,} documents" for split in SPLITS
-    ]
-    print(f"{output}: {', '.join(counts)}; {rate if size else 'finished before'}")
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
 """The data of language modelling: documents, hold-out, shards, rows, streams."""
 
+import bz2
 import copy
+import gzip
 import json
+import lzma
 import pickle
 import random
+import resource
+import shutil
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -15,10 +22,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast
 
-from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, pipeline
+from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, parts, pipeline, shards
 from deqseq.tasks.common.corpus import encoder as encoder_module
 from deqseq.tasks.common.corpus.documents import JsonLines, Source, TextFile, sources
 from deqseq.tasks.common.corpus.encoder import Encoder
+from deqseq.tasks.common.corpus.rows import TokenRows
 
 WORDS = ("the", "cat", "saw", "a", "dog", "near", "river", "and", "old king", "naïve", "猫", "über", "🙂")
 END = "<|endoftext|>"
@@ -133,14 +141,18 @@ def test_jsonl(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl:2: Expecting value"),
         ("a.txt", b"", r"a.txt is empty"),
         ("a.jsonl", b"\n\n", r"no documents in .*a.jsonl"),
-        ("a.txt.gz", b"x", r"a.txt.gz is compressed"),
+        ("a.txt.gz", b"x", r"a.txt.gz cannot be read: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(random.Random(0).randbytes(999))[:-9], r"a.txt.gz"),
         ("a.parquet", b"x", r"the dataset parquet cannot be loaded"),
     ],
 )
-def test_what_is_not_a_document_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_what_is_not_a_document_is_named(
+    tmp_path: Path, tokenizer: Any, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        pipeline.check(sources([str(tmp_path / name)]))
+        prepare(tmp_path / "out", sources([str(tmp_path / name)]), tokenizer)
+    assert not (tmp_path / "out").exists()
 
 
 def test_sources_that_cannot_be_opened(tmp_path: Path, book: Path) -> None:
@@ -156,7 +168,53 @@ def test_sources_that_cannot_be_opened(tmp_path: Path, book: Path) -> None:
         sources([str(tmp_path / "none.json")], dataset="json")
 
 
-def test_datasets_and_parquet_give_what_jsonl_gives(tmp_path: Path) -> None:
+def compressed(data: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        return pytest.importorskip("backports.zstd").compress(data)
+    return {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, "": bytes}[suffix](data)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz", ".bz2"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_compressed_and_remote_files_give_what_plain_ones_give(
+    tmp_path: Path, name: str, suffix: str, remote: bool
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [make_text(2, seed) for seed in range(200)])
+    (tmp_path / "a.txt").write_text(make_text(600))
+    plain = list(sources([str(tmp_path / name)])[0].documents())
+    data = compressed((tmp_path / name).read_bytes(), suffix)
+    path = f"memory://{tmp_path}/{name}{suffix}" if remote else str(tmp_path / f"{name}{suffix}")
+    with fsspec.open(path, "wb") as file:
+        file.write(data)
+    source = sources([path])[0]
+    assert list(source.documents()) == plain
+    for i in range(0, len(plain), max(1, len(plain) // 5)):
+        assert list(source.documents(plain[i].next)) == plain[i + 1 :]
+    before = source.describe()
+    assert before == sources([path])[0].describe() and before["path"] == path
+    with fsspec.open(path, "wb") as file:
+        file.write(compressed(b'{"text": "other"}', suffix))
+    assert before != sources([path])[0].describe()
+
+
+def test_remote_files_are_found_by_patterns(tmp_path: Path) -> None:
+    place = f"memory://{tmp_path}/patterns"
+    for name in ("b.txt", "a.txt", "c.jsonl"):
+        with fsspec.open(f"{place}/{name}", "w") as file:
+            file.write(name)
+    found = [document.text for source in sources([f"{place}/*.txt"]) for document in source.documents()]
+    assert found == ["a.txt", "b.txt"]
+    for path in (f"{place}/none.txt", f"{place}/*.csv"):
+        with pytest.raises(ValueError, match="no file memory://"):
+            sources([path])
+    with pytest.raises(ValueError, match=r"^[^\n]*none://[^\n]*$"):
+        sources(["none://a.txt"])
+    with pytest.raises(ValueError, match="named twice"):
+        sources([f"{place}/a.txt", f"{place}/*.txt"])
+
+
+def test_datasets_and_parquet_give_what_jsonl_gives(tmp_path: Path, tokenizer: Any) -> None:
     datasets = pytest.importorskip("datasets")
     documents = [make_text(2, seed) for seed in range(30)]
     write_jsonl(tmp_path / "a.jsonl", documents)
@@ -170,7 +228,7 @@ def test_datasets_and_parquet_give_what_jsonl_gives(tmp_path: Path) -> None:
     lines = list(sources([str(tmp_path / "a.txt")], dataset="text")[0].documents())
     assert len(lines) == len(documents)
     with pytest.raises(ValueError, match=r"row 0 of json .*'body': its columns are text, n"):
-        pipeline.check(sources([jsonl], dataset="json", column="body"))
+        prepare(tmp_path / "out", sources([jsonl], dataset="json", column="body"), tokenizer)
 
 
 # Hold-out
@@ -318,6 +376,24 @@ def test_a_file_breaks_off_only_where_a_piece_is_held_out(tmp_path: Path, book: 
         assert texts(stored(folder, split), tokenizer) == expected
 
 
+@pytest.mark.parametrize("kind", ["file", "blank", "line"])
+def test_parts_have_the_texts_of_the_whole(tmp_path: Path, kind: str) -> None:
+    for i, sentences in enumerate((1, 900, 3, 40, 300, 2)):
+        text = make_text(sentences, i)
+        (tmp_path / f"{i}.txt").write_text("\n \n" * (i % 2) + text)
+        write_jsonl(tmp_path / f"{i}.jsonl", text.split("\n"))
+        (tmp_path / f"{i}.txt.gz").write_bytes(gzip.compress(text.encode()))
+    read = sources([str(file) for file in sorted(tmp_path.iterdir())], kind)
+
+    def texts_of(part: tuple[int, int]) -> list[pipeline.Text]:
+        own, begin, end = parts.divide(read, part)
+        return [text for batch in pipeline.batches(own, FIFTH, begin, end) for text in batch.texts]
+
+    whole = texts_of((1, 1))
+    for count in (1, 2, 3, 7, 40, 1000):
+        assert [text for k in range(1, count + 1) for text in texts_of((k, count))] == whole
+
+
 def test_fingerprint_is_of_the_content(tmp_path: Path, book: Path, tokenizer: Any) -> None:
     copy = tmp_path / "copy.txt"
     copy.write_bytes(book.read_bytes())
@@ -350,6 +426,131 @@ def test_damage_is_named(tmp_path: Path, book: Path, tokenizer: Any) -> None:
     (folder.path / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="not a manifest"):
         TokenFolder(folder.path)
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path, book: Path, tokenizer: Any) -> None:
+    folder = prepare(tmp_path / "out", sources([str(book)], "blank"), tokenizer, shard_tokens=5000)
+    files = [file for file in sorted(folder.path.rglob("*")) if file.is_file()]
+    assert {"manifest.json", "tokenizer.json", "tokenizer_config.json"} < {file.name for file in files}
+    sizes = [file.stat().st_size for file in files]
+    draw = random.Random(0)
+
+    def opened() -> tuple[Any, ...]:
+        found = TokenFolder(folder.path)
+        found.tokenizer()
+        found.verify()
+        return found.fingerprint, found.vocab_size, found.end_of_text, found.rows("train", 8)[0].keys()
+
+    whole, noticed = opened(), 0
+    for i in range(150):
+        file = draw.choice(files) if i % 2 else draw.choices(files, sizes)[0]
+        data = file.read_bytes()
+        flipped = bytearray(data)
+        flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        try:
+            assert opened() == whole  # a space or an escape of JSON that means the same
+        except ValueError as error:
+            assert "\n" not in str(error)
+            noticed += 1
+        file.write_bytes(data)
+    assert noticed > 140 and opened() == whole
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A folder of one shard."""
+    place = tmp_path_factory.mktemp("tiny")
+    (place / "a.txt").write_text("the cat")
+    return prepare(place / "out", sources([str(place / "a.txt")]), tokenizer).path
+
+
+def with_manifest(folder: TokenFolder, change: Callable[[dict[str, Any]], Any], version: int = 2) -> Path:
+    """Change the manifest by hand; in version 2, with the right checksum."""
+    file = folder.path / "manifest.json"
+    content = json.loads(file.read_text())
+    change(content)
+    content.pop("checksum"), content.pop("version")
+    if version == 1:
+        content.pop("tokenizer_files")
+        file.write_text(json.dumps({"version": 1, **content}))
+    else:
+        file.write_text(json.dumps({"version": 2, "checksum": shards._checksum(content), **content}))
+    return folder.path
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: m["shards"][0].update(split="test"), "must be train or validation, got 'test'"),
+        (lambda m: m["shards"][0].update(file="../x.bin"), r"without a folder, got '../x.bin'"),
+        (lambda m: m["shards"][0].update(file="/x.bin"), "without a folder"),
+        (lambda m: m["shards"][0].update(file=".."), "without a folder"),
+        (lambda m: m["shards"][0].update(file=3), "without a folder, got 3"),
+        (lambda m: m["shards"][0].update(tokens="7"), "whole number >= 0, got '7'"),
+        (lambda m: m["shards"][0].update(tokens=-1), "whole number >= 0, got -1"),
+        (lambda m: m["shards"][0].update(documents=1.5), "whole number >= 0, got 1.5"),
+        (lambda m: m["shards"][0].update(sha256=None), "sha256 of .* must be text"),
+        (lambda m: m["shards"][0].update(colour="red"), "colour"),
+        (lambda m: m["shards"][0].pop("documents"), "documents"),
+        (lambda m: m["shards"].append(7), "not a manifest"),
+        (lambda m: m.update(shards={"a": 1}), "not a manifest"),
+        (lambda m: m.update(next=[1, 2]), "not a manifest"),
+        (lambda m: m.update(next={"source": True, "offset": 0}), "next.source must be"),
+        (lambda m: m.update(dtype="<f4"), "dtype must be <u2 or <u4, got '<f4'"),
+        (lambda m: m["tokenizer"].update(vocab_size=2.0), "vocab_size must be"),
+        (lambda m: m["tokenizer"].update(end_of_text=10**6), "end_of_text must be below vocab_size"),
+        (lambda m: m["tokenizer"].update(sha256=1), "sha256 must be text"),
+        (lambda m: m.update(colour="red"), "colour"),
+        (lambda m: m.pop("hold_out"), "hold_out"),
+        (lambda m: m.update(tokenizer="gpt2"), "not a manifest"),
+    ],
+)  # fmt: skip
+def test_values_that_a_manifest_cannot_have(
+    tmp_path: Path, tiny: Path, change: Callable[[dict[str, Any]], Any], message: str, version: int
+) -> None:
+    folder = TokenFolder(shutil.copytree(tiny, tmp_path / "out"))
+    with pytest.raises(ValueError, match=message) as error:
+        TokenFolder(with_manifest(folder, change, version))
+    assert "manifest.json is not a manifest of token shards" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["dtype", "end_of_text", "vocab_size", "name", "documents", "split"])
+def test_a_changed_value_does_not_have_the_checksum(tmp_path: Path, tiny: Path, name: str) -> None:
+    folder = TokenFolder(shutil.copytree(tiny, tmp_path / "out"))
+    file = folder.path / "manifest.json"
+    content = json.loads(file.read_text())
+    for place in (content, content["tokenizer"], content["shards"][0]):
+        if name in place:
+            place[name] = {"split": "validation", "dtype": "<u4", "name": "other"}.get(name, 9)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="checksum"):
+        TokenFolder(folder.path)
+
+
+def test_folders_of_version_1_are_read_and_verified(tmp_path: Path, book: Path, tokenizer: Any) -> None:
+    read = sources([str(book)])
+    folder = prepare(tmp_path / "out", read, tokenizer)
+    old = TokenFolder(with_manifest(folder, lambda _: None, version=1))
+    assert old.fingerprint == folder.fingerprint
+    old.verify()
+    assert pipeline.prepare(folder.path, read, tokenizer, "test", FIFTH, 10**9, 1) == 0  # nothing to do
+    for name in ("tokenizer/tokenizer.json", "train-00000.bin"):
+        data = (folder.path / name).read_bytes()
+        (folder.path / name).write_bytes(data[:-1] + b"x")
+        with pytest.raises(ValueError, match="corrupted"):
+            old.verify()
+        (folder.path / name).write_bytes(data)
+
+
+def test_damaged_tokenizer_configuration_is_named(tmp_path: Path, book: Path, tokenizer: Any) -> None:
+    folder = prepare(tmp_path / "out", sources([str(book)]), tokenizer)
+    file = folder.path / "tokenizer" / "tokenizer_config.json"
+    file.write_text(file.read_text().replace(END, "the"))
+    for check in (folder.verify, folder.tokenizer):
+        with pytest.raises(ValueError, match=r"tokenizer_config.json is corrupted"):
+            check()
 
 
 # Rows
@@ -390,10 +591,24 @@ def test_separate_documents_have_positions_of_their_own(folder: TokenFolder) -> 
 def test_rows_in_other_processes(folder: TokenFolder) -> None:
     rows = folder.rows("train", 32)
     first = rows[0]["input_ids"]
-    assert len(pickle.dumps(rows)) < 10_000  # not the maps
+    assert len(pickle.dumps(rows)) < 10_000
     assert torch.equal(pickle.loads(pickle.dumps(rows))[0]["input_ids"], first)
     loaded = torch.cat([b["input_ids"] for b in DataLoader(rows, batch_size=4, num_workers=2)])
     assert torch.equal(loaded, torch.stack([rows[i]["input_ids"] for i in range(len(rows))]))
+
+
+def test_more_shards_than_a_process_may_open(tmp_path: Path) -> None:
+    files = {tmp_path / f"{i}.bin": 4 for i in range(5000)}
+    for i, file in enumerate(files):
+        np.arange(4 * i, 4 * i + 4, dtype="<u2").tofile(file)
+    rows = TokenRows(files, "<u2", 5, None)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        found = torch.cat([rows[i]["input_ids"] for i in range(len(rows))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert torch.equal(found, torch.arange(20_000))
 
 
 def test_rows_that_are_not_there(folder: TokenFolder) -> None:

@@ -1,5 +1,6 @@
 """The program that makes token shards: interruptions, settings, mistakes."""
 
+import gzip
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from deqseq.tasks.common.corpus import TokenFolder, pipeline, shards
+from deqseq.tasks.common.corpus.holdout import SPLITS
 from deqseq.tasks.common.files import locked
 from deqseq.tasks.prepare import main
 
@@ -110,6 +113,141 @@ def test_interrupted_anywhere_the_result_is_the_same(
                         TokenFolder(output)
     assert stopped > 10
     assert contents(output) == whole
+
+
+def tokens(folder: Path) -> dict[str, bytes]:
+    """The tokens of each split, as bytes."""
+    return {
+        split: b"".join(file.read_bytes() for file in sorted(folder.glob(f"{split}-*.bin")))
+        for split in SPLITS
+    }
+
+
+@pytest.fixture(scope="module")
+def corpus(place: Path) -> list[Path]:
+    """Files of all kinds, small and large, some of them compressed."""
+    folder = place / "corpus"
+    folder.mkdir()
+    draw = random.Random(1)
+    files = []
+    for i in range(9):
+        lines = [
+            " ".join(draw.choices(WORDS, k=draw.randint(1, 40))) for _ in range(draw.choice((3, 60, 300)))
+        ]
+        text = "".join(line + draw.choice(("\n", "\n\n", "\n \n\n")) for line in lines)
+        files.append(folder / f"{i}{('.txt', '.jsonl', '.txt.gz')[i % 3]}")
+        if i % 3 == 1:
+            text = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+        files[-1].write_bytes(gzip.compress(text.encode()) if i % 3 == 2 else text.encode())
+    return files
+
+
+@pytest.mark.parametrize("documents", ["line", "blank", "file"])
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_parts_with_kills_in_between_have_the_tokens_of_one_run(
+    tmp_path: Path, run: Run, corpus: list[Path], monkeypatch: pytest.MonkeyPatch, small_batches: None,
+    documents: str, count: int,
+) -> None:  # fmt: skip
+    names = [str(file) for file in corpus]
+    options: dict[str, Any] = {"documents": documents, "workers": 1}
+    assert run(tmp_path / "one", *names, **options) == 0
+    draw = random.Random(count)
+    left = 0
+
+    def stops(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return function(*args)
+
+        return counted
+
+    def until_done(work: Callable[[], int]) -> None:
+        nonlocal left
+        for kills in range(100):
+            left = draw.randrange(8) if kills < 2 else 10**9
+            try:
+                assert work() == 0
+                return
+            except Killed:
+                pass
+
+    folders = [tmp_path / f"part-{k}" for k in range(1, count + 1)]
+    merged = [str(folder) for folder in draw.sample(folders, count)]  # in any order
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.ShardWriter, "add", stops(shards.ShardWriter.add))
+        patch.setattr(os, "replace", stops(os.replace))
+        patch.setattr(os, "link", stops(os.link))
+        for k, folder in enumerate(folders, 1):
+            until_done(partial(run, folder, *names, **options, part=f"{k}/{count}"))
+        until_done(lambda: main(["--merge", *merged, "--output", str(tmp_path / "all")]))
+    assert tokens(tmp_path / "all") == tokens(tmp_path / "one")
+    whole, one = TokenFolder(tmp_path / "all"), TokenFolder(tmp_path / "one")
+    whole.verify()
+    for split in SPLITS:
+        assert whole.documents(split) == one.documents(split)
+    assert all(file.stat().st_nlink == 2 for file in (tmp_path / "all").glob("*.bin"))  # not copied
+    before = contents(tmp_path / "all")
+    assert main(["--merge", *merged, "--output", str(tmp_path / "all")]) == 0  # nothing to do
+    assert run(tmp_path / "all", *names, **options) == 0  # as if one run had made it
+    assert contents(tmp_path / "all") == before
+
+
+def test_parts_that_do_not_belong_together(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], small_batches: None
+) -> None:
+    options: dict[str, Any] = {"documents": "line"}
+    for k in (1, 2, 3):
+        assert run(tmp_path / f"{k}", "text.txt", **options, part=f"{k}/3") == 0
+    sizes = [len(tokens(tmp_path / f"{k}")["train"]) for k in (1, 2, 3)]
+    assert max(sizes) < 1.3 * min(sizes)  # balanced
+    assert run(tmp_path / "of-2", "text.txt", **options, part="1/2") == 0
+    assert run(tmp_path / "other", "text.txt", **options, part="2/3", validation_share=0.3) == 0
+    assert run(tmp_path / "half", "text.txt", **options, part="2/3") == 0
+    manifest = shards.Manifest.read(tmp_path / "half")
+    manifest.next = shards.Place()
+    manifest.write(tmp_path / "half")
+    capsys.readouterr()
+    for parts, message in (
+        ((1, 3), "parts are missing: 2/3"),
+        ((1, 2, 2, 3), "part 2/3 is given 2 times"),
+        ((1, "other", 3), "other settings (hold_out.share 0.2, now 0.3)"),
+        ((1, "of-2"), "other settings (part"),
+        ((1, "half", 3), "half is not prepared to its end"),
+        ((1, "none", 3), "no token shards in"),
+    ):
+        named = [str(tmp_path / str(part)) for part in parts]
+        assert main(["--merge", *named, "--output", str(tmp_path / "all")]) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("\n") == 1
+        assert not (tmp_path / "all").exists()
+    for part in ("0/3", "4/3", "3", "a/b", "1/-2"):
+        assert run(tmp_path / "out", "text.txt", part=part) == 2
+        assert "a part must be K/N" in capsys.readouterr().err
+    assert run(tmp_path / "1", "text.txt", **options, part="2/3") == 2  # a folder is of one part
+    assert "part" in capsys.readouterr().err
+
+
+def test_parts_of_parquet_and_datasets(tmp_path: Path, run: Run, small_batches: None) -> None:
+    datasets = pytest.importorskip("datasets")
+    draw = random.Random(0)
+    rows = {"text": [" ".join(draw.choices(WORDS, k=20)) for _ in range(400)]}
+    for i in range(3):
+        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / f"{i}.parquet", batch_size=40)
+    files = [str(tmp_path / f"{i}.parquet") for i in range(3)]
+    for name, names, more in (
+        ("files", files, {}), ("one", files[:1], {}), ("dataset", files, {"dataset": "parquet"}),
+    ):  # fmt: skip
+        assert run(tmp_path / name, *names, **more) == 0
+        folders = [tmp_path / f"{name}-{k}" for k in (1, 2, 3)]
+        for k, folder in enumerate(folders, 1):
+            assert run(folder, *names, **more, part=f"{k}/3") == 0
+            assert TokenFolder(folder).documents("train") > 80
+        assert main(["--merge", *map(str, folders), "--output", str(tmp_path / f"{name}-all")]) == 0
+        assert tokens(tmp_path / f"{name}-all") == tokens(tmp_path / name)
+    assert run(tmp_path / "out", *files, dataset="parquet", part="1/1000") == 2
 
 
 def test_killed_for_real_the_result_is_the_same(tmp_path: Path, place: Path, run: Run) -> None:

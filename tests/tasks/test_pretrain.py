@@ -2,19 +2,23 @@
 
 import json
 import shutil
+import tracemalloc
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.tasks import prepare
 from deqseq.tasks.common.corpus import TokenFolder
 from deqseq.tasks.common.settings import yaml_value
 from deqseq.tasks.pretrain import main
 from deqseq.tasks.pretraining.card import write_card
-from deqseq.tasks.pretraining.data import TrainingOrder, open_data
+from deqseq.tasks.pretraining.data import TrainingOrder, open_data, shuffled
 from deqseq.tasks.pretraining.plan import describe, learning_rates, plan_stages, saved_bytes
 from deqseq.tasks.pretraining.run_files import load_run, shipped
 from deqseq.tasks.pretraining.settings import RunSettings
@@ -260,6 +264,49 @@ def test_every_pass_has_every_row_once_in_an_order_of_its_own() -> None:
     assert [TrainingOrder(list(range(7)), 20, seed=4)[i] for i in range(20)] != rows
 
 
+@pytest.mark.parametrize("size", [*range(1, 40), 64, 65, 99, 100, 101, 1000, 4097])
+def test_shuffles_are_permutations(size: int) -> None:
+    for key in (b"0 0", b"0 1", b"1 0"):
+        assert sorted(shuffled(i, size, key) for i in range(size)) == list(range(size))
+
+
+def test_shuffles_differ_by_pass_and_seed_and_are_uniform() -> None:
+    size, keys = 5, 2400
+    found = Counter(
+        tuple(shuffled(i, size, f"{k} {k % 3}".encode()) for i in range(size)) for k in range(keys)
+    )
+    assert len(found) == 120 and max(found.values()) < 20 + 6 * 20**0.5  # all orders, equally often
+    large = 10**5
+    moves = [shuffled(i, large, b"7 0") for i in range(4000)]
+    assert np.mean(moves) == pytest.approx(large / 2, rel=0.05)
+    tenths = Counter(10 * move // large for move in moves)  # of rows that follow one another
+    assert all(abs(tenths[i] - 400) < 120 for i in range(10))
+    assert abs(np.corrcoef(moves[:-1], moves[1:])[0, 1]) < 0.1
+    same = sum(shuffled(i, large, b"7 1") == move for i, move in enumerate(moves))
+    assert same < 10
+
+
+def test_any_row_of_a_long_run_is_found_without_those_before() -> None:
+    order = TrainingOrder(range(10**8), 3 * 10**8, seed=0)
+    tracemalloc.start()
+    rows = [order[i] for i in range(0, len(order), 10**6)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20 and len(set(rows)) > 290
+    assert all(0 <= row < 10**8 for row in rows)  # type: ignore[operator]
+
+
+def test_a_run_with_its_rows_in_another_order_is_refused(
+    run: Path, token_folder: Path, tmp_path: Path
+) -> None:
+    old = Path(shutil.copytree(run, tmp_path / "run"))
+    settings = json.loads((old / "settings.json").read_text())
+    assert settings.pop("order") == TrainingOrder.version
+    (old / "settings.json").write_text(json.dumps(settings))  # as before orders had versions
+    with pytest.raises(ValueError, match=r"order of version 1, this program in one of version 2: finish"):
+        pretrain(small(("data", str(token_folder))), old, progress=False)
+
+
 def test_data_that_does_not_fit_is_refused(token_folder: Path, tmp_path: Path) -> None:
     data = ("data", str(token_folder))
     with pytest.raises(ValueError, match=r"are asked for, but .* allow --passes"):
@@ -420,9 +467,10 @@ def test_finished_run_is_left_alone_and_other_settings_are_refused(
         ValueError, match=r"learning_rate: 0\.002 there, 0\.1 asked for; stages\.0\.until: 0\.8"
     ):
         pretrain(small(data, ("learning_rate", "0.1"), ("stages.0.until", "0.5")), run, progress=False)
-    manifest = json.loads((moved / "manifest.json").read_text())
-    manifest["shards"][0]["sha256"] = "another"
-    (moved / "manifest.json").write_text(json.dumps(manifest))
+    other = moved.parent / "other.txt"
+    other.write_text("".join(f"other text {i}\n" for i in range(400)))
+    words = ["--tokenizer", str(moved / "tokenizer"), "--validation-share", "0.1", "--documents", "line"]
+    assert prepare.main([str(other), "--output", str(moved), *words, "--force"]) == 0
     with pytest.raises(ValueError, match="fingerprint"):
         pretrain(small(("data", str(moved))), run, progress=False)
 

@@ -30,7 +30,8 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
     lines, curves = [], []
     for folder in runs:
         given = read_settings(folder)
-        given.pop("fingerprint", None)
+        for name in ("fingerprint", "order"):  # of the data
+            given.pop(name, None)
         settings = build(RunSettings, given)
         log = read_record(folder)["log"]
         curves.append((folder.name, log, settings))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import numpy as np
 from torch.utils.data import ChainDataset, Dataset
 
 from deqseq.causal_lm import ImplicitConfig
@@ -20,26 +19,52 @@ from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.pretraining.settings import RunSettings, StreamSettings
 
+_ROUNDS = 8  # of the Feistel network; 4 are a strong pseudo-random permutation (Luby and Rackoff, 1988)
+
 
 class TrainingOrder(Dataset[Row]):
     """The rows of a training run in order: pass after pass over the data, each shuffled differently.
 
-    Row i of ``count`` depends on i and the seed alone, so a run can be resumed on any number of processes.
+    Row i of ``count`` depends on i and the seed alone and is found without the rows before it. So a run can
+    be resumed at any step, on any number of processes.
+
+    Attributes:
+        version: changes if the rows come in another order. Version 1 was numpy's shuffle.
     """
+
+    version = 2
 
     def __init__(self, rows: Any, count: int, seed: int) -> None:
         self.rows, self.count, self.seed = rows, count, seed
-        self._pass: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Row:
         number, position = divmod(index, len(self.rows))
-        if self._pass is None or self._pass[0] != number:
-            chance = np.random.default_rng((self.seed, number))
-            self._pass = number, chance.permutation(np.arange(len(self.rows), dtype=np.int32))
-        return self.rows[int(self._pass[1][position])]
+        return self.rows[shuffled(position, len(self.rows), f"{self.seed} {number}".encode())]
+
+
+def shuffled(position: int, size: int, key: bytes) -> int:
+    """Where a pseudo-random permutation of ``range(size)`` takes ``position``, in constant time and memory.
+
+    A Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002) permutes the pairs
+    (a, b) with a and b below the square root of ``size``, rounded up. A pair that is no position is permuted
+    again until it is one.
+
+    Args:
+        key: selects the permutation; at most 64 bytes.
+    """
+    side = math.isqrt(size - 1) + 1
+    while True:
+        a, b = divmod(position, side)
+        for round in range(_ROUNDS):
+            data = b.to_bytes(8, "little") + round.to_bytes(1, "little")
+            digest = hashlib.blake2b(data, digest_size=8, key=key).digest()
+            a, b = b, (a + int.from_bytes(digest, "little")) % side
+        position = a * side + b
+        if position < size:
+            return position
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,7 @@ class Data:
         train: the training rows; a map-style dataset in the order of the run, or a stream.
         validation: held out, map-style.
         fingerprint: changes if the data does.
+        order: version of the order of the training rows; ``None`` for a stream, which keeps its own order.
         verify: reads all data and raises ``ValueError`` if it has changed since it was prepared.
     """
 
@@ -59,6 +85,7 @@ class Data:
     vocab_size: int
     end_of_text: int
     fingerprint: str
+    order: int | None = None
     verify: Callable[[], None] = lambda: None
 
     def fitted(self, config: ImplicitConfig) -> ImplicitConfig:
@@ -90,7 +117,7 @@ def open_data(settings: RunSettings) -> Data:
         )
     return Data(
         TrainingOrder(train, wanted, settings.seed), validation, folder.tokenizer(), folder.vocab_size,
-        folder.end_of_text, folder.fingerprint, folder.verify,
+        folder.end_of_text, folder.fingerprint, TrainingOrder.version, folder.verify,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.models import check_fits
 from deqseq.tasks.common.processes import everywhere, on_every_node, on_first
-from deqseq.tasks.common.runs import RunFolder, check_model
+from deqseq.tasks.common.runs import RunFolder, check_model, read_settings
 from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
@@ -47,7 +47,8 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     args = arguments(settings, Path(output), progress)
     state = PartialState()  # the arguments have set up the processes
     data = everywhere(lambda: open_data(settings))
-    kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
+    kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
+    everywhere(lambda: _check_order(Path(output), data))
     folder = everywhere(lambda: RunFolder(output, kept, RESUMES))
     final = folder.path / "model"
     with ExitStack() as stack:
@@ -82,6 +83,19 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
             folder.finish(record, files)
         state.wait_for_everyone()
     return final
+
+
+def _check_order(output: Path, data: Data) -> None:
+    """Raise ``ValueError`` if the run in ``output`` was begun with its rows in another order."""
+    if data.order is None or not (output / "settings.json").exists():
+        return
+    before = read_settings(output).get("order") or 1  # version 1 was not recorded
+    if before != data.order:
+        raise ValueError(
+            f"the run in {output} has its rows in an order of version {before}, this program in one of "
+            f"version {data.order}: finish the run with the deqseq that began it, or train anew in another "
+            "folder"
+        )
 
 
 def _check_shared(folder: Path) -> None:

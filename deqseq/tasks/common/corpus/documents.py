@@ -6,16 +6,17 @@ A source yields its documents in a fixed order and can start at any of them, so 
 import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from deqseq.tasks.common.corpus.storage import expanded, is_compressed, is_remote, local_stamp, opened, stamp
 from deqseq.tasks.common.tokenizer import first_line
 
 # Fewest bytes of a piece of a file; the most are twice as many. That is about a thousand tokens. Pieces are
 # held out as a whole, so small ones give a single book a validation split.
 _PIECE = 4096
-_COMPRESSED = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
 class Document(NamedTuple):
@@ -31,35 +32,37 @@ class TextFile:
     """A plain text file, UTF-8. If it is one document, it is cut into pieces of 4 to 8 KiB.
 
     Args:
+        path: local, or remote with its protocol; compressed if it ends in .gz, .zst, .xz, .bz2 or .zip.
         documents: the unit that is a document: ``"file"``; ``"blank"``, a block between blank lines; or
             ``"line"``.
 
     Attributes:
-        size: bytes.
+        size: bytes of text; ``None`` if the file is compressed or remote.
+        stored: bytes of the file.
 
     Raises:
-        ValueError: no such file, or an empty or compressed one.
+        ValueError: no such file, or an empty one.
     """
 
     def __init__(self, path: str, documents: str = "file") -> None:
-        self.path, self.kind = Path(path), documents
-        if self.path.is_dir():
+        self.path, self.kind = path if is_remote(path) else str(Path(path)), documents
+        if Path(path).is_dir():
             raise ValueError(f"{path} is a folder: name the files in it, such as {self.path}/*.txt")
-        if not self.path.is_file():
+        self._stamp = stamp(self.path)
+        self.stored: int = self._stamp.get("bytes", -1)
+        if self.stored < 0:
             raise ValueError(f"no file {path}")
-        if self.path.suffix in _COMPRESSED:
-            raise ValueError(f"{path} is compressed: unpack it, or read it with --dataset text or json")
-        self.size: int = self.path.stat().st_size
-        if not self.size:
+        if not self.stored:
             raise ValueError(f"{path} is empty")
+        self.size = None if is_compressed(path) or is_remote(path) else self.stored
 
     def describe(self) -> dict[str, Any]:
         """Plain data that differs between sources, and after a source has changed."""
-        return {**_stamp(self.path), "documents": self.kind}
+        return {**self._stamp, "documents": self.kind}
 
     def documents(self, start: int = 0) -> Iterator[Document]:
         """The documents from ``start`` on, which is 0 or some document's ``next``."""
-        with self.path.open("rb") as file:
+        with opened(self.path) as file:
             if start == 0 and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
                 start = len(codecs.BOM_UTF8)
             file.seek(start)
@@ -68,6 +71,23 @@ class TextFile:
                 start += len(data)
                 if text:
                     yield Document(text, ends, start, len(data))
+
+    def cut(self, near: int) -> int | None:
+        """The first place from byte ``near`` on where a document begins; ``None``: after the last one.
+
+        A file that is one document, or compressed, is not cut: the nearer of its ends is returned.
+        """
+        if self.kind == "file" or is_compressed(self.path):
+            return 0 if 2 * near < self.stored else None
+        if near == 0:
+            return 0
+        with opened(self.path) as file:
+            file.seek(near - 1)
+            file.readline()
+            place = file.tell()
+            if self.kind == "blank":  # the paragraph that is under way may have begun before
+                place += len(next(_paragraphs(file), b""))
+        return place if place < self.stored else None
 
     def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         """The parts of the file, and whether a document ends after each."""
@@ -103,7 +123,7 @@ class JsonLines(TextFile):
             return text_of(json.loads(line), self.column) if line else ""
         except ValueError as error:  # JSONDecodeError is a ValueError
             number = 1
-            with self.path.open("rb") as file:
+            with opened(self.path) as file:
                 while file.tell() < start:
                     number += file.readline().count(b"\n")
             raise ValueError(f"{self.path}:{number}: {error}") from error
@@ -115,9 +135,13 @@ class DatasetRows:
     Args:
         name: on the hub, a local folder, or a format such as "parquet", "json" and "text" with files.
         files: data files, if the name does not say which.
+
+    Attributes:
+        stored: bytes of the files; 0 if unknown.
     """
 
     size = None
+    stored = 0
 
     def __init__(
         self, name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = (),
@@ -127,6 +151,21 @@ class DatasetRows:
         self._kind = {"path": name, "subset": subset, "split": split, "column": column}
         self._files = files
         self._rows = stream(name, subset, split, files)
+
+    def part(self, number: int, count: int) -> "DatasetRows":
+        """Part ``number`` of ``count``, from 1: by files, or by row groups if these are too few."""
+        rows = self._rows if self._rows.num_shards >= count else self._rows.reshard()
+        if rows.num_shards < count:
+            raise ValueError(
+                f"{self.name} has {rows.num_shards} files or row groups, too few for {count} parts"
+            )
+        found = copy(self)
+        found._rows = rows.shard(count, number - 1)
+        return found
+
+    def cut(self, near: int) -> int | None:
+        """As :meth:`TextFile.cut`: the nearer end."""
+        return 0 if 2 * near < self.stored else None
 
     def describe(self) -> dict[str, Any]:
         return {**self._kind, "files": stamps(self.name, self._files)}
@@ -156,7 +195,8 @@ def sources(
     """
     if not paths and dataset is None:
         raise ValueError("nothing to read: name text files, or a --dataset")
-    real = [Path(path).resolve() for path in paths]
+    paths = [file for path in paths for file in expanded(path)]
+    real = [path if is_remote(path) else Path(path).resolve() for path in paths]
     if twice := [path for i, path in enumerate(paths) if real[i] in real[:i]]:
         raise ValueError(f"{twice[0]} is named twice")
     if dataset is not None:
@@ -168,9 +208,11 @@ def sources(
 
 def _file(path: str, documents: str, column: str) -> Source:
     plain = TextFile(path, documents)  # checks that the file is there
-    ending = plain.path.suffix.lower()
+    ending = (Path(path).with_suffix("") if is_compressed(path) else Path(path)).suffix.lower()
     if ending == ".parquet":
-        return DatasetRows("parquet", files=[path], column=column)
+        rows = DatasetRows("parquet", files=[path], column=column)
+        rows.stored = plain.stored
+        return rows
     return JsonLines(path, column) if ending in (".jsonl", ".ndjson", ".json") else plain
 
 
@@ -227,12 +269,4 @@ def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Sizes and times of a dataset's files, which show that they have changed: of its data files, or of all
     files of a local folder."""
     inside = (path for path in Path(name).rglob("*") if path.is_file())
-    return [_stamp(path) for path in [*map(Path, files)] or sorted(inside)]
-
-
-def _stamp(path: Path) -> dict[str, Any]:
-    """Name, size and time of a file; of a file on the hub, the name alone."""
-    if not path.is_file():
-        return {"path": str(path)}
-    known = path.stat()
-    return {"path": str(path), "bytes": known.st_size, "modified_ns": known.st_mtime_ns}
+    return [local_stamp(path) for path in [*map(Path, files)] or sorted(inside)]

@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice, tee, zip_longest
+from itertools import islice, takewhile, tee, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from deqseq.tasks.common.corpus.documents import Source
+from deqseq.tasks.common.corpus.documents import Document, Source
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.holdout import SALT, SPLITS, HoldOut, Split
+from deqseq.tasks.common.corpus.parts import WHOLE, divide
 from deqseq.tasks.common.corpus.shards import Place, Preparation
 from deqseq.tasks.common.files import locked
 
@@ -45,7 +46,7 @@ class Batch:
 
 def prepare(
     output: Path, sources: Sequence[Source], tokenizer: Any, name: str, hold_out: HoldOut,
-    shard_tokens: int, workers: int, force: bool = False,
+    shard_tokens: int, workers: int, force: bool = False, part: tuple[int, int] = WHOLE,
 ) -> int:  # fmt: skip
     """Write the shards that folder ``output`` lacks; returns the bytes of text that were read.
 
@@ -54,6 +55,7 @@ def prepare(
         shard_tokens: a shard ends after the batch with which it has at least so many tokens.
         workers: threads that tokenise.
         force: start afresh, whatever the folder holds.
+        part: K and N, to prepare part K of N alone.
 
     Raises:
         ValueError: a folder with other content, or that another process prepares; no documents, or one that
@@ -72,21 +74,25 @@ def prepare(
         "hold_out": {"hash": "blake2b", "share": hold_out.share, "salt": SALT},
         "shard_tokens": shard_tokens,
     }
-    preparation = Preparation(output, head, force)
+    if part != WHOLE:
+        head["part"] = list(part)
+    sources, begin, end = divide(sources, part)
+    preparation = Preparation(output, head, force, begin)
     start = preparation.manifest.next
     if start is None:
         return 0
-    if preparation.fresh:
-        check(sources)
+    if preparation.fresh and not check(sources, begin, end) and part == WHOLE:
+        raise ValueError(f"no documents in {', '.join(source.describe()['path'] for source in sources[:3])}")
     size = 0
     with (
         locked(output, "prepares"),
         ThreadPoolExecutor(workers) as pool,
-        _bar("tokenise", sources, start) as bar,
+        _bar("tokenise", sources, start, begin, end) as bar,
     ):
-        preparation.start(tokenizer)
+        preparation.start(tokenizer.save_pretrained)
         writers = preparation.writers()
-        for batch, encoded in _in_order(pool, encoder, batches(sources, hold_out, start), 2 * workers):
+        read = batches(sources, hold_out, start, end)
+        for batch, encoded in _in_order(pool, encoder, read, 2 * workers):
             for split, (tokens, documents) in encoded.items():
                 writers[split].add(tokens, documents)
             size += batch.size
@@ -98,29 +104,38 @@ def prepare(
     return size
 
 
-def check(sources: Sequence[Source]) -> None:
-    """Find errors before tokenising, which takes a hundred times as long; of a dataset, read one row."""
+def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
+    """Find errors before tokenising, which takes a hundred times as long; of a dataset, a compressed or a
+    remote file, read one document. Returns whether there are documents."""
     found = False
-    with _bar("check", sources, Place()) as bar:
-        for source in sources:
-            for document in islice(source.documents(), 1 if source.size is None else None):
+    with _bar("check", sources, begin, begin, end) as bar:
+        for number, documents in _between(sources, begin, end):
+            for document in islice(documents, 1 if sources[number].size is None else None):
                 found = True
                 bar.update(document.size)
-    if not found:
-        raise ValueError(f"no documents in {', '.join(source.describe()['path'] for source in sources[:3])}")
+    return found
 
 
-def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place) -> Iterator[Batch]:
-    """All documents from ``start`` on, in batches. From the end of any batch on, the same batches follow.
+def _between(sources: Sequence[Source], start: Place, end: Place) -> Iterator[tuple[int, Iterator[Document]]]:
+    """The numbers of the sources from ``start`` to ``end``, and their documents."""
+    for number in range(start.source, end.source):
+        yield number, sources[number].documents(start.offset if number == start.source else 0)
+    if end.offset > (start.offset if start.source == end.source else 0):
+        documents = sources[end.source].documents(start.offset if start.source == end.source else 0)
+        yield end.source, takewhile(lambda document: document.next <= end.offset, documents)
+
+
+def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place, end: Place) -> Iterator[Batch]:
+    """All documents from ``start`` to ``end``, in batches. From the end of any batch on, the same follow.
 
     Neighbouring pieces of a document become one text again, unless one of them is held out and the other is
-    not: then an end-of-text token separates them.
+    not: then an end-of-text token separates them. A long document is cut at places that do not depend on the
+    documents before it, so that every part of the documents gives the same tokens as all of them.
     """
     texts: list[Text] = []
-    size = 0
+    size = own = 0  # bytes of the batch, and of the document that is under way
     place = start
-    for number, source in enumerate(sources[start.source :], start.source):
-        documents = source.documents(start.offset if number == start.source else 0)
+    for number, documents in _between(sources, start, end):
         sided, ahead = tee((document, hold_out.split(document.text)) for document in documents)
         next(ahead, None)
         for (document, split), following in zip_longest(sided, ahead):
@@ -129,11 +144,13 @@ def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place) -> Itera
                 texts[-1] = Text(split, texts[-1].text + document.text, ends)
             else:
                 texts.append(Text(split, document.text, ends))
-            size += document.size
+            size, own = size + document.size, own + document.size
             place = Place(number, document.next)
-            if size >= _BATCH:
+            if own >= _BATCH or (size >= _BATCH and document.ends):
                 yield Batch(texts, place, size)
-                texts, size = [], 0
+                texts, size, own = [], 0, 0
+            if document.ends:
+                own = 0
     if texts:
         yield Batch(texts, place, size)
 
@@ -168,9 +185,11 @@ def _in_order(
         yield first, encoded.result()
 
 
-def _bar(title: str, sources: Sequence[Source], start: Place) -> tqdm:
-    """A progress bar over the bytes of the sources, without a total if the size of one is unknown."""
+def _bar(title: str, sources: Sequence[Source], start: Place, begin: Place, end: Place) -> tqdm:
+    """A progress bar over the bytes from ``begin`` to ``end``, without a total if a size is unknown."""
     known = [source.size for source in sources if source.size is not None]
-    whole = len(known) == len(sources)
-    total, initial = (sum(known), sum(known[: start.source]) + start.offset) if whole else (None, 0)
+    total, initial = None, 0
+    if len(known) == len(sources):
+        first, now, last = (sum(known[: place.source]) + place.offset for place in (begin, start, end))
+        total, initial = last - first, now - first
     return tqdm(desc=title, total=total, initial=initial, unit="B", unit_scale=True, disable=None)

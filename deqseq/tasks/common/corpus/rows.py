@@ -9,6 +9,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 
 from deqseq.checks import check_count
 from deqseq.tasks.common.corpus.documents import text_of
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.holdout import SPLITS, HoldOut, Split
-from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Shard
+from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Shard, checksum
+from deqseq.tasks.common.tokenizer import load_tokenizer
 
 Documents = Literal["joined", "separate"]
 """Whether the documents of a row see each other: with ``"separate"``, positions tell them apart."""
@@ -65,24 +66,27 @@ class TokenFolder:
         return sum(shard.documents for shard in self._shards(split))
 
     def tokenizer(self) -> Any:
-        """The tokenizer that made the shards."""
-        if not (self.path / TOKENIZER).is_dir():
-            raise ValueError(f"{self.path} has no {TOKENIZER}/: copy it again, or prepare anew with --force")
-        return AutoTokenizer.from_pretrained(self.path / TOKENIZER)
+        """The tokenizer that made the shards; ``ValueError`` if one of its files is missing or corrupted."""
+        for name, sha256 in self._manifest.tokenizer_checksums().items():
+            self._check(name, sha256)
+        return load_tokenizer(str(self.path / TOKENIZER))
 
     def verify(self) -> None:
-        """Raise ``ValueError`` if the tokenizer or a shard is missing or does not have its checksum."""
-        checksums = {f"{TOKENIZER}/tokenizer.json": self._manifest.head["tokenizer"]["sha256"]}
-        checksums |= {shard.file: shard.sha256 for shard in self._manifest.shards}
+        """Raise ``ValueError`` if a file is missing or does not have its checksum."""
+        checksums = {shard.file: shard.sha256 for shard in self._manifest.shards}
+        checksums |= self._manifest.tokenizer_checksums()
+        with ThreadPoolExecutor(8) as pool:
+            checked = pool.map(self._check, *zip(*checksums.items(), strict=True))
+            for _ in tqdm(checked, "verify", len(checksums), unit="file", disable=None):
+                pass
+
+    def _check(self, name: str, sha256: str) -> None:
+        file = self.path / name
         again = "copy it again, or prepare anew with --force"
-        for name, checksum in tqdm(checksums.items(), desc="verify", unit="file", disable=None):
-            file = self.path / name
-            if not file.exists():
-                raise ValueError(f"{file} is missing: {again}")
-            with file.open("rb") as content:
-                found = hashlib.file_digest(content, "sha256").hexdigest()
-            if found != checksum:
-                raise ValueError(f"{file} is corrupted (its checksum is not the manifest's): {again}")
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: {again}")
+        if checksum(file) != sha256:
+            raise ValueError(f"{file} is corrupted (its checksum is not the manifest's): {again}")
 
     def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
         """A split in rows of ``length`` tokens, without the rest; ``ValueError`` if it has less than one."""
@@ -104,7 +108,7 @@ class TokenFolder:
 class TokenRows(Dataset[Row]):
     """Rows of files that are one run of tokens: a row may begin in one file and end in the next.
 
-    A row is read on access, from memory maps that every process opens for itself.
+    A row is read on access. No file stays open, so there may be more files than a process may open.
 
     Args:
         files: with their numbers of tokens.
@@ -115,9 +119,8 @@ class TokenRows(Dataset[Row]):
         check_count("length", length)
         self.length = length
         self._files, self._ends = list(files), list(accumulate(files.values()))
-        self._dtype = dtype
+        self._dtype = np.dtype(dtype)
         self._end_of_text = end_of_text
-        self._maps: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return (self._ends or [0])[-1] // self.length
@@ -127,21 +130,19 @@ class TokenRows(Dataset[Row]):
             raise IndexError(f"row {index} of {len(self)}")
         return _row(torch.from_numpy(self._read(index * self.length)), self._end_of_text)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}
-
     def _read(self, start: int) -> np.ndarray:
         """``length`` tokens int64, from as many files as needed."""
         parts, end = [], start + self.length
-        file = bisect_right(self._ends, start)
+        number = bisect_right(self._ends, start)
         while start < end:
-            if file not in self._maps:
-                self._maps[file] = np.memmap(self._files[file], self._dtype, "r")
-            tokens = self._maps[file]
-            first = self._ends[file] - len(tokens)
-            parts.append(tokens[start - first : end - first])
-            start += len(parts[-1])
-            file += 1
+            file = self._files[number]
+            count = min(end, self._ends[number]) - start
+            skipped = start - (self._ends[number - 1] if number else 0)
+            tokens = np.fromfile(file, self._dtype, count, offset=skipped * self._dtype.itemsize)
+            if len(tokens) < count:
+                raise ValueError(f"the shard {file} has become shorter since it was opened")
+            parts.append(tokens)
+            start, number = start + count, number + 1
         return np.concatenate(parts, dtype=np.int64)
 
 

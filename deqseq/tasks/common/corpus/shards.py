@@ -4,6 +4,8 @@ A shard is a run of tokens of one split, little-endian uint16 or uint32 without 
 lists the finished shards and what they were made from; other files do not count. A shard gets its final name
 once it is synced to the disk, and the manifest changes in one step after that. So the folder is valid at
 every moment, and a process that is killed loses only the shards that it was writing.
+
+The manifest has the SHA-256 of every shard, of every file of the tokenizer, and of its own content.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +26,10 @@ from deqseq.tasks.common.files import PART, rename, write_json
 from deqseq.tasks.common.results import changes
 from deqseq.tasks.common.settings import flat
 
-VERSION = 1
+VERSION = 2  # version 1 has neither its own checksum nor those of the tokenizer's files
 _MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
+_HEAD = {"tokenizer", "dtype", "sources", "hold_out", "shard_tokens"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,15 @@ class Shard:
     documents: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        _check_name(self.file)
+        if self.split not in SPLITS:
+            raise ValueError(f"the split of {self.file} must be {' or '.join(SPLITS)}, got {self.split!r}")
+        _check_count(f"tokens of {self.file}", self.tokens)
+        _check_count(f"documents of {self.file}", self.documents)
+        if not isinstance(self.sha256, str):
+            raise ValueError(f"sha256 of {self.file} must be text, got {self.sha256!r}")
+
 
 @dataclass(frozen=True)
 class Place:
@@ -44,6 +58,10 @@ class Place:
 
     source: int = 0
     offset: int = 0
+
+    def __post_init__(self) -> None:
+        _check_count("next.source", self.source)
+        _check_count("next.offset", self.offset)
 
 
 @dataclass
@@ -53,25 +71,25 @@ class Manifest:
     head: dict[str, Any]  # tokenizer, sources and settings
     next: Place | None = None  # where an unfinished preparation continues
     shards: list[Shard] = field(default_factory=list)  # the finished ones
+    tokenizer_files: dict[str, str] = field(default_factory=dict)  # names and SHA-256
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a folder; ``ValueError`` if there is none, or a shard is missing or too short."""
+        """The manifest of a folder.
+
+        Raises:
+            ValueError: there is none, it is not as it was written, or a shard is missing or too short.
+        """
         path = folder / _MANIFEST
         if not path.is_file():
             raise ValueError(f"no token shards in {folder}: it has no {_MANIFEST} (see deqseq.tasks.prepare)")
         try:
-            found = json.loads(path.read_text())
-            version = found.pop("version")
-            place, shards = found.pop("next"), [Shard(**shard) for shard in found.pop("shards")]
-            item = np.dtype(found["dtype"]).itemsize
-            int(found["tokenizer"]["vocab_size"]), int(found["tokenizer"]["end_of_text"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is not a manifest of token shards") from error
-        if version != VERSION:
-            raise ValueError(f"{path} has version {version}, this program reads version {VERSION}")
-        manifest = cls(found, place and Place(**place), shards)
-        for shard in shards:
+            manifest = cls._parsed(json.loads(path.read_text()))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise ValueError(f"{path} is not a manifest of token shards: {why}") from error
+        item = np.dtype(manifest.head["dtype"]).itemsize
+        for shard in manifest.shards:
             file, wanted = folder / shard.file, shard.tokens * item
             size = file.stat().st_size if file.is_file() else None
             if size != wanted:
@@ -79,31 +97,94 @@ class Manifest:
                 raise ValueError(f"the shard {file} {has}: copy it again, or prepare anew with --force")
         return manifest
 
+    @classmethod
+    def _parsed(cls, found: dict[str, Any]) -> Manifest:
+        """The manifest in a JSON object; ``ValueError``, ``TypeError``, ``KeyError`` or ``AttributeError`` if
+        the object is none, or not what was written."""
+        version = found.pop("version")
+        if version not in (1, VERSION):
+            raise ValueError(f"it has version {version!r}, this program reads versions 1 and {VERSION}")
+        if version == VERSION and found.pop("checksum") != _checksum(found):
+            raise ValueError(
+                "its content does not have its checksum; copy it again, or prepare anew with --force"
+            )
+        files = found.pop("tokenizer_files") if version == VERSION else {}
+        place, shards = found.pop("next"), [Shard(**shard) for shard in found.pop("shards")]
+        if found.keys() - {"part"} != _HEAD:
+            raise ValueError(f"it must have {', '.join(sorted(_HEAD))}, got {', '.join(sorted(found))}")
+        tokenizer = found["tokenizer"]
+        if found["dtype"] not in ("<u2", "<u4"):
+            raise ValueError(f"dtype must be <u2 or <u4, got {found['dtype']!r}")
+        _check_count("tokenizer.vocab_size", tokenizer["vocab_size"])
+        _check_count("tokenizer.end_of_text", tokenizer["end_of_text"])
+        if tokenizer["end_of_text"] >= tokenizer["vocab_size"]:
+            raise ValueError(f"end_of_text must be below vocab_size, got {tokenizer['end_of_text']}")
+        if not isinstance(tokenizer["sha256"], str):
+            raise ValueError(f"tokenizer.sha256 must be text, got {tokenizer['sha256']!r}")
+        part = found.get("part", [1, 1])
+        if not isinstance(part, list) or len(part) != 2 or any(type(n) is not int for n in part):
+            raise ValueError(f"part must be two whole numbers, got {part!r}")
+        if not isinstance(files, dict):
+            raise ValueError(f"tokenizer_files must be a mapping, got {files!r}")
+        for name in files:
+            _check_name(name)
+        return cls(found, place and Place(**place), shards, files)
+
     def write(self, folder: Path) -> None:
         """Write the manifest in one step."""
         content = asdict(self)
-        write_json(folder / _MANIFEST, {"version": VERSION, **content.pop("head"), **content})
+        content = {**content.pop("head"), **content}
+        write_json(folder / _MANIFEST, {"version": VERSION, "checksum": _checksum(content), **content})
+
+    def tokenizer_checksums(self) -> dict[str, str]:
+        """The SHA-256 of the tokenizer's files, by their places in the folder."""
+        # Version 1 has that of tokenizer.json alone. It is part of the fingerprint, too.
+        files = {"tokenizer.json": self.head["tokenizer"]["sha256"], **self.tokenizer_files}
+        return {f"{TOKENIZER}/{name}": sha256 for name, sha256 in files.items()}
+
+
+def checksum(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of plain data."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _check_count(name: str, value: Any) -> None:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} must be a whole number >= 0, got {value!r}")
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+        raise ValueError(f"a file must be named without a folder, got {name!r}")
 
 
 class Preparation:
     """Writes the shards of a folder. An interrupted preparation continues.
 
     Nothing is written before :meth:`start`. With ``force`` the preparation starts anew, whatever the folder
-    holds.
+    holds. ``begin``: where reading begins.
 
     Raises:
         ValueError: without ``force``, the folder holds other files, shards that are damaged, or shards of
             other sources or settings.
     """
 
-    def __init__(self, path: Path, head: dict[str, Any], force: bool = False) -> None:
+    def __init__(
+        self, path: Path, head: dict[str, Any], force: bool = False, begin: Place | None = None
+    ) -> None:
         self.path = path
-        self.manifest = Manifest(head, Place())
+        self.manifest = Manifest(head, begin or Place())
         self.fresh = force or not (path / _MANIFEST).exists()
         others = sorted(f.name for f in path.iterdir() if f.suffix != PART) if path.exists() else []
         if not self.fresh:
             former = Manifest.read(path)
-            if differ := changes(_flat(former.head), _flat(head)):
+            if differ := changes(flat_head(former.head), flat_head(head)):
                 more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
                 raise ValueError(
                     f"{path} was prepared with other settings ({', '.join(differ[:3])}{more}): name another "
@@ -116,15 +197,20 @@ class Preparation:
                 "them with --force"
             )
 
-    def start(self, tokenizer: Any) -> None:
+    def start(self, save_tokenizer: Callable[[Path], Any]) -> None:
         """Make the folder and save the tokenizer in it."""
         self.path.mkdir(parents=True, exist_ok=True)
+        place = self.path / TOKENIZER
         if self.fresh:
             self.manifest.write(self.path)  # from now on, the old shards do not count
             for split in SPLITS:
                 for stale in self.path.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].bin"):
                     stale.unlink()
-        tokenizer.save_pretrained(self.path / TOKENIZER)
+            shutil.rmtree(place, ignore_errors=True)
+        save_tokenizer(place)
+        self.manifest.tokenizer_files = {
+            file.name: checksum(file) for file in sorted(place.iterdir()) if file.is_file()
+        }
 
     def writers(self) -> dict[Split, ShardWriter]:
         """A writer for the next shard of every split."""
@@ -140,11 +226,16 @@ class Preparation:
         self.manifest.write(self.path)
 
 
+def shard_name(split: Split, number: int) -> str:
+    """The file name of a shard."""
+    return f"{split}-{number:05d}.bin"
+
+
 class ShardWriter:
     """One shard while it is written, under a temporary name."""
 
     def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype) -> None:
-        self.path = folder / f"{split}-{number:05d}.bin"
+        self.path = folder / shard_name(split, number)
         self.split = split
         self.tokens, self.documents = 0, 0
         self._dtype = dtype
@@ -171,8 +262,10 @@ class ShardWriter:
         return Shard(self.path.name, self.split, self.tokens, self.documents, self._sha256.hexdigest())
 
 
-def _flat(head: dict[str, Any]) -> dict[str, Any]:
+def flat_head(head: dict[str, Any]) -> dict[str, Any]:
     """Nested settings as one level; those of a source go by its path."""
     sources = head["sources"]
     own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
-    return {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}
+    found = {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}
+    found.pop("tokenizer.name")  # its checksum says whether it is the same
+    return found

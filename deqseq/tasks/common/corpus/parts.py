@@ -1,0 +1,120 @@
+"""Preparation by several machines: each makes the folder of one part, then the parts are merged.
+
+A part is a range of the documents in their order, so the parts in their order have the tokens of a single
+preparation. Merging links the shards of all parts into one folder and copies nothing but the tokenizer.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deqseq.tasks.common.corpus.documents import DatasetRows, Source
+from deqseq.tasks.common.corpus.holdout import SPLITS
+from deqseq.tasks.common.corpus.rows import TokenFolder
+from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Place, Preparation, flat_head, shard_name
+from deqseq.tasks.common.files import locked
+from deqseq.tasks.common.results import changes
+
+WHOLE = (1, 1)
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """K and N of ``"K/N"``; ``ValueError`` unless 1 <= K <= N."""
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise ValueError(f"a part must be K/N with 1 <= K <= N, such as 2/8, got {text!r}")
+    return int(number), int(count)
+
+
+def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[Source], Place, Place]:
+    """The sources of a part, where it begins, and where the next one does. Parts have about equal bytes.
+
+    A dataset is divided by its files, parquet by its row groups; there must be at least as many as parts.
+    Other files are divided between documents. A compressed file is not divided.
+    """
+    number, count = part
+    if part != WHOLE and len(sources) == 1 and isinstance(sources[0], DatasetRows):
+        return [sources[0].part(number, count)], Place(), Place(1)
+    return sources, _border(sources, number - 1, count), _border(sources, number, count)
+
+
+def _border(sources: Sequence[Source], number: int, count: int) -> Place:
+    """The beginning of the first document after ``number`` of ``count`` equal parts of all bytes."""
+    if number == 0:
+        return Place()
+    if number == count:
+        return Place(len(sources))
+    at = sum(source.stored for source in sources) * number // count
+    for index, source in enumerate(sources):
+        if at < source.stored:
+            offset = source.cut(at)
+            return Place(index + 1) if offset is None else Place(index, offset)
+        at -= source.stored
+    return Place(len(sources))
+
+
+def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> None:
+    """Make a folder of the shards of all parts, in their order. An interrupted merge can be repeated.
+
+    Raises:
+        ValueError: a part that is missing, given twice, unfinished, damaged, or of other settings or sources;
+            parts on another file system, to which no hard links are possible.
+    """
+    found = sorted(((_finished(Path(path)), Path(path)) for path in parts), key=lambda pair: _part(pair[0]))
+    first, place = found[0]
+    for manifest, path in found[1:]:
+        if differ := changes(_settings(first), _settings(manifest)):
+            raise ValueError(
+                f"{place} and {path} were prepared with other settings ({', '.join(differ[:3])})"
+            )
+    count = _part(first)[1]
+    numbers = [_part(manifest)[0] for manifest, _ in found]
+    if doubled := [number for number in range(1, count + 1) if numbers.count(number) > 1]:
+        raise ValueError(f"part {doubled[0]}/{count} is given {numbers.count(doubled[0])} times")
+    if missing := [f"{number}/{count}" for number in range(1, count + 1) if number not in numbers]:
+        raise ValueError(f"parts are missing: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}")
+    head = {name: value for name, value in first.head.items() if name != "part"}
+    preparation = Preparation(output, head, force)
+    if preparation.manifest.next is None:
+        return
+    preparation.fresh = True
+    with locked(output, "prepares"):
+        preparation.start(lambda to: shutil.copytree(place / TOKENIZER, to, dirs_exist_ok=True))
+        written = dict.fromkeys(SPLITS, 0)
+        for manifest, path in found:
+            for shard in manifest.shards:
+                name = shard_name(shard.split, written[shard.split])
+                written[shard.split] += 1
+                _link(path / shard.file, output / name)
+                preparation.manifest.shards.append(replace(shard, file=name))
+        preparation.commit({}, None)
+
+
+def _finished(path: Path) -> Manifest:
+    """The manifest of a part; ``ValueError`` if the part is unfinished or its tokenizer is damaged."""
+    TokenFolder(path).tokenizer()
+    return Manifest.read(path)
+
+
+def _part(manifest: Manifest) -> tuple[int, int]:
+    return tuple(manifest.head.get("part", WHOLE))
+
+
+def _settings(manifest: Manifest) -> dict[str, Any]:
+    """What must be equal in all parts. Copies of a source on several machines have different times."""
+    head = flat_head({**manifest.head, "part": _part(manifest)[1]})
+    return {name: value for name, value in head.items() if not name.endswith(("modified", "modified_ns"))}
+
+
+def _link(file: Path, to: Path) -> None:
+    to.unlink(missing_ok=True)
+    try:
+        os.link(file, to)
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be linked to {to.parent}: {error.strerror}; --output must be on the file system "
+            "of the parts"
+        ) from error

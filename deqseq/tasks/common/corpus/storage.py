@@ -1,0 +1,84 @@
+"""Files of documents: on disks or remote (s3://, gs://, hf://, whatever fsspec knows), compressed or not."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.utils import infer_compression
+
+from deqseq.tasks.common.tokenizer import first_line
+
+_COMPRESSED = (".gz", ".xz", ".bz2", ".zst", ".zip")
+
+
+def is_remote(path: str) -> bool:
+    """Whether fsspec reads a path, instead of Python."""
+    return "://" in path
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file is compressed, from its name; ``ValueError`` if the package that reads it is missing."""
+    suffix = Path(path).suffix.lower()
+    if suffix in _COMPRESSED and infer_compression(path) is None:
+        raise ValueError(f"{path} cannot be unpacked: for {suffix}, install deqseq[lm]")
+    return suffix in _COMPRESSED
+
+
+def expanded(path: str) -> list[str]:
+    """The remote files that match a pattern, sorted; any other path alone. ``ValueError`` if none matches."""
+    if not is_remote(path) or "*" not in path:
+        return [path]
+    with _one_line(path):
+        system, pattern = url_to_fs(path)
+        found = [system.unstrip_protocol(name) for name in sorted(system.glob(pattern))]
+    if not found:
+        raise ValueError(f"no file {path}")
+    return found
+
+
+def stamp(path: str) -> dict[str, Any]:
+    """Name, bytes and time of change of a file; ``ValueError`` if there is none."""
+    if not is_remote(path):
+        return local_stamp(Path(path))
+    with _one_line(path):
+        system, name = url_to_fs(path)
+        found: dict[str, Any] = {"path": path, "bytes": system.size(name)}
+        with suppress(NotImplementedError):  # not every store keeps it
+            found["modified"] = str(system.modified(name))
+    return found
+
+
+def local_stamp(path: Path) -> dict[str, Any]:
+    """Name, bytes and time of change of a file; of a file on the hub, the name alone."""
+    if not path.is_file():
+        return {"path": str(path)}
+    known = path.stat()
+    return {"path": str(path), "bytes": known.st_size, "modified_ns": known.st_mtime_ns}
+
+
+@contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """The content of a file, unpacked. Seeking in a compressed file reads from its start."""
+    if not is_remote(path) and not is_compressed(path):
+        with open(path, "rb") as file:
+            yield file
+    else:
+        with _one_line(path), fsspec.open(path, "rb", compression="infer") as content:
+            yield cast(BinaryIO, io.BufferedReader(content, 2**20))
+
+
+@contextmanager
+def _one_line(path: str) -> Iterator[None]:
+    """Errors become a ``ValueError`` that names the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ValueError(f"no file {path}") from error
+    except Exception as error:  # stores and formats have many classes of errors
+        if isinstance(error, ValueError) and path in str(error):
+            raise
+        raise ValueError(f"{path} cannot be read: {first_line(error)}") from error

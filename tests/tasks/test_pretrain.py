@@ -118,7 +118,7 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("model.backbone.n_layr", "1")], "n_layr"),
         ([("model", "mamba3-130m")], "unknown preset 'mamba3-130m'"),
         ([("model.backbone.n_head", "5")], "n_head must divide"),
-        ([("stages.0.until", "1.5")], "growing shares"),
+        ([("stages.0.until", "1.5")], "until must increase"),
         ([("stages.0.until", "{epochs: 1}")], "a share of the training"),
         ([("stages.0.until", "{tokens: .inf}")], "a share of the training"),
         ([("stages.0.until", "0.001")], r"stages\.0 would have none"),

@@ -337,7 +337,7 @@ def test_a_run_file_gives_defaults_that_flags_change(tmp_path: Path) -> None:
 
 def test_wrong_run_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
-    for text, message in (("widht: 3", "widht"), ("- 3", "mapping"), ("a: [", "no YAML")):
+    for text, message in (("widht: 3", "widht"), ("- 3", "mapping"), ("a: [", "not valid YAML")):
         file.write_text(text)
         assert main(["train", "--run", str(file), "--output", str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err

@@ -308,7 +308,7 @@ def test_calls_that_contradict_their_cache(make: Make) -> None:
     cache = model(ids).past_key_values
     hidden = torch.ones(2, 6)
     hidden[0, 0] = 0
-    with pytest.raises(ValueError, match="differs from that of earlier calls"):
+    with pytest.raises(ValueError, match="differs from the masks of earlier calls"):
         model(ids[:, :1], past_key_values=cache, attention_mask=hidden)
     with pytest.raises(ValueError, match="continue after"):
         model(ids[:, :2], past_key_values=cache, position_ids=torch.tensor([[0, 1]]))

@@ -150,7 +150,7 @@ class LlamaBackbone(Stack):
         width = (n_head + 2 * n_kv_head) * headdim
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
         self.attention = function
-        self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, no slots yet
+        self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, still empty
         self.headdim = headdim
         self.rope_theta = rope_theta
 

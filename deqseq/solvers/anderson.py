@@ -30,8 +30,8 @@ class Anderson(HistorySolver):
     z <- z + β r - Σ γ_i (Δz_i + β Δr_i),  γ = argmin ||r - Σ γ_i Δr_i||² + λ Σ ||Δr_i||² γ_i².
 
     A token uses its history only while all earlier tokens move far less than the token itself. Otherwise its
-    map changes from pass to pass, and mixing steps of different maps slows the search. The linear systems
-    are solved in at least float32. A token whose step is non-finite or huge takes a damped
+    map changes from pass to pass, and old differences belong to another map. The linear systems are solved in
+    at least float32. A token whose step is non-finite or huge takes a damped
     Picard step instead.
 
     Args:

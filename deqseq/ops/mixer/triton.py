@@ -41,7 +41,7 @@ class _Mix(torch.autograd.Function):
         ctx: Any, u: Tensor, inj: Tensor | None, tail: Tensor | None, state: Tensor | None, sizes: MixerSizes,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The mixer's output, then the projection, its convolution and the step sizes, for the trace."""
+        """The mixer's output and, for the trace, the projection, its convolution, the step sizes."""
         *out, y, options = _forward(u, inj, tail, state, sizes, MixerWeights(*weights))
         ctx.save_for_backward(u, inj, tail, state, y, *weights)
         ctx.sizes = sizes

@@ -35,7 +35,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
         Diverged: numbers that are not finite.
     """
     args = arguments(settings, Path(output), progress)
-    state = PartialState()  # the arguments have set up the processes
+    state = PartialState()  # arguments() has set up the processes
     data = open_data(settings)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint}
     folder = RunFolder(output, kept, RESUMES)
@@ -146,7 +146,7 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         adam_beta2=settings.beta2,
         max_grad_norm=settings.max_grad_norm,
         bf16=settings.bf16,
-        use_cpu=not torch.accelerator.is_available(),  # or bf16 is refused there
+        use_cpu=not torch.accelerator.is_available(),  # without this, bf16 is refused on CPUs
         seed=settings.seed,
         train_sampling_strategy="sequential",  # the dataset is already in order
         dataloader_num_workers=settings.workers if isinstance(settings.data, str) else 0,

@@ -94,7 +94,7 @@ def prepare(
 
 
 def check(sources: Sequence[Source]) -> None:
-    """Find errors before tokenising, which takes a hundred times as long; of a dataset, read one row."""
+    """Read all files, and one row of a dataset, to find errors early: tokenising takes 100 times as long."""
     found = False
     with _bar("check", sources, Place()) as bar:
         for source in sources:

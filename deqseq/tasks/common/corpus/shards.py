@@ -1,4 +1,4 @@
-"""The folder of token shards: its manifest, how it is written so that it can be interrupted, what is checked.
+"""The folder of token shards: its manifest, its checks, and how writing survives an interruption.
 
 A shard is a run of tokens of one split, little-endian uint16 or uint32 without a header. ``manifest.json``
 lists the finished shards and what they were made from; other files do not count. A shard gets its final name
@@ -32,7 +32,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens, in which so many documents end."""
+    """One file of tokens. ``documents``: how many documents end in it."""
 
     file: str
     split: Split
@@ -145,7 +145,7 @@ class Preparation:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and lock it until the context or the process ends; ``ValueError`` if another one has.
+    """Make ``folder`` and lock it until the context or the process ends; ``ValueError`` if it is locked already.
 
     File systems without locks are not protected.
     """
@@ -196,7 +196,7 @@ class ShardWriter:
 
 
 def _flat(head: dict[str, Any]) -> dict[str, Any]:
-    """Nested settings as one level; those of a source go by its path."""
+    """Nested settings as one level; the settings of a source are named by its path."""
     sources = head["sources"]
     own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
     return {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}

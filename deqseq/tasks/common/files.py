@@ -12,7 +12,7 @@ PART = ".part"
 
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON in one step. NaN and infinity, which JSON does not have, become null."""
-    part = path.with_name(f"{path.name}{PART}")  # always this name, so the next write replaces what a killed one left
+    part = path.with_name(f"{path.name}{PART}")  # the next write replaces what a killed one left
     with part.open("w") as file:
         file.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
         file.flush()

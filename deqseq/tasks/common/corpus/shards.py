@@ -145,7 +145,7 @@ class Preparation:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and lock it until the context or the process ends; ``ValueError`` if it is locked already.
+    """Make ``folder`` and lock it until the context or process ends; ``ValueError`` if it is locked already.
 
     File systems without locks are not protected.
     """

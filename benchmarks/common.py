@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: arguments, timing, tables, results, and grids that can be resumed."""
+"""Functions for the benchmark scripts: arguments, timing, tables, results, and resumable measurements."""
 
 import argparse
 import hashlib
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def parser(text: str | None, output: str, device: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the options of every script, ``--device`` and ``--output``.
+    """A parser with the options that all scripts have: ``--device`` and ``--output``.
 
     Args:
         text: the docstring of the script.
@@ -40,18 +40,18 @@ def parser(text: str | None, output: str, device: str | None = None) -> argparse
 
 
 def comparison_parser(text: str | None, output: str) -> argparse.ArgumentParser:
-    """:func:`parser`, with the options of scripts that compare parts on trained models."""
+    """:func:`parser` plus the options of scripts that compare solvers or gradients on trained models."""
     made = parser(text, output)
     made.add_argument("--quick", action="store_true", help="smaller models, fewer rows")
-    made.add_argument("--batch", type=int, help="sequences")
-    made.add_argument("--length", type=int, help="tokens of a sequence")
+    made.add_argument("--batch", type=int, help="number of sequences")
+    made.add_argument("--length", type=int, help="tokens per sequence")
     made.add_argument("--models", type=Path, default=Path("runs/benchmarks/models"),
                       help="folder of the models that this script trains")  # fmt: skip
     return made
 
 
 def parse(made: argparse.ArgumentParser, **defaults: tuple[Any, Any]) -> argparse.Namespace:
-    """Parse the command line. ``defaults``: values of options without and with ``--quick``."""
+    """Parse the command line. ``defaults``: two defaults per option, without and with ``--quick``."""
     options = made.parse_args()
     for name, (full, quick) in defaults.items():
         if getattr(options, name) is None:
@@ -60,7 +60,7 @@ def parse(made: argparse.ArgumentParser, **defaults: tuple[Any, Any]) -> argpars
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script and exit. ``ValueError`` becomes one line and status 2."""
+    """Run a script and exit. A ``ValueError`` is printed as one line; the exit status is then 2."""
     try:
         sys.exit(main())
     except ValueError as error:
@@ -69,7 +69,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def stopwatch(function: Callable[[], Any], device: str) -> float:
-    """Seconds that ``function`` takes, with the work that it queues on the device."""
+    """Seconds that ``function`` takes, including the work that it queues on the device."""
     wait = torch.cuda.synchronize if device != "cpu" else lambda: None
     wait()
     start = time.perf_counter()
@@ -81,7 +81,7 @@ def stopwatch(function: Callable[[], Any], device: str) -> float:
 def time_over(
     bare: Callable[[], Any], function: Callable[[], Any], device: str, rounds: int
 ) -> tuple[float, float]:
-    """Median seconds of ``function``, and the median of its time over that of ``bare``, timed in turn."""
+    """Median seconds of ``function``, and its median time ratio to ``bare``. Calls of the two alternate."""
     bare(), function()
     pairs = [(stopwatch(bare, device), stopwatch(function, device)) for _ in range(rounds)]
     ratios = [seconds / alone for alone, seconds in pairs]
@@ -100,7 +100,7 @@ def relative_distance(z: Tensor, reference: Tensor) -> Tensor:
 
 
 def peak_mib(function: Callable[[], Any], device: str) -> float | None:
-    """Call ``function``; its peak of allocated memory in MiB, above the memory before. CUDA only."""
+    """Call ``function``. Returns the peak of the memory that it allocates, in MiB; ``None`` without CUDA."""
     if device == "cpu":
         function()
         return None
@@ -118,7 +118,7 @@ def machine_name(device: str) -> str:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows with a column for every key of any row."""
+    """Print the rows as a table with a column for every key that occurs."""
     cells = [{name: _cell(value) for name, value in row.items()} for row in rows]
     text = tabulate(cells, "keys", "plain", stralign="right", missingval="-", disable_numparse=True)
     print(title, text, sep="\n", flush=True)
@@ -133,7 +133,7 @@ def _cell(value: Any) -> str:
 def write_results(
     file: Path, options: argparse.Namespace, machine: Mapping[str, Any] | None = None, **results: Any
 ) -> None:
-    """Write settings, machine, versions, date and ``results`` as JSON; ``machine``: more about it."""
+    """Write settings, machine, versions, date and ``results`` as JSON. ``machine``: more entries about it."""
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     described = {"device": machine_name(options.device), "threads": torch.get_num_threads(), **versions}
@@ -144,13 +144,13 @@ def write_results(
 
 
 def report(title: str, options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    """Print the rows as a table and write them to ``--output``: all that a script has to show."""
+    """Print the rows as a table and write them to ``--output``."""
     print_table(f"{title}, {machine_name(options.device)}", rows)
     write_results(options.output, options, rows=rows)
 
 
 def checksum(model: torch.nn.Module, *inputs: Tensor) -> str:
-    """Twelve hexadecimal digits that identify the weights of a model and its inputs."""
+    """Twelve hexadecimal digits that identify a model's weights and its inputs."""
     digest = hashlib.sha256()
     for values in (*model.state_dict().values(), *inputs):
         digest.update(str((values.dtype, tuple(values.shape))).encode())
@@ -167,7 +167,7 @@ def measure_grid(
     ``problem`` and is not written, so the next run measures it again.
 
     Raises:
-        ValueError: the file has lines that are not rows.
+        ValueError: a line of the file is not a row.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     known, rows = _read_rows(file), []
@@ -196,6 +196,6 @@ def _read_rows(file: Path) -> list[Row]:
         try:
             rows.append(dict(json.loads(line)))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{file} cannot be read, line {number} is no row: {error}") from error
+            raise ValueError(f"{file} cannot be read, line {number} is not a row: {error}") from error
     os.truncate(file, len(whole))
     return rows

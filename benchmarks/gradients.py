@@ -1,21 +1,23 @@
-"""What a gradient strategy costs, how close it is to the exact gradient, and how training goes with it.
+"""Cost of each gradient strategy, its distance from the exact gradient, and training with it.
 
 Implicit differentiation in float64 at a tolerance of 1e-9 gives the exact gradient of the loss of a trained
-A5 model; finite differences along a random direction check it. Every strategy computes the same gradient in
-float32:
+A5 model. Finite differences along a random direction check this gradient. Every strategy computes the same
+gradient in float32:
 
-    cosine, norm    at the exact fixed point: the strategy's own error (unrolling uses no fixed point)
-    median          cosine of the gradient at the embeddings, median over sequences, because a few sequences
-                    with huge gradients decide the gradient of the parameters
-    in use          as in training: the search starts at zero and stops at the training tolerance
-    seconds         of search, gradient steps and backward pass, in use
-    graph MiB       what autograd keeps for the backward pass; peak MiB: of memory allocated (CUDA)
+    cosine, norm    compared with the exact gradient, from the exact fixed point (empty for unrolling, which
+                    uses no fixed point)
+    median          median over sequences of the cosine at the embeddings; a few sequences with huge gradients
+                    dominate the gradient of the parameters
+    in use          the same, but the search starts at zero and stops at the tolerance, as in training
+    seconds         time of search, gradient steps and backward pass, as in training
+    graph MiB       memory that autograd keeps for the backward pass
+    peak MiB        peak of allocated memory (CUDA)
 
-With --train-steps, every strategy trains a half-trained model on S3 further, from the same weights and with
-the same batches; accuracies are at the training length, and of the last ten tokens at twice that length.
+With --train-steps, every strategy continues the training of a half-trained model on S3, from the same weights
+and batches. Accuracies are of all tokens at the training length, and of the last ten at twice that length.
 
-"problem" names a gradient that is not finite, or an implicit differentiation that is less exact than its
-tolerance. Rows are written when they are measured: the same command resumes an interrupted run.
+"problem" marks a gradient that is not finite, or implicit differentiation with an error above its tolerance.
+Every row is written as soon as it is measured, so the same command resumes an interrupted run.
 
     python benchmarks/gradients.py --quick                     # minutes on two cores
     python benchmarks/gradients.py --device cuda --output runs/benchmarks/gradients-h100
@@ -72,7 +74,7 @@ class Gradient(NamedTuple):
     """A gradient in float64; zero for parameters that no gradient reaches."""
 
     parameters: Tensor  # (P,)
-    x: Tensor  # (B, L * D), at the embeddings
+    x: Tensor  # (B, L * D), with respect to the embeddings
 
     def errors(self, exact: Gradient, suffix: str = "") -> Row:
         """Cosine and norm relative to the exact gradient; median over sequences of the cosine at x."""
@@ -110,9 +112,9 @@ class Problem(NamedTuple):
 def exact_gradient(
     model: ImplicitForCausalLM, ids: Tensor, targets: Tensor
 ) -> tuple[Problem, Gradient, float]:
-    """The sequences with a certain equilibrium; their exact gradient, and its error.
+    """The problem of the sequences that converge in float64, its exact gradient, and the gradient's error.
 
-    The error is relative, along a random direction, against central differences.
+    The error is the relative difference from central differences along a random direction.
 
     Raises:
         ValueError: no sequence converges.
@@ -132,7 +134,7 @@ def exact_gradient(
         gradient = problem.gradient(problem.z)
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(len(gradient.parameters), generator=generator, dtype=torch.float64)
-        # A smaller step loses precision: on GPUs torch's weight_norm takes its root in float32 for any dtype.
+        # A smaller step loses precision: on GPUs torch's weight_norm takes a root in float32 for all dtypes.
         direction, step = direction.to(ids.device), 1e-5
         here = torch.nn.utils.parameters_to_vector(exact.parameters())
         losses = []
@@ -146,7 +148,7 @@ def exact_gradient(
 
 
 def graph_mib(function: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of ``function``, and the MiB that its graph keeps besides parameters."""
+    """The result of ``function``, and the MiB that its graph keeps, without the parameters."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -184,7 +186,7 @@ def make_gradient(name: str) -> Any:
 
 
 def half_trained(task: TrainSettings, steps: int, device: str) -> ImplicitForCausalLM:
-    """A model on a small word problem after its unrolled steps; every strategy starts from it."""
+    """A model after ``steps`` unrolled steps on a small word problem. Every strategy starts from it."""
     torch.manual_seed(task.seed)
     model = task.model().to(device).train()
     descend(model, stream(task, 2, task.unrolled_length), steps, lambda _: Unrolled(4))
@@ -212,7 +214,7 @@ def train_on(
 
 
 def draw(rows: Sequence[Row], axes: Sequence[Any]) -> None:
-    """Time and memory against the error of the direction in use; a colour for each kind of strategy."""
+    """Plot the error of the direction in use over time and over memory. A colour per kind of strategy."""
     kinds = dict.fromkeys(common.family(row["gradient"]) for row in rows)
     for ax, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
         for colour, kind in enumerate(kinds):
@@ -229,13 +231,13 @@ def draw(rows: Sequence[Row], axes: Sequence[Any]) -> None:
 def main() -> int:
     made = common.comparison_parser(__doc__, "gradients")
     add = made.add_argument
-    add("--model", metavar="FOLDER", help="a state-tracking run to take gradients of, instead")
+    add("--model", metavar="FOLDER", help="state-tracking run to use instead of the A5 model")
     add("--gradients", nargs="+", default=list(GRADIENTS), metavar="NAME",
-        help=f"{', '.join(GRADIENTS)} (default: all), or any other by its registered name")  # fmt: skip
-    add("--train-steps", type=int, help="by every strategy; 0: none (default: 300; quick: 100)")
+        help=f"{', '.join(GRADIENTS)} (default: all), or the name of any registered strategy")  # fmt: skip
+    add("--train-steps", type=int, help="training steps per strategy; 0: none (default: 300; quick: 100)")
     add("--trained", nargs="+", metavar="NAME",
         help=f"strategies to train with (default: all; quick: {', '.join(TRAINED_QUICKLY)})")  # fmt: skip
-    add("--group", default="S3", help="the word problem that they train on (default: S3)")
+    add("--group", default="S3", help="group of the word problem to train on (default: S3)")
     options = common.parse(made, batch=(64, 16), train_steps=(300, 100))
     options.trained = options.trained or (TRAINED_QUICKLY if options.quick else options.gradients)
     for name in [*options.gradients, *options.trained]:  # unknown names raise before anything is trained
@@ -260,7 +262,7 @@ def main() -> int:
         train = partial(train_on, half_trained(task, steps, options.device), task, steps, 4 * options.batch)
         keys = [{"gradient": name} for name in options.trained]
         further = common.measure_grid(output / "trained.jsonl", keys, train)
-        common.print_table(f"\n{options.group}, {steps} steps after as many unrolled ones", further)
+        common.print_table(f"\n{options.group}, {steps} unrolled steps, then as many by strategy", further)
     results = {"error of the exact gradient": error, "rows": rows, "trained": further}
     common.write_results(output / "results.json", options, **results)
     if error > 1e-3:

@@ -1,9 +1,9 @@
 """Does a model learn as well with the fused kernels as with plain PyTorch?
 
-The paper's state-tracking model on the word problem of A5, from the same weights and batches with every
-implementation: half of the steps unroll four iterations, half take the fixed point and four phantom steps.
-Rounding separates the curves at once, so the script compares their distance with the distance to another
-seed of the plain form.
+Every implementation trains the paper's state-tracking model on the word problem of A5, from the same weights
+and batches. The first half of the steps unrolls four iterations; the second half uses the fixed point and
+four phantom steps. Rounding soon separates the loss curves, so the script compares their distance from plain
+PyTorch with the distance between two seeds of plain PyTorch.
 
     python benchmarks/learning.py
     python benchmarks/learning.py --kernels triton mamba_ssm torch --steps 2000
@@ -26,7 +26,7 @@ from deqseq.tasks.state_tracking.settings import TrainSettings
 
 
 def stream(task: TrainSettings, *lengths: int) -> WordProblemStream:
-    """Batches of a word problem; ``lengths``: the shortest and the longest."""
+    """Batches of a word problem. ``lengths``: shortest and longest length of a sequence."""
     sampling = {"identity_probability": task.identity_probability, "seed": task.seed}
     return WordProblemStream(task.algebra, lengths, **sampling, batch_size=task.batch_size)
 
@@ -37,7 +37,7 @@ def descend(
     steps: int,
     gradient: Callable[[int], GradientStrategy],
 ) -> list[float]:
-    """Train on a word problem, step s with the strategy ``gradient(s)``; the loss of every step."""
+    """Train on a word problem; step s uses the strategy ``gradient(s)``. Returns the loss of every step."""
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, 10 * (i + 1) / steps))
     losses = []
@@ -58,7 +58,7 @@ def descend(
 
 
 def curve(options: argparse.Namespace, name: str, seed: int) -> list[float]:
-    """The loss of every step of a fresh model, computed by the kernels ``name``."""
+    """Train a new model with the kernels ``name``. Returns the loss of every step."""
     task = TrainSettings(group="A5", seed=seed, batch_size=options.batch)
     torch.manual_seed(seed)
     config = ImplicitConfig.from_preset("mamba2-state-tracking", vocab_size=len(task.algebra))
@@ -80,7 +80,7 @@ def draw(curves: Mapping[str, list[float]], axes: Sequence[Any]) -> None:
 def main() -> None:
     made = common.parser(__doc__, "learning.json")
     add = made.add_argument
-    add("--kernels", nargs="+", default=["triton"], choices=kernels.NAMES, help="beside plain PyTorch")
+    add("--kernels", nargs="+", default=["triton"], choices=kernels.NAMES, help="to compare with torch")
     add("--steps", type=int, default=500)
     add("--batch", type=int, default=128)
     add("--length", type=int, default=32, help="longest sequence")

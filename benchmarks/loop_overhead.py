@@ -1,9 +1,9 @@
-"""What the loop costs: the time of a solve of n iterations over that of n bare evaluations of f.
+"""Overhead of the loop: the time of a solve with n iterations divided by the time of n bare evaluations of f.
 
-Every solver runs the same f, one Mamba2 layer, for n iterations without a graph: a fixed number, or in one
-row the budget of a tolerance that is never met. torchdeq's own loops run f too. Bare evaluations are timed
-in turn with every solve, so both run under the same load; the ratio is the median over rounds. Correctness
-comes first: Picard's result must equal n applications of f, and the table has every solver's residual.
+Every solver runs the same f, one Mamba2 layer, for n iterations without autograd. The number is fixed; in one
+row it is the budget of a tolerance that is never met. torchdeq's loops run the same f. Solves and bare
+evaluations alternate, so both run under the same load; the ratio is the median over rounds. The script first
+checks that Picard's result equals n applications of f. The table has the residual of every solver's result.
 
     python benchmarks/loop_overhead.py
     python benchmarks/loop_overhead.py --device cuda --dtype bfloat16 --batch 512
@@ -29,7 +29,7 @@ def main() -> None:
     add("--d-model", type=int, default=256)
     add("--length", type=int, default=256)
     add("--batch", type=int, default=8)
-    add("--iterations", type=int, default=16, help="n of a solve")
+    add("--iterations", type=int, default=16, help="iterations n of a solve")
     add("--rounds", type=int, default=9)
     add("--dtype", default="float32")
     options = made.parse_args()

@@ -1,17 +1,17 @@
-"""Which solver, at which tolerance, in which window: what a solve costs, and how good its answer is.
+"""Cost and error of solves, by solver, tolerance and window.
 
 Every solver solves the same sequences, with a model trained on A5 (state tracking), small language models and
-a random model. The script trains the models first, which takes minutes, and keeps them in --models.
+a random model. The script trains the models first, which takes minutes, and saves them in --models.
 
 A row has the evaluations per token, passes (calls of f over a window), time, peak memory (CUDA), the share of
 tokens that converged, the residual of the result, accuracy or perplexity, the distance to the equilibrium
 (found in float64 at a tolerance of 1e-8), and "leak": how far outputs move when a later token changes.
 
-Every row is checked, and "problem" names the checks that failed (figures show them in red). z must be finite.
-Where a token and all before it converged, residual and distance must be in proportion to the tolerance (the
-distance times a factor for slow contraction). In token scope the leak must be exactly 0.
+Every row is checked, and "problem" names the checks that failed (figures show such rows in red). z must be
+finite. If a token and all before it converged, its residual must be below three times the tolerance, and its
+distance below this limit times a factor for slow contraction. The leak of causal solvers must be exactly 0.
 
-Rows are written when they are measured: the same command resumes an interrupted run.
+Every row is written as soon as it is measured, so the same command resumes an interrupted run.
 
     python benchmarks/solvers.py --quick                       # minutes on two cores
     python benchmarks/solvers.py --device cuda --output runs/benchmarks/solvers-h100
@@ -55,16 +55,16 @@ CASES = ("A5", "mamba2", "llama", "random")
 
 
 class Case(NamedTuple):
-    """A problem with its solution."""
+    """A problem with its reference solution."""
 
     layer: ImplicitSequenceLayer  # in evaluation mode
     x: Tensor  # (B, L, D) the input of the layer
-    subject: trained.Subject | None  # the trained model of the layer; ``None`` for random weights
-    checksum: str  # of weights and inputs; keeps rows of another model apart
+    subject: trained.Subject | None  # the trained model with this layer; ``None`` for random weights
+    checksum: str  # of weights and inputs; distinguishes the rows of other models
     reference: Tensor  # (B, L, D) float64, the equilibrium
-    known: Tensor  # (B, L) bool, the reference of the token and of all tokens before it converged
-    # The largest distance of any token over the tolerance, where Picard iteration in float64 stops at 1e-3.
-    # Where contraction is slow, a small residual may be far from the equilibrium.
+    known: Tensor  # (B, L) bool, true if the reference converged at this and all earlier tokens
+    # The largest distance of any token divided by the tolerance, for Picard iteration in float64 to 1e-3.
+    # If contraction is slow, a result with a small residual may be far from the equilibrium.
     gain: float
 
 
@@ -75,14 +75,14 @@ def windowed(name: str) -> bool:
 
 
 def make_policy(name: str, tolerance: float, max_iter: int) -> ConvergencePolicy:
-    """The policy of this name, with the tolerance and the budget if it has such options."""
+    """The policy ``name``, with ``rtol`` and ``max_iter`` if it has these options."""
     settings = {"rtol": tolerance, "max_iter": max_iter}
     return policies.create({"name": name, **{k: v for k, v in settings.items() if policies.takes(name, k)}})
 
 
 @torch.no_grad()
 def make_case(name: str, options: argparse.Namespace) -> Case:
-    """One of :data:`CASES`, or the model of a folder."""
+    """The case ``name``: one of :data:`CASES`, or a folder with a model."""
     if name == "random":
         torch.manual_seed(0)
         backbone = Mamba2Backbone(64, n_layer=2, d_state=16, headdim=32)
@@ -95,7 +95,7 @@ def make_case(name: str, options: argparse.Namespace) -> Case:
 
 
 def solve_exactly(layer: ImplicitSequenceLayer, x: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Reference, known tokens and gain of a :class:`Case`, in float64."""
+    """``reference``, ``known`` and ``gain`` of a :class:`Case`, computed in float64."""
     exact = copy.deepcopy(layer).double()
     x, window = x.double(), min(8, x.shape[1])
     with kernels.use("torch"):
@@ -108,13 +108,13 @@ def solve_exactly(layer: ImplicitSequenceLayer, x: Tensor) -> tuple[Tensor, Tens
 
 
 def converged_so_far(out: LayerOutput) -> Tensor:
-    """(B, L) bool: the token and all before it converged. After one that did not, the map is another."""
+    """(B, L) bool, true if the token and all before it converged; an error moves later fixed points."""
     assert out.solution is not None
     return (out.solution.status != Status.CONVERGED).cumsum(1) == 0
 
 
 def change_token(x: Tensor, t: int) -> Tensor:
-    """x (B, L, D) with noise as large as x at token t."""
+    """x (B, L, D) with token t replaced by noise as large as x."""
     noise = torch.randn(x[:, t].shape, generator=torch.Generator().manual_seed(0)).to(x)
     changed = x.clone()
     changed[:, t] = noise * x.square().mean().sqrt().clamp_min(1e-6)
@@ -123,7 +123,7 @@ def change_token(x: Tensor, t: int) -> Tensor:
 
 @torch.no_grad()
 def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
-    """Solve twice, the second time timed and with a token changed."""
+    """Solve twice. The second solve is timed, and one of its tokens is changed."""
     case, tolerance, device = cases[key["case"]], key["tolerance"], options.device
     dtype, solver = getattr(torch, key["dtype"]), SOLVERS.get(key["solver"], key["solver"])
     window = None if key["window"] == "all" else int(key["window"])
@@ -166,7 +166,7 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
 
 
 def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[Row]:
-    """The rows to measure. bfloat16 has the loosest tolerance only: its rounding exceeds the others."""
+    """The rows to measure. In bfloat16 only the loosest tolerance: rounding exceeds the tighter ones."""
     names = ("case", "checksum", "dtype", "solver", "window", "tolerance")
     axes = options.dtypes, options.solvers, options.windows, options.tolerances
     return [
@@ -178,12 +178,12 @@ def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[Row]:
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
-    """Without repetitions, in order."""
+    """``values`` without repetitions, in the same order."""
     return list(dict.fromkeys(values))
 
 
 def draw_heat(rows: Sequence[Row], title: str, axes: Sequence[Any]) -> None:
-    """Evaluations per token, solver by window and tolerance. Red: a problem; brackets: not all converged."""
+    """A table of evaluations per token. Red: the row has a problem. Brackets: not all tokens converged."""
     (ax,) = axes
     names = unique(row["solver"] for row in rows)
     columns = unique((row["window"], row["tolerance"]) for row in rows)
@@ -204,7 +204,7 @@ def draw_heat(rows: Sequence[Row], title: str, axes: Sequence[Any]) -> None:
 
 
 def draw_pareto(rows: Sequence[Row], axes: Sequence[Any]) -> None:
-    """Evaluations and seconds against the distance to the equilibrium. Hollow: not all converged."""
+    """Plot distance to the equilibrium over cost. Hollow markers: not all tokens converged."""
     from matplotlib.lines import Line2D
 
     kinds = [common.family(row["solver"]) + ", sequence" * ("sequence" in row["solver"]) for row in rows]
@@ -228,7 +228,7 @@ def draw_pareto(rows: Sequence[Row], axes: Sequence[Any]) -> None:
 
 
 def window_size(text: str) -> str:
-    """A positive number, or all."""
+    """Check a window size: a positive number, or ``all``."""
     if text != "all" and int(text) < 1:
         raise ValueError
     return text
@@ -238,16 +238,16 @@ def main() -> int:
     made = common.comparison_parser(__doc__, "solvers")
     add = made.add_argument
     add("--cases", nargs="+", choices=CASES, help="default: all; with --quick all but llama")
-    add("--model", nargs="+", metavar="FOLDER", help="state-tracking runs or language models, instead")
-    add("--text", nargs="+", metavar="FILE", help="for language models (default: Python's help pages)")
+    add("--model", nargs="+", metavar="FOLDER", help="state-tracking runs or language models to use instead")
+    add("--text", nargs="+", metavar="FILE", help="text for language models (default: Python's help pages)")
     add("--solvers", nargs="+", default=list(SOLVERS), metavar="NAME",
-        help=f"{', '.join(SOLVERS)} (default: all), or any other by its registered name")  # fmt: skip
+        help=f"{', '.join(SOLVERS)} (default: all), or the name of any registered solver")  # fmt: skip
     add("--policy", default="residual", metavar="NAME", help="convergence policy (default: residual)")
     add("--tolerances", nargs="+", type=float, default=[0.05, 1e-3], help="default: 0.05 1e-3")
     add("--windows", nargs="+", type=window_size, metavar="N",
         help="tokens solved at a time, or all (default: all 16 4; quick: all 8)")  # fmt: skip
     add("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    add("--max-iter", type=int, default=96, help="evaluations a token may take part in (default: 96)")
+    add("--max-iter", type=int, default=96, help="maximum number of evaluations per token (default: 96)")
     options = common.parse(
         made, batch=(32, 4), length=(64, 32), windows=(["all", "16", "4"], ["all", "8"]),
         cases=(list(CASES), [name for name in CASES if name != "llama"]),
@@ -279,7 +279,7 @@ def main() -> int:
     known = {n: {"share converged": c.known.float().mean().item(), "gain": c.gain} for n, c in cases.items()}
     common.write_results(output / "results.json", options, references=known, rows=rows)
     if failed := sum(bool(row["problem"]) for row in rows):
-        print(f"{failed} of {len(rows)} rows failed a check: see their problem", file=sys.stderr)
+        print(f"{failed} of {len(rows)} rows failed a check: see the column problem", file=sys.stderr)
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Speed and memory at the paper's sizes, beside the reference implementation's on one H100 (torch 2.11).
+"""Speed and memory at the paper's sizes, next to the reference implementation's on one H100 (torch 2.11).
 
 Weights and data are random and seeded. All runs use bfloat16 autocast; decoding uses bfloat16 weights.
 First every implementation of f is compared with plain PyTorch in float64, values and gradients; an error
 above the limit ends the run. Times are medians over repeats, after a warm-up; "over reference" is our time
-over the reference's, below 1 where ours is faster. A case that fails is a row with the reason.
+divided by the reference's (below 1: ours is faster). If a case fails, its row has the reason.
 
     python benchmarks/speed.py
     python benchmarks/speed.py --sections state-tracking evaluation --repeats 20
@@ -11,8 +11,8 @@ over the reference's, below 1 where ours is faster. A case that fails is a row w
     python benchmarks/speed.py --quick --device cpu
 
 state-tracking, llama, mamba2: a training step, AdamW included (learning rate 0: all steps are equal).
-evaluation: one evaluation of f by every implementation, and the limit that the device sets.
-decode: token by token with a cache. sequential: window 1.
+evaluation: one evaluation of f by every implementation, and the shortest time that the device allows.
+decode: generation with a cache, token by token. sequential: state tracking with window 1.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Tables = dict[str, list[Row]]
 
 TRACKING, LLAMA, MAMBA2 = "mamba2-state-tracking", "llama-130m", "mamba2-130m"
 SIZES = {TRACKING: (512, 256), LLAMA: (8, 2048), MAMBA2: (8, 2048)}  # B, L
-SMALL = {  # for the checks and quick runs; aligned as other packages' kernels require
+SMALL = {  # for the checks and quick runs; other packages' kernels support these sizes
     "mamba2": {"name": "mamba2", "d_model": 64, "n_layer": 2, "d_state": 32, "headdim": 16},
     "llama": {"name": "llama", "d_model": 64, "n_layer": 2, "n_head": 4},
 }
@@ -51,7 +51,7 @@ def fixed(iterations: int) -> Row:
 
 
 def language_model(n: int, explicit: Row, bounded: Row, free: Row) -> dict[str, tuple[str, Row, Row]]:
-    """The training steps of a language model: searches of 4 iterations, of ``n``, and to a tolerance."""
+    """The training steps to time. ``n``: iterations of "free"; other arguments: the reference's numbers."""
     return {
         "explicit": ("-explicit", {}, explicit),
         "bounded, 4 + 1": ("-bounded", {}, bounded),
@@ -60,7 +60,7 @@ def language_model(n: int, explicit: Row, bounded: Row, free: Row) -> dict[str, 
     }
 
 
-# By case: form of the preset, changes to it, the reference's time and memory.
+# Case -> suffix of the preset's name, changes to the preset, the reference's time and memory.
 STEPS: dict[str, dict[str, tuple[str, Row, Row]]] = {
     TRACKING: {
         "unrolled 4": ("", {"gradient": {"name": "unrolled", "iterations": 4}}, {"ms": 77, "GiB": 8.2}),
@@ -74,7 +74,7 @@ STEPS: dict[str, dict[str, tuple[str, Row, Row]]] = {
 
 
 class Bench(argparse.Namespace):
-    """The options of the command line, and what all sections use."""
+    """The options of the command line, and methods for all sections."""
 
     device: str
     quick: bool
@@ -95,7 +95,7 @@ class Bench(argparse.Namespace):
             return ImplicitForCausalLM(config)
 
     def bare(self, name: str) -> tuple[Backbone, Tensor, Context]:
-        """The map of a model, an iterate, and the context of an input."""
+        """A model's backbone, a random iterate, and the context of a random input."""
         torch.manual_seed(0)
         with torch.device(self.device), self.autocast():
             backbone = backbones.create(self.config(name, "" if name == TRACKING else "-free").backbone)
@@ -106,7 +106,7 @@ class Bench(argparse.Namespace):
         return torch.autocast(self.device, torch.bfloat16)
 
     def implementations(self, body: str) -> list[str]:
-        """The implementations that run here. In Llama only the norms have kernels, all of them ours."""
+        """The implementations that run here. For Llama, only this library has kernels (of the norms)."""
         names = [n for n in self.kernels if kernels.available(n)] if self.device != "cpu" else ["torch"]
         if body == "llama":
             names = [n for n in names if n in ("triton", "torch")] + ["compiled"] * self.compile
@@ -125,7 +125,7 @@ class Bench(argparse.Namespace):
         return 1e3 * statistics.median(seconds[warm_up:])
 
     def peak(self) -> float | None:
-        """Peak of allocated GiB since the timed calls began."""
+        """Peak of allocated memory in GiB since the timed calls began; ``None`` on the CPU."""
         return None if self.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
 
     def against(self, ms: float, reference: float | None) -> Row:
@@ -133,7 +133,7 @@ class Bench(argparse.Namespace):
         return {"reference ms": reference, "over reference": reference and ms / reference}
 
     def rows(self, measure: Callable[..., Row], cases: Mapping[str, tuple[Any, ...]]) -> list[Row]:
-        """``measure(bench, *case)`` of every case, or the reason why it failed. Frees memory afterwards."""
+        """One row per case: ``measure(bench, *arguments)``, or why it failed. Frees memory after each."""
         rows = []
         for case, arguments in cases.items():
             try:
@@ -150,14 +150,14 @@ class Bench(argparse.Namespace):
 
 
 def compile_blocks(backbone: Backbone) -> None:
-    """Compile with a memory budget of one half: backward passes recompute the cheaper half of activations."""
+    """Compile every block. To halve the memory of activations, backward passes recompute the cheapest."""
     torch._functorch.config.activation_memory_budget = 0.5
     for block in backbone.layers:
         block.compile()
 
 
 def computed_by(name: str, backbone: Backbone) -> AbstractContextManager[None]:
-    """A context in which this implementation computes. "compiled" changes the backbone itself."""
+    """A context manager that selects the implementation. "compiled" compiles the backbone in place."""
     if name != "compiled":
         return kernels.use(name)
     compile_blocks(backbone)
@@ -165,9 +165,10 @@ def computed_by(name: str, backbone: Backbone) -> AbstractContextManager[None]:
 
 
 def correctness(bench: Bench) -> Tables:
-    """Relative L2 errors against plain PyTorch in float64, at an odd length over several chunks.
+    """Relative L2 errors against plain PyTorch in float64, at an odd length of several chunks.
 
-    The limit applies to the values and to all gradients together; a single gradient may have five times it.
+    The limit applies to the error of the values and of all gradients together. Five times this limit applies
+    to each single gradient.
     """
     rows = []
     for body, options in SMALL.items():
@@ -177,7 +178,7 @@ def correctness(bench: Bench) -> Tables:
         exact = value_and_gradients(copy.deepcopy(original).double(), z.double(), x.double(), weight)
         for name, dtype in product(bench.implementations(body), ("float32", "bfloat16")):
             if (body, name, dtype) == ("mamba2", "triton", "float32") and bench.device != "cpu":
-                continue  # exact products take Triton minutes to compile; the tests compare them
+                continue  # Triton takes minutes to compile exact products; the tests check them
             tf32 = name in ("mamba_ssm", "fla")  # other packages' kernels multiply float32 as TF32
             limit = 3e-2 if dtype == "bfloat16" else 1e-2 if tf32 else 1e-4
             row, backbone = {"f": f"{body}, {name}", "type": dtype}, copy.deepcopy(original)
@@ -208,7 +209,7 @@ def distance(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def training_step(bench: Bench, name: str, form: str, changes: Row, reference: Row) -> Row:
-    """A step with aligned targets in state tracking, and on the next token otherwise."""
+    """Time a training step. State tracking has aligned targets; language models predict the next token."""
     model = bench.model(bench.config(name, form, **changes)).train()
     if bench.compile and name == LLAMA:
         compile_blocks(model.model.layer.backbone)
@@ -220,7 +221,7 @@ def training_step(bench: Bench, name: str, form: str, changes: Row, reference: R
     def loss() -> Tensor:
         with bench.autocast():
             out = model(tokens, labels=None if name == TRACKING else tokens)
-            if out.solution is not None:  # keeping the output itself would keep the logits
+            if out.solution is not None:  # storing `out` would keep the logits in memory
                 solved.update(evaluations=out.solution.nfe, iterations=out.solution.iterations)
             if name == TRACKING:
                 return F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten())
@@ -240,20 +241,20 @@ def training_step(bench: Bench, name: str, form: str, changes: Row, reference: R
 
 
 def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float, float]]:
-    """Bytes and operations of f under autocast, by part.
+    """Bytes moved and operations of f under autocast, for every part.
 
-    Every matrix product passes over memory once, and so does everything between two products. The residual
-    stream is float32, everything else bfloat16.
+    Assumes that every matrix product reads and writes each tensor once, and that all operations between two
+    products do so together. The residual stream is float32, everything else bfloat16.
     """
     T, D, n = batch * length, backbone.d_model, len(backbone.layers)
     mixer = backbone.layers[0].mixer
 
     def matrix(into: int, out: int, gates: int = 0) -> tuple[float, float]:
-        """A product in every block; ``gates``: columns of the result that are not written."""
+        """One matrix product in every block. ``gates``: columns of the result that are not written."""
         return n * 2 * (T * (into + out - gates) + into * out), n * 2 * T * into * out
 
     def norms(count: int) -> tuple[float, float]:
-        """The first norm reads the stream, the others also add to it, the last one writes float32."""
+        """The first norm reads the stream. Later norms also add to it. The last norm writes float32."""
         return T * D * (6 + (count - 2) * 12 + 10), T * D * 5 * count
 
     if hasattr(mixer, "sizes"):
@@ -272,7 +273,7 @@ def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float,
     return {
         "norms": norms(2 * n + 1),
         "queries, keys, values": matrix(D, qkv),
-        "attention": (n * T * 2 * (2 * qkv + D), n * T * 2 * length * D),  # half of the square
+        "attention": (n * T * 2 * (2 * qkv + D), n * T * 2 * length * D),  # causal: half of the L x L scores
         "projection out": matrix(D, D),
         "MLP in, gate": matrix(D, 2 * hidden, gates=hidden),
         "MLP out": matrix(hidden, D),
@@ -280,7 +281,7 @@ def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float,
 
 
 def rates(bench: Bench) -> tuple[float, float]:
-    """Bytes a millisecond of a copy, operations a millisecond of a bfloat16 matrix product."""
+    """Bytes per millisecond of a copy, and operations per millisecond of a bfloat16 matrix product."""
     size, n = (2**22, 256) if bench.quick else (2**30, 8192)
     source, target = torch.empty(2, size, device=bench.device, dtype=torch.uint8)
     a, b = torch.randn(2, n, n, device=bench.device, dtype=torch.bfloat16)
@@ -290,8 +291,8 @@ def rates(bench: Bench) -> tuple[float, float]:
 
 @torch.no_grad()
 def evaluation(bench: Bench) -> Tables:
-    """One evaluation of f. Its limit: all bytes at the speed of a copy, or all operations at that of a matrix
-    product, whichever takes longer."""
+    """Time one evaluation of f. The limit is the longer of two times: moving all bytes at the speed of a
+    copy, and computing all operations at the speed of a matrix product."""
     bandwidth, peak = rates(bench)
     rows, limits = [], []
     for name, reference in ((TRACKING, 3.5), (LLAMA, None), (MAMBA2, None)):
@@ -310,7 +311,7 @@ def evaluation(bench: Bench) -> Tables:
 
 def evaluate(bench: Bench, name: str, how: str, limit: float, reference: float | None) -> Row:
     backbone, z, context = bench.bare(name)
-    calls = 1 if bench.quick else 8  # in a row, so that the device never waits
+    calls = 1 if bench.quick else 8  # without a pause, so that the device never waits
     with computed_by(how, backbone), bench.autocast():
         ms = bench.milliseconds(lambda: [backbone(z, context) for _ in range(calls)]) / calls
     return {"ms": ms, **bench.against(ms, reference), "limit ms": limit, "share": limit / ms}
@@ -340,7 +341,7 @@ def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
 
 @torch.no_grad()
 def one_by_one(bench: Bench) -> Row:
-    """State tracking one token at a time, each sequence at its own pace."""
+    """State tracking with window 1: each sequence moves on as soon as its token has settled."""
     rule = {"name": "residual", "rtol": 0.05, "max_iter": 32}
     model = bench.model(bench.config(TRACKING, eval_convergence=rule)).eval()
     batch, length = bench.size(TRACKING)
@@ -383,7 +384,7 @@ def main() -> None:
     add = made.add_argument
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     add("--repeats", type=int, default=5)
-    add("--quick", action="store_true", help="tiny sizes: does everything run?")
+    add("--quick", action="store_true", help="tiny sizes, to test that everything runs")
     add("--kernels", nargs="+", choices=kernels.NAMES, default=list(kernels.NAMES),
         help="implementations of f to compare (default: all that can be imported; mamba_ssm and fla tune "
         "themselves for minutes on a fresh machine)")  # fmt: skip
@@ -399,7 +400,7 @@ def main() -> None:
             common.print_table(f"\n{title}, {common.machine_name(bench.device)}", rows)
         common.write_results(bench.output, bench, machine, sections=sections)
         if not all(row.get("right", True) for row in sections["correctness"]["errors"]):
-            sys.exit("an implementation is wrong: nothing is timed")
+            sys.exit("an implementation is wrong: the run ends here")
 
 
 if __name__ == "__main__":

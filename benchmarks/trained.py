@@ -1,4 +1,4 @@
-"""The small trained models that benchmarks measure: trained once in a folder, then loaded from it."""
+"""Small models for the benchmarks. Each is trained once, saved in a folder, and later loaded from it."""
 
 import argparse
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ class Subject:
     """A trained implicit model in evaluation mode, with held-out sequences.
 
     Attributes:
-        name: of the data.
+        name: the group of a word problem, or the name of the model's folder.
         ids: (B, L) int64 tokens.
-        targets: (B, L) int64 targets of a word problem; ``None``: every token's successor.
+        targets: (B, L) int64 targets of a word problem; ``None``: the next tokens.
     """
 
     name: str
@@ -54,19 +54,19 @@ class Subject:
 
 
 def find(name: str, options: argparse.Namespace) -> Subject:
-    """The model of a folder; or "A5", "mamba2" or "llama", which are trained first if necessary.
+    """Load the model in the folder ``name``; or "A5", "mamba2" or "llama", trained first if necessary.
 
     Args:
-        options: ``batch``, ``length`` (``None``: that of the training), ``device``; ``models``, the folder
-            of models trained here; ``quick``, to train smaller ones; ``text``, files for language models.
+        options: ``batch``; ``length`` (``None``: the training length); ``device``; ``models``: folder for
+            trained models; ``quick``: train smaller models; ``text``: files for language models.
 
     Raises:
-        ValueError: no model in the folder, one that is not implicit, or too little text.
+        ValueError: no model in the folder; an explicit model; too little text.
     """
     folder = Path(name)
     if name == "A5":
         folder = options.models / ("A5-quick" if options.quick else "A5")
-        # The settings of the demo, or half the width and two thirds of the steps.
+        # The settings of the demo; if quick, smaller width and fewer steps.
         train(TrainSettings(d_model=64, steps=1200) if options.quick else TrainSettings(), folder)
     if (folder / "training.json").exists():
         return load_word_problem(folder, options.batch, options.length, options.device)
@@ -86,7 +86,7 @@ def find(name: str, options: argparse.Namespace) -> Subject:
 
 
 def load_word_problem(folder: Path | str, rows: int, length: int | None, device: str) -> Subject:
-    """The model of a state-tracking run with new sequences, by default as long as the longest of training."""
+    """The model of a state-tracking run, with new sequences; default ``length``: the longest in training."""
     model, settings = load(folder)
     fresh = held_out(settings, length or settings.length, rows, seed=0)
     ids, targets = fresh.tokens.to(device), fresh.targets.to(device)
@@ -94,7 +94,7 @@ def load_word_problem(folder: Path | str, rows: int, length: int | None, device:
 
 
 def train_language_model(models: Path, body: str, texts: list[str], quick: bool) -> tuple[Path, Path]:
-    """Folders of a two-layer model with the backbone ``body``, and of its training data."""
+    """Train a two-layer model with the backbone ``body``. Returns the folders of the model and its data."""
     tokenizer, data = train_tokenizer(texts, models / "tokenizer.json"), str(models / "data")
     made = ["--output", data, "--tokenizer", str(tokenizer), "--validation-share", "0.05"]
     if prepare.main([*texts, *made]):
@@ -105,7 +105,7 @@ def train_language_model(models: Path, body: str, texts: list[str], quick: bool)
 
 
 def default_text(models: Path) -> Path:
-    """Python's help pages, written once: prepared data must come from files that do not change."""
+    """A file with Python's help pages. It is written once, because prepared data need unchanged files."""
     models.mkdir(parents=True, exist_ok=True)
     file = models / "help.txt"
     return file if file.exists() else help_pages(file)

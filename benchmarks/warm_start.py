@@ -1,7 +1,7 @@
-"""What a warm start saves when tokens come one at a time: evaluations per token from either initial guess.
+"""Evaluations per token with and without a warm start, when tokens are solved one at a time.
 
-The search of every token starts at zero, or at the equilibrium of the token before it. Both must find the
-same equilibrium: the script checks that the accuracies are equal. Run `make demo` first.
+The search of a token starts at zero, or (warm start) at the equilibrium of the token before it. Both must
+find the same equilibrium, so the script checks that the accuracies are equal. Run `make demo` first.
 
     python benchmarks/warm_start.py
     python benchmarks/warm_start.py --run DIR --length 256 --tolerances 0.05 1e-3 1e-5
@@ -21,7 +21,7 @@ from deqseq.statistics import SolveStatistics
 
 @torch.no_grad()
 def decode(subject: trained.Subject, solve: SolveOptions) -> Row:
-    """Feed the tokens one by one: accuracy, cost and residual of the solves."""
+    """Feed the tokens one by one. Returns accuracy, evaluations per token and residual."""
     cache, right, solves = None, [], SolveStatistics()
     for token, target in zip(subject.ids.split(1, dim=1), subject.targets.unbind(1), strict=True):
         out = subject.model(token, past_key_values=cache, use_cache=True, solve=solve)
@@ -34,11 +34,11 @@ def decode(subject: trained.Subject, solve: SolveOptions) -> Row:
 
 def main() -> int:
     made = common.parser(__doc__, "warm_start.json", device="cpu")
-    made.add_argument("--run", default="runs/demo/implicit-seed1", help="a trained run")
+    made.add_argument("--run", default="runs/demo/implicit-seed1", help="folder of a trained run")
     made.add_argument("--length", type=int, default=64)
     made.add_argument("--sequences", type=int, default=32)
     made.add_argument("--tolerances", type=float, nargs="+", default=[0.05, 5e-3, 1e-3, 1e-5])
-    made.add_argument("--max-iter", type=int, default=2048, help="evaluation budget of a token")
+    made.add_argument("--max-iter", type=int, default=2048, help="maximum number of evaluations per token")
     options = made.parse_args()
 
     subject = trained.load_word_problem(options.run, options.sequences, options.length, options.device)
@@ -53,7 +53,7 @@ def main() -> int:
     common.report(f"{options.sequences} sequences of {subject.name}", options, rows)
     pairs = zip(rows[::2], rows[1::2], strict=True)
     if any(abs(zero["accuracy"] - previous["accuracy"]) > 2e-3 for zero, previous in pairs):
-        print("accuracy depends on the initial guess: more than one equilibrium, or too loose a tolerance")
+        print("accuracy depends on the initial guess: several equilibria, or a tolerance that is too loose")
         return 1
     return 0
 

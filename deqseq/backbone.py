@@ -1,6 +1,6 @@
-"""The contract between a backbone and the loop: a causal map f(z, x), parallel over tokens, pure in z.
+"""The interface of backbones: a causal map f(z, x), parallel over tokens and without side effects.
 
-Shapes: B sequences, L tokens of the input, W tokens in the window (W = L without one), D width.
+Shapes: B sequences, L tokens of the input, W tokens in the window (W = L without a window), D width.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deqseq.registry import Registry
 
 @dataclass(frozen=True)
 class Context:
-    """Everything that f needs besides z. ``prepare`` makes it once a forward pass.
+    """Everything that f needs besides z. ``prepare`` computes it once per forward pass.
 
     Attributes:
         tokens: per-token tensors (B, L, ...), such as the injection and rotary tables.
@@ -40,7 +40,7 @@ class State:
 
     Attributes:
         seen: (B,) int64, number of tokens consumed by each sequence.
-        layers: per layer, a tuple of tensors (B, ...): convolution tail and SSM state, keys and values.
+        layers: per layer, a tuple of tensors (B, ...): convolution tail and SSM state, or keys and values.
     """
 
     seen: Tensor
@@ -68,31 +68,31 @@ class State:
         return self.map(lambda t: t.clone(memory_format=torch.contiguous_format))
 
     def detach(self) -> State:
-        """The state without its graph."""
+        """The state, detached from the autograd graph."""
         return self.map(torch.Tensor.detach)
 
 
 Trace = Any
-"""A record of one evaluation, from which ``advance`` computes the next state. The backbone chooses its
-form."""
+"""The data of one evaluation from which ``advance`` computes the next state. Its type depends on the
+backbone."""
 
 
 class Backbone(nn.Module, ABC):
     """A causal map f(z, x). It reads a state and never changes it.
 
-    A subclass implements :meth:`prepare` and :meth:`evaluate`. With :meth:`initial_state` and :meth:`advance`
-    it also carries state across windows and calls. Token t of the result depends only on the tokens up to t
-    of z, on the context and on the state. A backbone needs no masks: the layer moves the real tokens of every
-    sequence to the front, and the padding behind them cannot influence them.
+    A subclass implements :meth:`prepare` and :meth:`evaluate`. If it also implements :meth:`initial_state`
+    and :meth:`advance`, it can carry state across windows and calls. Token t of the result may depend only on
+    the state and on tokens up to t of z and the context. A backbone needs no masks: the layer moves padding
+    behind the real tokens of its sequence, and a causal map cannot use later tokens.
 
     Attributes:
         d_model: width D of z and x; ``None`` if every width works.
         injects: whether f depends on x through the context. An explicit layer passes x as z, so its backbone
             has ``injects=False``.
-        rewinds: whether lowering ``State.seen`` takes a state back to fewer tokens. True for states with a
-            slot for every token (keys and values), false for recurrent ones.
-        capturable: whether ``prepare``, ``evaluate`` and ``advance`` never make the host wait for the
-            device, so that they can be recorded as a CUDA graph.
+        rewinds: true if lowering ``State.seen`` removes the last tokens from a state. This works for states
+            with one slot per token (keys and values), not for recurrent states.
+        capturable: true if a CUDA graph can record ``prepare``, ``evaluate`` and ``advance``: they never make
+            the host wait for the device.
     """
 
     d_model: int | None = None
@@ -111,10 +111,10 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        """One evaluation: f(z) (B, W, D) of the tokens that follow ``state``, and its trace.
+        """Evaluate f on the tokens that follow ``state``: returns f(z) (B, W, D) and the trace.
 
-        :meth:`advance` computes from the trace the state after consuming these z, without evaluating f again.
-        Without a state the trace may be ``None``. The result must not alias ``z``, because a solve without a
+        :meth:`advance` computes the next state from the trace, without evaluating f again. Without a state
+        the trace may be ``None``. The result must not alias ``z``, because a solve that records no autograd
         graph may overwrite ``z``.
         """
 
@@ -133,25 +133,24 @@ class Backbone(nn.Module, ABC):
     ) -> State:
         """The state before the first token."""
         raise ValueError(
-            f"{type(self).__name__} keeps no state, which a window and decoding need: use window=None"
+            f"{type(self).__name__} keeps no state, but windows and decoding need one: use window=None"
         )
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """The state with capacity for the tokens of ``z`` (B, L, D). By default states do not grow."""
+        """The state with capacity for the tokens of ``z`` (B, L, D). By default ``state`` itself."""
         return state
 
     def keep_last(self, state: State, tokens: int) -> State:
-        """The state with the slots of the last ``tokens`` tokens only.
+        """The state with only the slots of the last ``tokens`` tokens.
 
-        Afterwards ``seen`` counts only the tokens that were kept. States of constant size stay as they are.
+        ``seen`` of the result counts only these tokens. States of constant size are returned unchanged.
         """
         return state
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
-        """The state after the first ``count`` (B,) tokens of the evaluation that left ``trace``.
+        """The state after the first ``count`` (B,) tokens of the evaluation that returned ``trace``.
 
-        The tensors of ``state`` are contiguous, and nothing else uses them: the method may change them in
-        place.
+        The method may change ``state`` in place: its tensors are contiguous, and nothing else uses them.
         """
         raise ValueError(f"{type(self).__name__} keeps no state to advance")
 

@@ -12,12 +12,12 @@ from deqseq.trees import map_tensors, take, tensors
 
 
 class CompactingRunner(Runner):
-    """Runs passes one by one; settled sequences leave the batch once they are half of it."""
+    """Runs passes one by one; removes settled sequences from the batch once half of it has settled."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # rows of the original batch
-        self._left: list[tuple[Tensor, Solution]] = []  # rows that have left, and their solutions
+        self._left: list[tuple[Tensor, Solution]] = []  # removed rows, and their solutions
 
     def proceed(self) -> None:
         if self.passes and self.passes % self.check_every == 0:
@@ -48,7 +48,7 @@ class CompactingRunner(Runner):
 
 
 def compactable(problem: Problem) -> bool:
-    """Whether settled sequences may leave the batch of ``problem``."""
+    """Whether settled sequences may be removed from the batch of ``problem``."""
     alone = problem.state is None and problem.group is None
     return (
         problem.compact and problem.solver.windowed and problem.window is None and alone and not problem.fixed

@@ -1,7 +1,7 @@
 """A curriculum: which gradient strategy and convergence policy a layer trains with, and when.
 
-Layers hold no counters. The schedule belongs to the trainer, which applies it before every step and saves
-it in its checkpoints.
+Layers do not count steps. The trainer owns the curriculum, applies it before every step and saves it in its
+checkpoints.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Stage:
     Attributes:
         until: the stage ends after this share of all steps, in (0, 1].
         gradient: gradient strategy, as a name or mapping.
-        convergence: policy of the search, as a name or mapping; ``None``: that of the previous stage, and in
-            the first stage the layer's.
+        convergence: convergence policy in training, as a name or mapping; ``None``: the previous stage's
+            policy, or the layer's policy in the first stage.
         window: tokens solved at a time; all by default.
-        eval_convergence: policy of evaluation; ``None`` as for ``convergence``.
+        eval_convergence: convergence policy in evaluation; ``None``: as for ``convergence``.
     """
 
     until: float
@@ -36,39 +36,39 @@ class Stage:
 
 
 class Curriculum:
-    """Stages in order; the last one ends at 1.
+    """The stages of training, in order.
 
     Raises:
-        ValueError: no stages; values of ``until`` that do not increase to 1; unknown parts or options.
+        ValueError: no stages; ``until`` does not increase or does not end at 1; unknown names or options.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         ends = [stage.until for stage in stages]
         if not ends or ends != sorted(set(ends)) or ends[0] <= 0 or ends[-1] != 1:
-            raise ValueError(f"stages must end at growing shares of training, the last one at 1, got {ends}")
+            raise ValueError(f"until must increase from stage to stage and end at 1, got {ends}")
         for stage in stages:
             gradients.create(stage.gradient)
             for policy in (stage.convergence, stage.eval_convergence):
                 SolveOptions(convergence=policy, window=stage.window)
         self.stages: list[Stage] = []
         policies_now: dict[str, Any] = {"convergence": None, "eval_convergence": None}
-        for stage in stages:  # fill in inherited policies: a stage must not depend on those applied before
+        for stage in stages:  # fill in inherited policies, so that apply does not depend on earlier calls
             own = {name: getattr(stage, name) for name in policies_now}
             policies_now |= {name: policy for name, policy in own.items() if policy is not None}
             self.stages.append(replace(stage, **policies_now))
 
     def at(self, step: int, steps: int) -> Stage:
-        """The stage of step number ``step``, from 0, out of ``steps``."""
+        """The stage of step ``step`` (counted from 0) of ``steps`` steps."""
         return next((s for s in self.stages if step < self.end(s, steps)), self.stages[-1])
 
     @staticmethod
     def end(stage: Stage, steps: int) -> int:
-        """The number of steps, out of ``steps``, after which ``stage`` has ended."""
+        """The number of steps, of ``steps`` in total, after which ``stage`` ends."""
         return round(stage.until * steps)
 
     @staticmethod
     def apply(stage: Stage, layer: ImplicitSequenceLayer) -> None:
-        """Give the layer the gradient strategy and the options of ``stage``."""
+        """Set the layer's gradient strategy, policies and window to those of ``stage``."""
         layer.gradient = gradients.create(stage.gradient)
         layer.train_solve = _options(layer.train_solve, stage.convergence, stage.window)
         layer.eval_solve = _options(layer.eval_solve, stage.eval_convergence, stage.window)

@@ -1,7 +1,7 @@
-"""The contract of a gradient strategy. A strategy decides which evaluations carry a graph.
+"""The interface of gradient strategies. A strategy decides which evaluations record an autograd graph.
 
-A strategy solves a problem with two calls: :func:`~deqseq.search` finds the fixed point without a graph, and
-:func:`~deqseq.steps` does a number of iterations, with a graph where gradients are enabled.
+A strategy is built from two functions: :func:`~deqseq.search` finds the fixed point without an autograd
+graph; :func:`~deqseq.steps` does some iterations, and records an autograd graph if gradients are enabled.
 """
 
 from abc import ABC, abstractmethod
@@ -18,14 +18,14 @@ from deqseq.solution import Solution
 class GradientStrategy(ABC):
     """Solves a problem so that gradients reach its context (inputs and parameters).
 
-    A strategy of another package is a few lines::
+    Example of a strategy in another package::
 
         class JacobianFree(GradientStrategy):
             def solve(self, problem):
                 return steps(problem, 1, start=search(problem))
 
     Attributes:
-        searches: whether the strategy uses the problem's convergence policy.
+        searches: true if the strategy uses the problem's convergence policy.
     """
 
     searches: bool = True
@@ -35,16 +35,16 @@ class GradientStrategy(ABC):
         """Solve the problem; gradients flow through ``solution.z``."""
 
     def exact(self, problem: Problem) -> bool:
-        """Whether autograd records the whole solve, so that derivatives of every order are right.
+        """Whether autograd records the whole solve, so that derivatives of every order are correct.
 
-        If not, a second derivative through ``solution.z`` raises ``RuntimeError``: it would be wrong, because
-        the search has no graph.
+        If false, a second derivative through ``solution.z`` raises ``RuntimeError``: it would be wrong,
+        because the search records no autograd graph.
         """
         return False
 
 
 class _FirstOrder(torch.autograd.Function):
-    """The identity; taking its derivative twice raises."""
+    """The identity. Its second derivative raises ``RuntimeError``."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, strategy: str) -> Tensor:
@@ -63,7 +63,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def solve_with_gradient(strategy: GradientStrategy, problem: Problem) -> Solution:
-    """Solve by ``strategy``; a second derivative that would be wrong raises ``RuntimeError``."""
+    """Solve with ``strategy``. If second derivatives would be wrong, they raise ``RuntimeError``."""
     solution = strategy.solve(problem)
     if not strategy.exact(problem):
         solution.z = _FirstOrder.apply(solution.z, type(strategy).__name__)  # type: ignore[no-untyped-call]

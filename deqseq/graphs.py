@@ -1,8 +1,8 @@
-"""CUDA graphs of passes.
+"""Recording of the loop's passes as CUDA graphs.
 
 In a small pass, launching the kernels takes longer than running them. A CUDA graph launches them all at once.
-Every replay reads and writes the memory of the recording, so values that pass from one replay to the next are
-kept in fixed buffers.
+Every replay reads and writes the same memory as the recording, so fixed buffers hold the values that one
+replay hands to the next.
 """
 
 import gc
@@ -16,14 +16,15 @@ from deqseq.problem import Problem
 from deqseq.trees import copied, overwrite
 
 PASSES_OF_A_WINDOW = 4
-"""Passes of a window in one graph."""
+"""Number of passes in one CUDA graph of a solve with a window."""
 
 
 def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[], None]]:
-    """Record ``steps`` as CUDA graphs, and return a function for each that replays it.
+    """Record each of ``steps`` as a CUDA graph, and return one replay function per step.
 
-    A step may read results of earlier steps. No step may make the host wait for the device. Each step also
-    runs once here, which compiles and loads its kernels. On the CPU the steps themselves are returned.
+    A step may read results of earlier steps. No step may make the host wait for the device. Before the
+    recording, each step runs once, which compiles and loads its kernels. On the CPU the steps run once and
+    are themselves returned.
     """
     if device.type != "cuda":
         for step in steps:
@@ -33,7 +34,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
     side.wait_stream(torch.cuda.current_stream(device))
     pool = torch.cuda.graph_pool_handle()
     graphs = []
-    # Autocast's cache of cast weights would lie in the graphs' memory, and outlive it.
+    # Autocast's cached weights would use the graphs' memory and outlive the graphs.
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with torch.autocast("cuda", dtype, enabled, cache_enabled=False), _no_garbage_collection():
         with torch.cuda.stream(side):
@@ -49,7 +50,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Within the block Python collects no garbage: a capture fails if device memory is freed during it."""
+    """Disable garbage collection in the block: a capture fails if device memory is freed during it."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,7 +74,7 @@ def recordable(problem: Problem) -> bool:
 
 
 class WindowRunner(Runner):
-    """Runs the first passes of a window one by one, then records several and replays them."""
+    """Runs a window's first passes one by one, then records several passes and replays the recording."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -86,14 +87,14 @@ class WindowRunner(Runner):
         if self._replay is None:
             wanted = self.problem.policy.check_every or PASSES_OF_A_WINDOW
             self.check_every = max(1, wanted // PASSES_OF_A_WINDOW) * PASSES_OF_A_WINDOW
-            self.carry = copied(self.carry)  # memory that nothing else uses
+            self.carry = copied(self.carry)  # buffers that nothing else uses
             (self._replay,) = capture(self.problem.z0.device, self._passes)
         else:
             self._replay()
         self.passes += PASSES_OF_A_WINDOW
 
     def _passes(self) -> None:
-        """Several passes that start and end in the same memory."""
+        """Several passes that read the carry from fixed buffers and write the result back to them."""
         carry = self.carry
         for _ in range(PASSES_OF_A_WINDOW):
             carry = one_pass(self.problem, carry)

@@ -1,7 +1,7 @@
-"""The inputs of a layer without padding: every sequence in a row of its own, its tokens first.
+"""Packing of a layer's inputs: one sequence per row, real tokens first, then padding.
 
-Rows that hold several sequences are split. Padding moves behind the tokens of its sequence, where it cannot
-influence them, because the map is causal. So backbones and solvers need no masks.
+Rows that hold several sequences are split. Padding moves behind the real tokens of its sequence and cannot
+influence them, because the map is causal. Therefore backbones and solvers need no masks.
 
 Shapes: B rows of L tokens in the caller's batch, R sequences of up to C tokens in the packed batch, D width.
 """
@@ -18,23 +18,23 @@ from deqseq.backbone import State
 
 
 class Inputs(NamedTuple):
-    """The tensors of a solve, which :func:`take_inputs` makes."""
+    """The input tensors of a solve, made by :func:`take_inputs`."""
 
     x: Tensor
     z0: Tensor | None
     position_ids: Tensor
     lengths: Tensor  # (R,) number of tokens to solve
-    unsolvable: Tensor  # (R, C) bool, tokens from a sequence's first non-finite input on
+    unsolvable: Tensor  # (R, C) bool, each sequence's first non-finite token and all later ones
     state: State | None
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The places of the caller's tokens in the packed batch, in which every row is one sequence.
+    """Maps tokens between the caller's batch and the packed batch, where every row is one sequence.
 
     Attributes:
-        source: (R, C) int64; for each place of the packed batch, the index (of B * L) of its token.
-        target: (B, L) int64; for each token, the index (of R * C) of its place in the packed batch.
+        source: (R, C) int64; for each place of the packed batch, the flat index of its token, in [0, B * L).
+        target: (B, L) int64; for each token, the flat index of its place in the packed batch, in [0, R * C).
         real: (B, L) bool, tokens that are not padding.
         lengths: (R,) int64, number of tokens of each sequence.
     """
@@ -46,7 +46,7 @@ class Packing:
 
     @classmethod
     def of(cls, real: Tensor) -> Packing:
-        """One sequence per row; ``real`` (B, L) is non-zero at tokens, zero at padding."""
+        """The packing of one sequence per row; ``real`` (B, L) is non-zero at tokens, zero at padding."""
         real = real.bool()
         order = torch.argsort(~real, dim=1, stable=True)
         first = torch.arange(real.shape[0], device=real.device)[:, None] * real.shape[1]
@@ -54,8 +54,8 @@ class Packing:
 
     @classmethod
     def of_packed(cls, real: Tensor, starts: Tensor) -> Packing:
-        """Several sequences per row; ``starts`` (B, L) bool is true at the first token of each."""
-        flat = real.flatten().nonzero()[:, 0]  # the tokens, row by row
+        """The packing of several sequences per row; ``starts`` (B, L) bool marks each one's first token."""
+        flat = real.flatten().nonzero()[:, 0]  # flat indices of the real tokens
         begins = starts.flatten()[flat]
         sequence = begins.cumsum(0) - 1
         place = torch.arange(flat.numel(), device=real.device)
@@ -69,11 +69,11 @@ class Packing:
         return cls(source, target.view(real.shape), real, lengths)
 
     def pack(self, values: Tensor) -> Tensor:
-        """Values (B, L, ...) -> (R, C, ...); values behind the end of a sequence are arbitrary."""
+        """Values (B, L, ...) -> (R, C, ...); values after the end of a sequence are arbitrary."""
         return values.flatten(0, 1)[self.source]
 
     def unpack(self, values: Tensor, padding: float = 0) -> Tensor:
-        """The inverse of :meth:`pack`, with the value ``padding`` at padding."""
+        """The inverse of :meth:`pack`; padding tokens get the value ``padding``."""
         real = self.real.view(*self.real.shape, *[1] * (values.dim() - 2))
         return values.flatten(0, 1)[self.target].where(real, values.new_full((), padding))
 
@@ -93,7 +93,7 @@ def real_tokens(attention_mask: Tensor) -> Tensor:
 
 
 def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bool:
-    """Whether ``position_ids`` (B, L) restart inside a row, which then holds several sequences. Waits for the
+    """Whether a row of ``position_ids`` (B, L) restarts, because it holds several sequences. Waits for the
     device."""
     if position_ids.shape[1] == 1:
         return False
@@ -103,7 +103,7 @@ def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bo
 
 
 def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
-    """(B, L) bool, the tokens at which a sequence begins; ``None`` if no row has more than one.
+    """(B, L) bool, true at each sequence's first token; ``None`` if every row is one sequence.
 
     A sequence begins at a row's first token and wherever ``position_ids`` restart at 0. Waits for the device.
 
@@ -120,7 +120,7 @@ def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     anew = real & ~first & (position_ids <= before)
     found, wrong = torch.stack([anew.any(), (anew & (position_ids != 0)).any()]).tolist()
     if wrong:
-        raise ValueError("position_ids must increase within a sequence and start anew at 0 in the next one")
+        raise ValueError("position_ids must increase within a sequence and restart at 0 in the next sequence")
     return (first & real) | anew if found else None
 
 
@@ -132,17 +132,17 @@ def take_inputs(
     state: State | None = None,
     z0: Tensor | None = None,
 ) -> tuple[Inputs, Packing | None]:
-    """Check the arguments of a layer's call, remove padding and number the tokens.
+    """Check the arguments of a layer's call, pack the tokens and number them.
 
     Returns:
-        The inputs of the solve, and the packing whose :meth:`Packing.unpack` restores the caller's places;
-        ``None`` if no token moved.
+        The inputs of the solve, and the packing. :meth:`Packing.unpack` restores the caller's places. The
+        packing is ``None`` if there is no mask and every row is one sequence.
 
     Raises:
-        ValueError: shapes or positions that do not fit.
+        ValueError: wrong shapes, types or positions.
     """
     if x.dim() != 3 or 0 in x.shape:
-        raise ValueError(f"x must have shape (B, L, D) without zeros, got {tuple(x.shape)}")
+        raise ValueError(f"x must have shape (B, L, D) with no size of 0, got {tuple(x.shape)}")
     if d_model is not None and x.shape[-1] != d_model:
         raise ValueError(f"x has width {x.shape[-1]}, but the backbone's d_model is {d_model}")
     if not x.is_floating_point():
@@ -162,7 +162,7 @@ def take_inputs(
         x, lengths = packing.pack(x), packing.lengths
         z0 = None if z0 is None else packing.pack(z0)
         position_ids = None if position_ids is None else packing.pack(position_ids)
-    # Solve a sequence up to its first non-finite token only. Later tokens depend on it, and a NaN in a matrix
+    # Solve a sequence only up to its first non-finite token. Later tokens depend on it, and a NaN in a matrix
     # product would reach earlier tokens as well (0 * NaN is NaN).
     place = torch.arange(x.shape[1], device=x.device)
     finite = torch.isfinite(x).all(-1)
@@ -171,7 +171,7 @@ def take_inputs(
     lengths = torch.minimum(lengths, end)
     real = (place < lengths[:, None])[..., None]
     x = x.where(real, x.new_zeros(()))
-    if z0 is not None:  # a guess that is not finite counts as zero
+    if z0 is not None:  # replace non-finite tokens of the guess by zero
         z0 = z0.to(x.dtype)
         z0 = z0.where(real & torch.isfinite(z0).all(-1, keepdim=True), z0.new_zeros(()))
     if position_ids is None:
@@ -184,7 +184,7 @@ def take_inputs(
 def _packing(
     x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, state: State | None
 ) -> Packing | None:
-    """The packing of a call's tokens; ``None`` if every row already is one sequence without padding."""
+    """The packing of a call's tokens; ``None`` if there is no mask and every row is one sequence."""
     real = None if attention_mask is None else real_tokens(attention_mask)
     if position_ids is not None and (x.shape[1] > 1 or state is not None):
         tokens = torch.ones_like(position_ids, dtype=torch.bool) if real is None else real
@@ -192,12 +192,12 @@ def _packing(
         if starts is not None:
             if state is not None:
                 raise ValueError(
-                    "position_ids start anew inside a row, so the row holds several sequences, which cannot "
+                    "position_ids restart inside a row, so the row holds several sequences, which cannot "
                     "share a state: pass no state, or one sequence per row"
                 )
             return Packing.of_packed(tokens, starts)
         if state is not None and bool((tokens & (position_ids < state.seen[:, None])).any()):
             raise ValueError(
-                f"position_ids must go on from the state, which has seen {state.seen.tolist()} tokens"
+                f"position_ids must continue after the state, which has seen {state.seen.tolist()} tokens"
             )
     return None if real is None else Packing.of(real)

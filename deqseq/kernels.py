@@ -1,7 +1,7 @@
 """Which implementation computes the operations in :mod:`deqseq.ops`.
 
 ``"torch"``
-    plain PyTorch. It runs anywhere and is the oracle of all others.
+    plain PyTorch. It runs anywhere, and tests compare all others with it.
 ``"triton"``
     our own fused kernels, forward and backward; on NVIDIA GPUs, and on the CPU under Triton's interpreter
     (``TRITON_INTERPRET=1``).
@@ -11,9 +11,9 @@
     the recurrence and the convolution of ``fla-core`` (flash-linear-attention).
 
 The default on a GPU is the first of triton, mamba_ssm and fla that can be imported; elsewhere it is torch.
-The environment variable ``DEQSEQ_KERNELS``, or :func:`use`, names another. Torch always computes float64, and
-all operations that the named implementation lacks. Unless one is named, torch also computes float32 matrix
-products: exact ones compile and run slowly in Triton, and other packages round to TF32.
+The environment variable ``DEQSEQ_KERNELS``, or :func:`use`, selects another one. Torch always computes
+float64, and all operations that the selected implementation lacks. By default torch also computes float32
+matrix products: exact products compile and run slowly in Triton, and other packages round to TF32.
 
 A backbone chooses once per forward pass (:func:`choose`, in ``prepare``) and keeps the choice in the context.
 All evaluations with this context use it, even when gradient checkpointing repeats them in the backward pass.
@@ -40,12 +40,12 @@ _PACKAGES = {
     "torch": (),
 }
 NAMES = tuple(_PACKAGES)
-_named: dict[object, str | None] = {}  # by ``use`` block, the innermost last
+_named: dict[object, str | None] = {}  # per active ``use`` block, the innermost last
 _twice: ContextVar[bool] = ContextVar("second derivatives are wanted", default=False)
 
 
 class Choice(NamedTuple):
-    """The implementations of a forward pass: of operations with matrix products, and of all others."""
+    """The implementations of a forward pass: for operations that multiply matrices, and for all others."""
 
     products: str
     others: str
@@ -53,11 +53,11 @@ class Choice(NamedTuple):
 
 @functools.cache
 def available(name: str) -> bool:
-    """Whether the packages of an implementation can be imported. Logs the first one that cannot, once."""
+    """Whether an implementation's packages can be imported. If not, logs the first failed package once."""
     for package in _PACKAGES[name]:
         try:
             importlib.import_module(package)
-        except Exception as error:  # extensions built for another torch fail in many ways
+        except Exception as error:  # extensions built for another torch raise many kinds of errors
             logger.info("kernels %r are not available: %s does not import (%s)", name, package, error)
             return False
     return True
@@ -65,9 +65,9 @@ def available(name: str) -> bool:
 
 @contextmanager
 def use(name: str | None) -> Iterator[None]:
-    """Within the block, compute with the implementation ``name``; ``None``: with the default.
+    """Within the block, use the implementation ``name``; ``None``: ``DEQSEQ_KERNELS`` or the default.
 
-    A backbone chooses in ``prepare``, so the block must contain that call.
+    A backbone chooses in ``prepare``, so ``prepare`` must run inside the block.
 
     Raises:
         ValueError: no implementation has this name, or its packages cannot be imported.
@@ -78,13 +78,13 @@ def use(name: str | None) -> Iterator[None]:
     _named[block] = name
     try:
         yield
-    finally:  # remove this block, not the last one: blocks of several threads end in any order
+    finally:  # this block may not be the last entry: threads leave their blocks in any order
         del _named[block]
 
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Within the block, compute with torch, even with contexts prepared for kernels outside of it."""
+    """Within the block, compute with torch, even if a context was prepared for other kernels."""
     token = _twice.set(True)
     try:
         with use("torch"):
@@ -94,13 +94,13 @@ def twice_differentiable() -> Iterator[None]:
 
 
 def chosen() -> str | None:
-    """The implementation that :func:`use` or the environment names."""
+    """The name given to :func:`use` or in ``DEQSEQ_KERNELS``; ``None`` without either."""
     return next(reversed(_named.values()), None) or os.environ.get("DEQSEQ_KERNELS") or None
 
 
 def implementation(x: Tensor, products: bool = False) -> str:
-    """The implementation to use for ``x``. ``products``: of operations that multiply matrices, in autocast's
-    type."""
+    """The implementation to use for ``x``. ``products``: the operation multiplies matrices, so autocast
+    applies to it."""
     dtype = autocast_dtype(x) if products else x.dtype
     if dtype == float64:
         return "torch"
@@ -127,12 +127,12 @@ def in_force(choice: Choice) -> Choice:
 
 
 def fused(x: Tensor) -> bool:
-    """Whether to use Triton kernels without a backward pass: never while gradients are recorded."""
+    """Whether to use Triton kernels that have no backward pass; false while gradients are enabled."""
     return implementation(x) == "triton" and not torch.is_grad_enabled()
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type to which autocast casts ``x``, an input or a weight of a linear map; it leaves float64."""
+    """The type of ``x``, an input or weight of a linear map, after autocast. Autocast keeps float64."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == float64:
         return x.dtype
@@ -148,8 +148,8 @@ def _check(name: str) -> None:
 
 
 def first_derivative_only() -> None:
-    """Raise ``RuntimeError`` if the caller wants a graph of the backward pass: kernels leave none."""
-    if torch.is_grad_enabled():  # in a backward pass, only if a graph of it is wanted
+    """Raise ``RuntimeError`` in a backward pass with ``create_graph=True``, which kernels do not support."""
+    if torch.is_grad_enabled():  # in a backward pass, true only with create_graph=True
         raise RuntimeError(
             "fused kernels have no second derivative: run the forward pass inside deqseq.kernels.use('torch')"
         )
@@ -159,8 +159,8 @@ _compiled: dict[Hashable, Any] = {}
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Within the block, the device of ``x`` is current: kernels and CUDA graphs run on it."""
-    if not x.is_cuda or torch.compiler.is_compiling():  # compiled code names its devices
+    """Within the block, the device of ``x`` is the current device, on which kernels and CUDA graphs run."""
+    if not x.is_cuda or torch.compiler.is_compiling():  # compiled code sets the device itself
         return nullcontext()
     return torch.cuda.device(x.device)
 
@@ -168,10 +168,10 @@ def device_of(x: Tensor) -> AbstractContextManager[Any]:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
 ) -> None:
-    """Run a Triton kernel. After the first call, this takes the host half as long as Triton's own launch.
+    """Run a Triton kernel. After the first call, this needs half the host time of Triton's own launch.
 
-    Small models are bound by launches, and Triton takes longer to look up the compiled form of a kernel than
-    to launch it.
+    Launches limit the speed of small models, and Triton spends more time on finding a compiled kernel than on
+    launching it.
 
     ``args``: tensors and numbers, in the order of the kernel's parameters; ``constants``: the remaining
     parameters, in their order.
@@ -182,7 +182,7 @@ def launch(
     if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
         kernel[grid](*args, **constants)  # Triton's interpreter
         return
-    # Triton compiles a form for every combination of types, alignments and numbers (which may be constants).
+    # Triton compiles a kernel for every combination of types, alignments and numbers (it may fix numbers).
     kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (type(a), a) for a in args]
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *kinds, *constants.values())
     compiled = _compiled.get(key)

@@ -1,4 +1,4 @@
-"""The implicit layer: a backbone, a solver, a gradient strategy and a convergence policy, assembled."""
+"""The implicit layer, which combines a backbone, a solver, a gradient strategy and a convergence policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LayerOutput:
 
 
 def _on_its_device(forward: Forward) -> Forward:
-    """``forward`` with the device of its input as the current device, for kernels and CUDA graphs."""
+    """Make the device of ``x`` current during ``forward``, because kernels and CUDA graphs run on it."""
 
     @wraps(forward)
     def on_device(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
@@ -53,11 +53,11 @@ def _on_its_device(forward: Forward) -> Forward:
 
 
 class SequenceLayer(nn.Module):
-    """The common part of implicit and explicit layers.
+    """Base class of implicit and explicit layers.
 
     Attributes:
-        gradient_checkpointing: store no activations of evaluations with a graph, and recompute them in the
-            backward pass. transformers' ``gradient_checkpointing_enable`` sets this attribute.
+        gradient_checkpointing: store no activations of evaluations, and recompute them in the backward pass.
+            transformers' ``gradient_checkpointing_enable`` sets this attribute.
     """
 
     def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
@@ -67,29 +67,29 @@ class SequenceLayer(nn.Module):
 
 
 class ImplicitSequenceLayer(SequenceLayer):
-    """z* = f(z*, x) for a causal map f: the layer whose output is its own fixed point.
+    """A layer whose output is the fixed point z* = f(z*, x) of a causal map f.
 
     (Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
 
-    Every part is an object, a registered name, or a mapping ``{"name": ..., **options}``.
+    Every part can be an object, a registered name, or a mapping ``{"name": ..., **options}``.
 
     Args:
         backbone: the map f.
         solver: proposes iterates; ``"picard"``, ``"anderson"``, ``"broyden"``, ``"torchdeq:<name>"``.
-        gradient: decides which evaluations carry a graph; ``"phantom"``, ``"implicit"``, ``Unrolled(n)``.
-        convergence: one policy, or a pair (training, evaluation). The default tolerance, 5 % in at most 32
-            iterations, is the paper's for training language models.
+        gradient: decides which evaluations autograd records; ``"phantom"``, ``"implicit"``, ``Unrolled(n)``.
+        convergence: one policy, or a pair (training, evaluation). Default: a relative residual of 5 % in at
+            most 32 iterations, the paper's setting for training language models.
         window: tokens solved at a time. ``None``: all together (the paper's simultaneous mode). 1: one by one
             (sequential mode). w: a window of w tokens, which slides as tokens settle. The fixed point is the
-            same; the work differs. In training the window serves the search: steps with a graph run on all
-            tokens in parallel.
-        causal: refuse, in training, solvers and policies through which a token's value could depend on later
-            tokens. ``False`` allows them.
-        compact: remove settled sequences from the batch once they are half of it, which saves their
-            evaluations. Only searches with neither a window nor a state do this. Results change by rounding,
-            because matrix products with fewer rows round differently. ``Context.tokens`` and the solver's
-            state must have the batch first.
-        group: process group whose ranks stop together, because all must evaluate f equally often (FSDP).
+            same; the number of evaluations differs. In training only the search uses the window: steps with
+            an autograd graph run on all tokens in parallel.
+        causal: true: in training, raise an error for solvers and policies that let a token's value depend on
+            later tokens.
+        compact: remove settled sequences from the batch once at least half of it has settled, which saves
+            evaluations. Searches with a window, a state or a group ignore this option. Results change by
+            rounding, because matrix products with fewer rows round differently. The batch must be the first
+            dimension of ``Context.tokens`` and of the solver's state.
+        group: process group whose ranks all evaluate f equally often, which FSDP needs.
 
     Attributes:
         train_solve: the :class:`~deqseq.SolveOptions` of training: solver, policy and window.
@@ -140,7 +140,7 @@ class ImplicitSequenceLayer(SequenceLayer):
 
     @property
     def solve(self) -> SolveOptions:
-        """The options of the present mode, training or evaluation."""
+        """The options of the current mode, training or evaluation."""
         return self.train_solve if self.training else self.eval_solve
 
     @_on_its_device
@@ -160,22 +160,22 @@ class ImplicitSequenceLayer(SequenceLayer):
             x: (B, L, D) input.
             attention_mask: (B, L), non-zero for real tokens; padding may be anywhere.
             position_ids: (B, L) int64; by default the real tokens are numbered from 0, or from
-                ``state.seen``. Where positions start anew at 0 inside a row, another sequence begins, which
-                is solved independently.
-            state: backbone state before the first token; the output then has the state after the last one.
+                ``state.seen``. Where positions restart at 0 inside a row, a new sequence begins. It is
+                solved independently.
+            state: backbone state before the first token; the output then has the state after the last token.
             z0: (B, L, D) initial guess; zero by default. Non-finite tokens are replaced by zero.
-            window: replaces the window of the options for this call.
+            window: replaces the options' window for this call; ``"layer"`` keeps it.
             solve: replaces the layer's options for this call.
 
         Raises:
-            ValueError: shapes that do not fit; in training, a solver or policy that is not causal.
+            ValueError: wrong shapes; in training, a solver or policy that is not causal.
         """
         options = self.solve if solve is None else solve
         if window != "layer":
             options = replace(options, window=window)
         self._check_causal(options)
         inputs, packing = take_inputs(self.backbone.d_model, x, attention_mask, position_ids, state, z0)
-        # Calls with one token may be recorded. A recording cannot check the state's capacity: reserve it now.
+        # Calls with one token may be recorded. A recording cannot check the state's capacity, so reserve it.
         one_token = state is not None and inputs.x.shape[1] == 1 and not torch.is_grad_enabled()
         if one_token and state is not None:
             inputs = inputs._replace(state=self.backbone.reserve(state, inputs.x))
@@ -226,21 +226,21 @@ class ImplicitSequenceLayer(SequenceLayer):
 
 
 class ExplicitSequenceLayer(SequenceLayer):
-    """The same backbone applied once to its input: the explicit twin of an implicit model.
+    """A layer that applies a backbone once to its input: the explicit counterpart of an implicit layer.
 
     Args:
-        backbone: built with ``injection=False``; x enters as z.
+        backbone: built with ``injection=False``; x takes the place of z.
 
     Raises:
-        ValueError: the backbone has an injection, which would get no input.
+        ValueError: the backbone has an injection.
     """
 
     def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
         super().__init__(backbone)
         if self.backbone.injects:
             raise ValueError(
-                f"an explicit layer needs a backbone without injection (injection=False), got one with: "
-                f"{type(self.backbone).__name__}"
+                f"an explicit layer needs a backbone without injection (injection=False), got "
+                f"{type(self.backbone).__name__} with injection"
             )
 
     @_on_its_device
@@ -251,7 +251,7 @@ class ExplicitSequenceLayer(SequenceLayer):
         position_ids: Tensor | None = None,
         state: State | None = None,
     ) -> LayerOutput:
-        """Apply the stack to ``x`` (B, L, D); arguments as in :class:`ImplicitSequenceLayer`."""
+        """Apply the backbone to ``x`` (B, L, D); arguments as in :meth:`ImplicitSequenceLayer.forward`."""
         inputs, packing = take_inputs(self.backbone.d_model, x, attention_mask, position_ids, state)
         x, backbone = inputs.x, self.backbone
         context = backbone.prepare(x, inputs.position_ids)
@@ -277,7 +277,7 @@ def _finished(solution: Solution, inputs: Inputs) -> Solution:
 
 
 def _state_after(state: State | None, unsolvable: Tensor) -> State | None:
-    """The state after the ``unsolvable`` (B, L) tokens as well: NaN for sequences that have such tokens."""
+    """The state after also consuming the ``unsolvable`` (B, L) tokens: NaN in sequences with such tokens."""
     if state is None:
         return None
     affected = unsolvable.any(1)

@@ -4,10 +4,10 @@
 :func:`one_pass` until every token has settled. Only this loop counts evaluations, freezes tokens, detects
 non-finite values and stops processes together.
 
-A pass does not depend on how it is run: a :class:`Runner` runs passes one by one; :mod:`deqseq.graphs` and
-:mod:`deqseq.replay` have runners that record several passes as a CUDA graph.
+A :class:`Runner` runs passes one by one. The runners in :mod:`deqseq.graphs` and :mod:`deqseq.replay` record
+several passes as a CUDA graph; the passes are the same.
 
-Shapes: B sequences, L tokens, W tokens in the window (W = L without one), D width.
+Shapes: B sequences, L tokens, W tokens in the window (W = L without a window), D width.
 """
 
 from typing import NamedTuple, cast
@@ -39,7 +39,7 @@ class Carry(NamedTuple):
     # With a window:
     state: State | None = None  # of the backbone, after the tokens that have left the window
     start: Tensor | None = None  # (B,) position of the window's first token
-    leaving: Tensor | None = None  # (B,) number of tokens that leave next; ``start`` counts them
+    leaving: Tensor | None = None  # (B,) number of tokens that leave next; ``start`` includes them
     results: tuple[Tensor, ...] = ()  # (B, L + W, ...) z, iterations, residual, status of every token
 
 
@@ -71,11 +71,11 @@ def begin(problem: Problem) -> Carry:
 def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
     """One pass: take the proposed iterates, evaluate f, judge the evaluation, propose the next iterates.
 
-    With a window, settled tokens leave on the left and as many enter on the right. The backbone's state
-    advances by the trace of the evaluation that settled them, so f is not evaluated again.
+    With a window, settled tokens leave at its start and the same number of tokens enters at its end. The
+    trace of the evaluation that settled them advances the backbone's state, so f is not evaluated again.
 
-    Without a graph, a pass may overwrite the proposal of ``carry``: do not use ``carry`` afterwards. A pass
-    never makes the host wait for the device.
+    If autograd records nothing, a pass may overwrite the proposal of ``carry``: do not use ``carry``
+    afterwards. A pass never makes the host wait for the device.
 
     Args:
         judge: whether the policy judges the evaluation; for fixed iterations only the last pass needs this.
@@ -90,7 +90,7 @@ def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
 
 
 def _slide(problem: Problem, carry: Carry) -> Carry:
-    """Move the window past the tokens that leave it, and let the next ones enter."""
+    """Move the window: remove the tokens that leave it and add the next tokens."""
     assert carry.start is not None and carry.leaving is not None
     width = carry.z.shape[1]
     moved = problem.offsets + carry.leaving[:, None]
@@ -131,7 +131,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
 def evaluate(
     map: Map, z: Tensor, context: Context, state: State | None, recompute: bool
 ) -> tuple[Tensor, Trace]:
-    """f(z) and its trace; ``recompute``: the backward pass recomputes the evaluation."""
+    """f(z) and the trace; ``recompute``: store no activations, recompute them in the backward pass."""
     if recompute and torch.is_grad_enabled():
         fz, trace = checkpoint(map.evaluate, z, context, state, use_reentrant=False)
         return fz, trace
@@ -139,12 +139,12 @@ def evaluate(
 
 
 def _places(problem: Problem, start: Tensor) -> Tensor:
-    """(B, W) int64, positions of the window's tokens; positions past the end repeat the last one."""
+    """(B, W) int64, positions of the window's tokens; past the end, the last position."""
     return (start[:, None] + problem.offsets).clamp_max(problem.z0.shape[1] - 1)
 
 
 def _inside(problem: Problem, start: Tensor) -> Tensor:
-    """(B, W) bool, places of the window that are not past the end."""
+    """(B, W) bool, true at places of the window before the end of the sequence."""
     return start[:, None] + problem.offsets < problem.ends[:, None]
 
 
@@ -177,8 +177,8 @@ class Runner:
     """Runs the passes of a solve one by one.
 
     Attributes:
-        passes: how many have been run.
-        check_every: the host waits for the device after this many passes, to see whether the solve has ended.
+        passes: number of passes that have been run.
+        check_every: passes after which the host waits for the device to check whether the solve has ended.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -190,7 +190,7 @@ class Runner:
         self.carry = begin(self.problem)
 
     def proceed(self) -> None:
-        """Run another pass."""
+        """Run the next pass; subclasses may run several."""
         self.passes += 1
         judge = self.problem.window is not None or not self.problem.fixed or self._at_budget
         self.carry = one_pass(self.problem, self.carry, judge)
@@ -198,12 +198,12 @@ class Runner:
     def ends(self) -> bool:
         """Whether the solve has ended, on all processes of the group."""
         if self.problem.window is None and (self.problem.fixed or self._at_budget):
-            return self._at_budget  # every token was in every pass
+            return self._at_budget  # without a window, all tokens reach their budget in the same pass
         if self.passes % self.check_every:
             return False
         finished = self.settled()
         if self.problem.group is not None:
-            # Processes that stop at different passes would wait for ever in each other's collectives.
+            # If one process stopped earlier, the other processes would wait forever in their collectives.
             finished = finished.to(torch.int32)
             dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self.problem.group)
         return bool(finished)
@@ -225,10 +225,10 @@ def drive(runner: Runner) -> Solution:
     """Run passes until every token has settled.
 
     A token settles when it and every token before it have converged in the same evaluation, or when its
-    budget is used up. From then on its z is frozen. The solve returns f(z) at that z, so a token's result
+    budget is used up. Then its z is frozen. The solve returns f(z) at that z, so a token's result
     does not depend on later tokens. With :class:`~deqseq.FixedIterations` the solve returns the last iterate.
 
-    Evaluations carry a graph if gradients are enabled.
+    Evaluations record an autograd graph if gradients are enabled.
     """
     runner.begin()
     while True:

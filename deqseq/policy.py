@@ -1,7 +1,7 @@
-"""The contract of a convergence policy: when a token has converged, and how much may be spent on it.
+"""The interface of convergence policies: when a token has converged, and how many evaluations it may use.
 
 A policy judges one evaluation on the device. It never changes z and never makes the host wait for the device.
-Training, evaluation and generation differ in their policies only.
+Training, evaluation and generation run the same loop and may use different policies.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
@@ -25,9 +25,9 @@ class Judgement(NamedTuple):
     """The verdict on every token.
 
     Attributes:
-        residual: (B, W) float32, relative.
-        converged: (B, W) bool, the tolerance is met.
-        done: (B, W) bool, the token needs no further evaluation; ``None``: the same as ``converged``.
+        residual: (B, W) float32, relative residual.
+        converged: (B, W) bool, true if the token meets the tolerance.
+        done: (B, W) bool, true if the token needs no further evaluation; ``None``: equal to ``converged``.
     """
 
     residual: Tensor
@@ -36,7 +36,7 @@ class Judgement(NamedTuple):
 
     @property
     def stops(self) -> Tensor:
-        """(B, W) bool, the token may settle."""
+        """(B, W) bool, true if the token may settle."""
         return self.converged if self.done is None else self.done
 
 
@@ -44,13 +44,12 @@ class ConvergencePolicy(ABC):
     """Decides when tokens have converged. Combine with ``&`` (both) and ``|`` (either).
 
     Attributes:
-        max_iter: evaluations a token may take part in.
-        causal: whether the verdict on a token is independent of later tokens.
-        check_every: the host checks after this many passes whether all tokens have settled; ``None``: after
-            every pass on the CPU, where the check is free, after every fourth elsewhere. Settled tokens are
-            frozen, so the interval never changes a result.
-        capturable: whether ``judge`` never makes the host wait for the device, so that it can be recorded as
-            a CUDA graph.
+        max_iter: maximum number of evaluations per token.
+        causal: true if the verdict on a token does not depend on later tokens.
+        check_every: number of passes after which the host checks whether all tokens have settled; ``None``: 1
+            on the CPU, where the check is free, and 4 on other devices. Settled tokens are frozen, so the
+            interval never changes a result.
+        capturable: true if a CUDA graph can record ``judge``: it never makes the host wait for the device.
     """
 
     max_iter: int
@@ -64,7 +63,7 @@ class ConvergencePolicy(ABC):
 
         Args:
             z, fz: (B, W, D).
-            iterations: (B, W) evaluations each token has taken part in, this one included.
+            iterations: (B, W) number of evaluations of each token, including this one.
             active: (B, W) bool, tokens that are neither settled nor padding.
         """
 

@@ -24,12 +24,12 @@ PolicySpec = ConvergencePolicy | str | Mapping[str, Any]
 class SolveOptions:
     """How to solve: the solver, the convergence policy and the window.
 
-    ``dataclasses.replace(options, window=8)`` changes one of them.
+    ``dataclasses.replace(options, window=8)`` returns options with another window.
 
     Args:
         solver: proposes iterates; an object, a registered name, or a mapping ``{"name": ..., **options}``.
-        convergence: decides when to stop; given in the same ways. By default a relative residual of 5 % in at
-            most 32 iterations, the paper's setting for training language models.
+        convergence: decides when to stop; an object, a name or a mapping, as for ``solver``. The default is a
+            relative residual of 5 % in at most 32 iterations, the paper's for training language models.
         window: tokens solved at a time; ``None``: all of them together.
 
     Raises:
@@ -58,7 +58,7 @@ class SolveOptions:
 class Map(Protocol):
     """A fixed-point map; every :class:`~deqseq.Backbone` is one.
 
-    A solve in a window, or from a state, also calls the backbone's methods for states.
+    A solve with a window or a state also calls the methods of :class:`~deqseq.Backbone` for states.
     """
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
@@ -76,14 +76,14 @@ class Problem:
         z0: (B, L, D) the initial guess.
         options: solver, convergence policy and window.
         lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
-        state: backbone state before the first token; ``None``: the sequences start here. The solve does not
-            change it.
+        state: backbone state before the first token; ``None``: there are no earlier tokens. The solve
+            does not change the state.
         state_has_capacity: the state already has capacity for all tokens; skip the check, which would read
             from the GPU.
-        returns_state: return the state after the last token, if the solve starts from one.
-        compact: remove settled sequences from the batch once they are half of it.
-        checkpoint: store no activations of evaluations with a graph, and recompute them in the backward pass.
-        group: process group whose members stop together; ``None``: each stops on its own.
+        returns_state: return the state after the last token, if the solve starts from a state.
+        compact: remove settled sequences from the batch once at least half of it has settled.
+        checkpoint: store no activations of evaluations, and recompute them in the backward pass.
+        group: process group whose ranks stop after the same pass; ``None``: every rank stops independently.
     """
 
     map: Map
@@ -127,7 +127,7 @@ class Problem:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """(W,) int64, places in the window, or in the sequence without one."""
+        """(W,) int64, the numbers 0 ... W-1; W is the window, or L without a window."""
         return torch.arange(self.window or self.z0.shape[1], device=self.z0.device)
 
     @property

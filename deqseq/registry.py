@@ -2,13 +2,13 @@
 
 A part is given as an object, as a name (``"anderson"``), as a name with an argument
 (``"torchdeq:anderson"``, ``"picard:0.7"``), or as a mapping ``{"name": "anderson", "memory": 3}``.
-Names come from this package and from the entry points of any installed one, so a third party adds a part
-without touching this repository::
+Names come from this package and from the entry points of installed packages. Another package adds a part
+with an entry point::
 
     [project.entry-points."deqseq.solvers"]
     mann = "my_package:Mann"
 
-Our own names come first: another package's part needs a name of its own.
+If names are equal, this package's part is used, so other packages must choose new names.
 """
 
 import inspect
@@ -25,10 +25,10 @@ class Registry(Generic[Part]):
 
     Args:
         kind: the word for a part in error messages, e.g. ``"solver"``.
-        group: the entry-point group in which other packages announce their parts.
-        builtin: our own parts, ``name -> "module:attribute"``; imported on first use.
-        base: the class of all parts.
-        hint: text to append to the error for an object of another class.
+        group: the entry-point group in which other packages register their parts.
+        builtin: the parts of this package, ``name -> "module:attribute"``; imported on first use.
+        base: the base class of all parts.
+        hint: text to append to the error message for an object of a wrong class.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Registry(Generic[Part]):
         """The class registered under ``name``.
 
         Raises:
-            ValueError: an unknown name (the message lists the known ones), a name that several packages
-                announce, or a part that cannot be imported.
+            ValueError: unknown name (the message lists the known names), a name with several different entry
+                points, or a part that cannot be imported.
         """
         if name in self._builtin:
             module, _, attribute = self._builtin[name].partition(":")
@@ -58,22 +58,22 @@ class Registry(Generic[Part]):
         points: tuple[EntryPoint, ...] = tuple(entry_points(group=self.group, name=name))
         if not points:
             raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
-        announced = ", ".join(f"{point.value} by {point.dist and point.dist.name}" for point in points)
+        registered = ", ".join(f"{point.value} by {point.dist and point.dist.name}" for point in points)
         if len({point.value for point in points}) > 1:
-            raise ValueError(f"{self.kind} {name!r} is announced more than once: as {announced}")
+            raise ValueError(f"{self.kind} {name!r} is registered more than once: as {registered}")
         try:
             loaded: type[Part] = points[0].load()
         except (ImportError, AttributeError) as error:
             raise ValueError(
-                f"{self.kind} {name!r}, announced as {announced}, cannot be imported: {error}"
+                f"{self.kind} {name!r}, registered as {registered}, cannot be imported: {error}"
             ) from error
         return loaded
 
     def create(self, spec: Part | str | Mapping[str, Any]) -> Part:
-        """Build a part from ``spec``; a part itself passes through.
+        """Build a part from ``spec``; if ``spec`` is a part, return it.
 
         Raises:
-            ValueError: unknown name, options that the part does not take, or something that is no part.
+            ValueError: unknown name, options that the part does not take, or an object of a wrong class.
         """
         if isinstance(spec, (str, Mapping)):
             name, arguments, options = self._read(spec)
@@ -93,15 +93,15 @@ class Registry(Generic[Part]):
         self._bound(*self._read(spec))
 
     def takes(self, spec: str | Mapping[str, Any], option: str) -> bool:
-        """Whether the part that ``spec`` names takes this option.
+        """Whether the part that ``spec`` names takes ``option``.
 
         Raises:
-            ValueError: no part of that name.
+            ValueError: unknown name.
         """
         return option in inspect.signature(self.lookup(self._read(spec)[0])).parameters
 
     def _read(self, spec: str | Mapping[str, Any]) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """Name, positional arguments and options."""
+        """Split ``spec`` into name, positional arguments and options."""
         options = {"name": spec} if isinstance(spec, str) else dict(spec)
         if "name" not in options:
             raise ValueError(f"a {self.kind} given as a mapping needs a 'name'; got {options}")
@@ -127,7 +127,7 @@ class Registry(Generic[Part]):
 
 
 def _value(text: str) -> Any:
-    """The number that ``text`` is, or the text."""
+    """``text`` as a number if it is a number, else ``text``."""
     for kind in (int, float):
         try:
             return kind(text)

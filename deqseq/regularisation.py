@@ -22,16 +22,16 @@ def jacobian_penalty(
     (Bai et al., *Stabilizing Equilibrium Models by Jacobian Regularization*, 2021, arXiv 2106.14342.)
 
     Args:
-        f: the map, (B, L, D) -> (B, L, D); gradients of the penalty reach the tensors that it closes over.
-        z: (B, L, D) where to take the Jacobian, usually the equilibrium; taken as a constant.
-        samples: Gaussian probes; one vector-Jacobian product each.
-        generator: of the probes, on z's device.
+        f: the map, (B, L, D) -> (B, L, D); gradients of the penalty flow to the tensors that ``f`` uses.
+        z: (B, L, D) point of the Jacobian, usually the equilibrium. No gradient flows to it.
+        samples: number of Gaussian probes; each needs one vector-Jacobian product.
+        generator: random generator of the probes, on z's device.
 
     Raises:
         ValueError: ``samples`` below 1.
     """
     check_count("samples", samples)
-    # Neither fused attention nor our kernels have a second derivative, which training on the penalty needs.
+    # Training on the penalty needs second derivatives. Fused attention and our kernels have none.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.twice_differentiable():
         z = z.detach().requires_grad_()
         fz = f(z)
@@ -49,15 +49,15 @@ def spectral_radius(
     """Estimate the spectral radius of df/dz for every sequence, (B,), by the power method.
 
     The iteration z <- f(z) contracts near a fixed point if and only if the radius is below 1. The estimate is
-    the mean growth over the second half of the iterations, because growth oscillates for complex leading
-    eigenvalues. For a causal map the matrix is block-triangular: its eigenvalues are those of the single
-    tokens' Jacobians. An iteration may still grow for up to L steps before it contracts at this rate.
+    the geometric mean of the growth over the second half of the iterations, because growth oscillates for
+    complex leading eigenvalues. For a causal map, df/dz is block-triangular: its eigenvalues are those of its
+    diagonal blocks, one per token. The error may still grow for up to L iterations before it shrinks.
 
     Args:
         f: the map, (B, L, D) -> (B, L, D), with sequences independent of each other.
-        z: (B, L, D) where to take the Jacobian.
-        iterations: vector-Jacobian products.
-        generator: of the random start, on z's device.
+        z: (B, L, D) point of the Jacobian.
+        iterations: number of vector-Jacobian products.
+        generator: random generator of the start vector, on z's device.
 
     Raises:
         ValueError: ``iterations`` below 2.

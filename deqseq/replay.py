@@ -1,13 +1,13 @@
-"""Recorded calls of an implicit layer with one token per sequence, as in generation.
+"""CUDA graphs of whole calls of an implicit layer with one token per sequence, as in generation.
 
-The second call of a shape records everything from the layer's inputs to its outputs as CUDA graphs: effective
-weights, passes of the loop, the update of the state. Later calls copy their inputs into the recording's
-buffers and replay it. A replay may run more passes than needed; they change nothing, because settled tokens
-are frozen. So results equal those of the plain loop.
+The second call with the same shapes records everything from the layer's inputs to its outputs as CUDA graphs:
+effective weights, passes of the loop, the update of the state. Later calls copy their inputs into the
+recording's buffers and replay the graphs. A replay may run extra passes. They change nothing, because settled
+tokens are frozen, so results equal those of the plain loop.
 
-A replay reads the layer's present weights, so training between two calls takes effect. So does replacing a
-module, a hook, a solver or a policy. Changing an attribute of a solver, policy or module in place is not
-detected.
+A replay reads the layer's current weights, so training between two calls takes effect. A replaced module,
+solver or policy leads to a new recording; layers with hooks are never replayed. Changing an attribute of a
+solver, policy or module in place is not detected.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from deqseq.trees import Copier, copied, overwrite
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 64
-"""Largest batch of one-token sequences to record; in larger ones launches take a small share of the time."""
+"""Largest batch to record. In larger batches, kernel launches take only a small share of the time."""
 PASSES_OF_A_CALL = 2
-"""Passes in one graph, after which the host reads whether all tokens have settled."""
+"""Passes in one CUDA graph. After each replay the host checks whether all tokens have settled."""
 MAX_RECORDINGS = 4
-"""Recordings that a layer keeps; the least recently used one is dropped first. Each holds the effective
-weights, its inputs and its outputs."""
+"""Most recordings that a layer keeps; it drops the least recently used recording first. A recording holds the
+effective weights, the inputs and the outputs."""
 
 MakeProblem = Callable[[Inputs], Problem]
 MakeResult = Callable[[Solution, Inputs], Solution]
@@ -49,11 +49,11 @@ _PER_TOKEN = ("z", "residual", "iterations", "status")
 
 class _Entry(NamedTuple):
     parts: tuple[object, ...]  # kept alive, so that no other object gets their id()
-    recording: Recording | None  # ``None`` after the first call of a shape
+    recording: Recording | None  # ``None`` after the first call with these shapes
 
 
 class Recordings:
-    """A layer's recordings. Copied and loaded layers start without any."""
+    """A layer's recordings. Copied and loaded layers start without recordings."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # all threads share the buffers of a recording
@@ -78,11 +78,11 @@ class Recordings:
         record.
 
         Args:
-            layer: the solve depends on its parameters and modules.
+            layer: the layer whose parameters and modules the solve uses.
             options: solver, policy and window of the solve.
             inputs: the inputs of the call.
             make_problem: makes the problem from the inputs, without reading their values on the host.
-            make_result: makes the result from the solution and the inputs, in the same way.
+            make_result: makes the result from the solution and the inputs, also without reading their values.
         """
         flat = _flat(inputs)
         parts = (options.solver, options.convergence, getattr(layer, "group", None))
@@ -99,14 +99,14 @@ class Recordings:
                     self.known[key] = _Entry(parts, recording)
                     logger.debug("recorded solves of %s sequences", problem.z0.shape[0])
                     return recording.run(flat)
-                self.known[key] = _Entry(parts, None)  # a single call of a shape is not worth a recording
+                self.known[key] = _Entry(parts, None)  # recording takes longer than a single call
                 if len(self.known) > MAX_RECORDINGS:
                     self.known.popitem(last=False)
         return make_result(search(problem), inputs)
 
 
 def _flat(inputs: Inputs) -> list[Tensor]:
-    """The tensors of the inputs, in order. Called before every token, so without a walk over structures."""
+    """The tensors of the inputs, in order. Called for every token, so it avoids a slow generic traversal."""
     found = [t for t in inputs[:-1] if isinstance(t, Tensor)]
     return found if inputs.state is None else [*found, *inputs.state.tensors()]
 
@@ -126,16 +126,16 @@ def _key(inputs: list[Tensor]) -> Hashable:
 
 
 class Fingerprint:
-    """A value that changes if a module of a layer, or the memory of a weight, is replaced.
+    """Computes a value that changes if a module of a layer, or the memory of a weight, is replaced.
 
-    It is computed before every token. So the tree of modules is walked only when it has changed, and the
+    It runs before every token and must be fast: it traverses the tree of modules only after a change, and its
     loops over dictionaries run in C.
     """
 
     def __init__(self) -> None:
         # A weak reference, because the layer holds this object.
         self._layer: Callable[[], nn.Module | None] = lambda: None
-        self._modules: list[nn.Module] = []  # below the layer
+        self._modules: list[nn.Module] = []  # all modules inside the layer
         self._subtrees: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []
@@ -168,7 +168,7 @@ def _values(dictionaries: list[dict[str, Any]]) -> Iterator[Any]:
 
 
 class Recording(Runner):
-    """Recorded solves of one shape; a runner over CUDA graphs."""
+    """A recording of a solve for fixed shapes: a runner that replays CUDA graphs."""
 
     def __init__(self, inputs: Inputs, make_problem: MakeProblem, make_result: MakeResult) -> None:
         self._inputs = copied(inputs)
@@ -178,7 +178,7 @@ class Recording(Runner):
         device = inputs.x.device
         steps = self._record_begin, self._record_passes, self._record_end
         self._begin, self._passes, self._end = graphs.capture(device, *steps)
-        # Marks that the outputs of the last call are copied.
+        # CUDA event: the last call has copied its outputs.
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def _record_begin(self) -> None:

@@ -1,6 +1,6 @@
 """The two ways to run a solve: :func:`search` finds the fixed point, :func:`steps` does some iterations.
 
-Gradient strategies are written with these two.
+Gradient strategies are built from these two functions.
 
 Shapes: B sequences, L tokens, D width.
 """
@@ -22,7 +22,7 @@ from deqseq.solver import Progress, Solver, SolverState, solvers
 
 
 def search(problem: Problem) -> Solution:
-    """Search for the fixed point without a graph, until the policy stops; returns f(z).
+    """Iterate without an autograd graph until the policy stops; returns f(z).
 
     With :class:`~deqseq.FixedIterations` the search does that many iterations and returns the last iterate.
     """
@@ -41,15 +41,15 @@ def steps(
 ) -> Solution:
     """Do ``count`` iterations on all tokens at once; returns the last iterate.
 
-    Evaluations carry a graph if gradients are enabled.
+    Evaluations record an autograd graph if gradients are enabled.
 
     Args:
         problem: its policy and window are not used.
         count: iterations, each an evaluation of f on all tokens.
         start: the solution of a search. The steps start at its z, and the result keeps its residual,
-            iterations, status and state. Tokens from a sequence's first non-finite one on are left out and
-            keep their z: a NaN in a matrix product would reach earlier tokens (0 * NaN is NaN). By default
-            the steps start at the problem's initial guess.
+            iterations, status and state. A sequence's first non-finite token and all later tokens are left
+            out and keep their z: a NaN in a matrix product would reach earlier tokens (0 * NaN is NaN).
+            By default the steps start at the problem's initial guess.
         solver: proposes the iterates; the problem's by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
     """
@@ -70,7 +70,7 @@ def steps(
 
 
 def _excluded(found: Solution) -> Tensor | None:
-    """(B, L) bool, tokens from the first non-finite one on; ``None`` without any. Waits for the device."""
+    """(B, L) bool, each sequence's first non-finite token and all later ones; ``None`` if all are finite."""
     excluded = (found.status == Status.NON_FINITE).cumsum(1) > 0
     return excluded if bool(excluded.any()) else None
 
@@ -80,7 +80,7 @@ def _zeroed(z: Tensor, tokens: Tensor) -> Tensor:
 
 
 class _ZeroAt(Solver):
-    """Another solver's iterates, with zeros at some tokens."""
+    """Wraps a solver and sets its iterates to zero at ``tokens`` (B, L) bool."""
 
     def __init__(self, inner: Solver, tokens: Tensor) -> None:
         self._inner, self._tokens = inner, tokens

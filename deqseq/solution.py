@@ -1,4 +1,4 @@
-"""The result of a solve: the equilibrium, and for every token how the search for it ended."""
+"""The result of a solve: the equilibrium, and how the iteration of every token ended."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Solution:
         residual: (B, L) float32, relative: ``||f(z) - z|| / ||f(z)||`` in the token's last evaluation.
         iterations: (B, L) int64, evaluations each token took part in while it was unsettled.
         status: (B, L) int64 codes of :class:`Status`.
-        nfe: number of function evaluations: calls of f over all tokens of a window, gradient steps
-            included.
+        nfe: number of function evaluations: calls of f, each for all tokens of the batch or window, including
+            gradient steps.
         state: backbone state after the last token, detached; ``None`` unless the solve started from one.
-        adjoint: the solution of the backward system, after the backward pass of
-            :class:`~deqseq.ImplicitDifferentiation`. If the call had padding or packed rows, the
-            adjoint's rows are single sequences, tokens first.
+        adjoint: the solution of the backward system, set by the backward pass of
+            :class:`~deqseq.ImplicitDifferentiation`. If the call had padding or packed rows, each row of
+            the adjoint is one sequence, real tokens first.
     """
 
     z: Tensor
@@ -42,7 +42,7 @@ class Solution:
     adjoint: Solution | None = None
 
     def __getitem__(self, row: int | slice) -> Solution:
-        """The solution of some sequences. Pipelines take batches apart this way."""
+        """The solution of some sequences. transformers' pipelines split batches this way."""
         per_token = {name: getattr(self, name)[row] for name in ("z", "residual", "iterations", "status")}
         return replace(self, **per_token, state=None, adjoint=None)
 

@@ -1,4 +1,4 @@
-"""The contract between a solver and the loop. A solver is algebra: it never calls f and never loops.
+"""The interface of solvers. A solver computes the next iterate; only the loop calls f.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
@@ -16,14 +16,14 @@ from deqseq.registry import Registry
 
 @dataclass
 class Progress:
-    """The record of the tokens that a solver receives at each step. Every tensor is (B, W).
+    """What a solver's step may know about the tokens. Every tensor is (B, W).
 
     Attributes:
         residual: float32, relative residual of the evaluation; ``None`` for a fixed number of iterations.
         active: bool, tokens that had not settled before the evaluation.
-        iterations: int64, evaluations that each token has taken part in.
-        settled: bool, tokens that have settled.
-        budget: evaluations a token may take part in.
+        iterations: int64, number of evaluations of each token, including this one.
+        settled: bool, tokens that have settled, now or earlier.
+        budget: maximum number of evaluations per token.
     """
 
     residual: Tensor | None
@@ -39,7 +39,7 @@ class Progress:
 
     @cached_property
     def shifting(self) -> Tensor:
-        """(B, W) bool, tokens behind an unsettled token, whose changes also change their map."""
+        """(B, W) bool, tokens after an unsettled token. While that token changes, their map changes too."""
         if self.residual is None:
             return torch.zeros_like(self.settled)
         return (~self.settled).cumsum(1) > (~self.settled).long()
@@ -51,7 +51,7 @@ class Progress:
 
     @property
     def fresh(self) -> Tensor:
-        """(B, W) bool, tokens whose history must be forgotten, because it belongs to another map."""
+        """(B, W) bool, tokens whose history must be dropped, because it belongs to another map."""
         return self.entered | self.shifting
 
 
@@ -64,12 +64,12 @@ class Solver(ABC):
     """Proposes the next iterate from evaluations of f.
 
     Attributes:
-        causal: whether token t's iterate depends on tokens up to t only. Training refuses other solvers,
+        causal: true if token t's iterate depends only on tokens up to t. Training refuses other solvers,
             unless ``ImplicitSequenceLayer(causal=False)`` allows them.
-        differentiable: whether autograd through ``step`` is exact.
-        windowed: whether the state can slide with a window.
-        capturable: whether ``step`` never makes the host wait for the device and the state holds tensors
-            only, so that steps can be recorded as a CUDA graph.
+        differentiable: true if autograd through ``step`` is exact.
+        windowed: true if the solver works with a window, which slides the state.
+        capturable: true if a CUDA graph can record ``step``: it never makes the host wait for the device, and
+            the state holds only tensors.
     """
 
     causal: bool = True

@@ -17,7 +17,7 @@ _SAMPLE = 4096
 
 
 class Solved(Protocol):
-    """The fields of :class:`~deqseq.solution.Solution` that are counted: (B, L) or (L,) tensors, and NFE."""
+    """The fields of :class:`~deqseq.solution.Solution` that are used: (B, L) or (L,) tensors, and NFE."""
 
     residual: Tensor
     iterations: Tensor
@@ -28,15 +28,15 @@ class Solved(Protocol):
 class SolveStatistics:
     """Means over the tokens of one or more solves. Padding does not count.
 
-    :meth:`add` never waits for the device; reading does. Every token has the same weight, whichever solve
-    it belongs to. Sums are float64 (float32 on devices without it).
+    :meth:`add` never waits for the device; :meth:`read` does. All tokens of all solves have the same
+    weight. Sums are float64 (float32 on devices without it).
 
     Args:
         tail: also report ``residual_p99``, the 99th percentile of the last solve's residuals (estimated from
             at most 4,096 tokens).
 
     Attributes:
-        solves: how many were added.
+        solves: number of solves that were added.
     """
 
     def __init__(self, tail: bool = False) -> None:
@@ -47,7 +47,7 @@ class SolveStatistics:
         """Forget all solves."""
         self.solves = 0
         self._nfe = 0
-        self._sums = torch.zeros(1 + len(_MEANS), 0)  # tokens, then the sum of each mean; by position
+        self._sums = torch.zeros(1 + len(_MEANS), 0)  # rows: tokens, sum per mean; columns: positions
         self._residuals = torch.empty(0)
 
     def add(self, solution: Solved, valid: Tensor | None = None) -> None:
@@ -74,8 +74,8 @@ class SolveStatistics:
             self._residuals = residual.flatten()[::every].clone()
 
     def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """The means by name: ``nfe`` per solve; per token ``iterations``, ``residual`` and the share of every
-        final status (``share_...``). Empty if there was no solve.
+        """The means by name: ``nfe`` per solve; ``iterations``, ``residual`` and the share of every final
+        status (``share_...``) per token. Empty if there was no solve.
 
         Args:
             reduce: sums a tensor over processes; every process must then call this method.
@@ -94,8 +94,8 @@ class SolveStatistics:
         return found | ({"residual_p99": tails[0] / solves} if tails else {})
 
     def by_position(self, name: str) -> Tensor:
-        """One of the means at every position, (L,) on the CPU, with the L of the longest solve; NaN where no
-        token was counted.
+        """The mean ``name`` at every position: (L,) on the CPU, L the length of the longest solve; NaN where
+        no token was counted.
         """
         sums = self._sums.cpu()
         return sums[1 + _MEANS.index(name)] / sums[0]

@@ -22,12 +22,13 @@ _MESSAGES = {
     Status.RUNNING: "The token is still being iterated.",
     Status.CONVERGED: "The residual of the token met the tolerance, and all tokens before it had settled.",
     Status.BUDGET_EXHAUSTED: (
-        "The evaluation budget ended above the tolerance: raise max_iter, loosen the tolerance, use a "
-        "smaller window, damp the solver, or train with more iterations or Jacobian regularisation."
+        "The residual was still above the tolerance when the iteration ended: raise max_iter, loosen the "
+        "tolerance, use a smaller window, damp the solver, or train with more iterations or Jacobian "
+        "regularisation."
     ),
     Status.NON_FINITE: (
         "The iterate became infinite or NaN: look for NaN in the inputs or weights, lower the learning "
         "rate, normalise the weights, or damp the solver."
     ),
-    Status.COMPLETED: "The requested number of iterations was done; no tolerance was asked for.",
+    Status.COMPLETED: "The requested number of iterations was done; no tolerance was set.",
 }

@@ -53,7 +53,7 @@ class Tokens(NamedTuple):
         return self._replace(residual=residual, settled=settled, status=status, frozen=frozen)
 
     def progress(self, policy: ConvergencePolicy) -> Progress:
-        """The record for a solver's step."""
+        """The information on the tokens for a solver's step."""
         residual = None if isinstance(policy, FixedIterations) else self.residual
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
@@ -61,7 +61,7 @@ class Tokens(NamedTuple):
         """The tokens after the settled ones have left the window.
 
         Args:
-            source: (B, W) int64, where each token was before.
+            source: (B, W) int64, the place of each token in the old window.
             stays: (B, W) bool, false for tokens that enter.
             inside: (B, W) bool, false past the end of a sequence.
         """

@@ -1,4 +1,4 @@
-"""Tensors in nested tuples, lists, dicts and the records of this package."""
+"""Functions on all tensors in nested tuples, lists, dicts and this package's dataclasses."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -46,21 +46,21 @@ def copied(value: Any) -> Any:
 
 
 class Copier:
-    """Copies the same tensors again and again, in few launches and allocations."""
+    """Copies a fixed list of tensors repeatedly, with few kernel launches and allocations."""
 
     def __init__(self, originals: list[Tensor]) -> None:
         self.originals = originals
-        self._groups = []  # of one type: indices, sizes of the copies, their starts in one piece of memory
+        self._groups = []  # per dtype: indices, shapes and strides, offsets of the copies in one buffer
         for dtype in {t.dtype for t in originals}:
             group = [i for i, t in enumerate(originals) if t.dtype == dtype]
-            # At offsets of 64 elements, because kernels want their tensors aligned.
+            # Offsets are multiples of 64 elements, because kernels need aligned tensors.
             starts = accumulate((-(-originals[i].numel() // 64) * 64 for i in group), initial=0)
             shapes = [originals[i].shape for i in group]
             forms = [(shape, torch.empty(shape, device="meta").stride()) for shape in shapes]
             self._groups.append((group, forms, list(starts)))
 
     def copy(self) -> list[Tensor]:
-        """Contiguous copies, in order; those of one type lie side by side in memory."""
+        """Contiguous copies, in order; copies of one dtype share one buffer."""
         copies = list(self.originals)
         for group, forms, starts in self._groups:
             flat = copies[group[0]].new_empty(starts[-1])
@@ -70,7 +70,7 @@ class Copier:
         return copies
 
     def overwrite(self, sources: list[Tensor]) -> None:
-        """Copy ``sources`` into the originals. None of them may share memory."""
+        """Copy ``sources`` into the originals. Sources and originals must not share memory."""
         self._copy(self.originals, sources)
 
     def _copy(self, into: list[Tensor], sources: list[Tensor]) -> None:

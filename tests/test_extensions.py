@@ -188,7 +188,7 @@ def test_options_of_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["convergence"] == {"name": "largest_change", "rtol": 0.3, "max_iter": 4}
     assert found["gradient"] == {"name": "jfb"}
     for wrong, message in (
-        (["--damping", "0.3"], "damping is Picard's, got 0.3 with solver momentum"),
+        (["--damping", "0.3"], "damping is for picard, got 0.3 with solver momentum"),
         (["--solver.btea", "0.2"], "it takes (beta=0.1)"),
     ):
         assert state_tracking([*train, *wrong]) == 2

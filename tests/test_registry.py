@@ -143,7 +143,7 @@ def test_it_is_unknown_where_it_is_not_installed() -> None:
 @pytest.mark.usefixtures("third_party")
 @pytest.mark.parametrize(("name", "value"), [("half", "mann_solver:Half"), ("gone", "no_such_module:Gone")])
 def test_what_another_package_announces_and_has_not(name: str, value: str) -> None:
-    with pytest.raises(ValueError, match=rf"solver '{name}', announced as {value} by mann-solver, cannot"):
+    with pytest.raises(ValueError, match=rf"solver '{name}', registered as {value} by mann-solver, cannot"):
         solvers.create(name)
 
 
@@ -153,5 +153,5 @@ def test_a_name_that_two_packages_announce(tmp_path: Path) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[deqseq.solvers]\nmann = other:Mann\n")
-    with pytest.raises(ValueError, match=r"'mann' is announced more than once: as .*other"):
+    with pytest.raises(ValueError, match=r"'mann' is registered more than once: as .*other"):
         solvers.create("mann")

@@ -21,10 +21,10 @@ _FLASH = {
 
 
 class AttentionFunction:
-    """One of transformers' attention functions, on tokens with none before them.
+    """One of transformers' attention functions, for calls without keys and values of earlier tokens.
 
     Raises:
-        ValueError: an unknown name; transformers or the function's own package does not import.
+        ValueError: an unknown name; transformers or the function's package cannot be imported.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,11 +33,11 @@ class AttentionFunction:
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         except ImportError as error:
             raise ValueError(
-                f"attention {name!r} would be one of transformers' (pip install 'deqseq[lm]'), which does "
-                f"not import ({error}); 'sdpa' needs torch alone"
+                f"attention {name!r} needs transformers (pip install 'deqseq[lm]'), which cannot be "
+                f"imported ({error}); 'sdpa' needs only torch"
             ) from error
         known = {key: value for key, value in ALL_ATTENTION_FUNCTIONS.items() if not key.startswith("paged|")}
-        if "eager" not in known:  # every model of transformers has its own
+        if "eager" not in known:  # every model of transformers defines it; take Llama's
             from transformers.models.llama.modeling_llama import eager_attention_forward
 
             known["eager"] = eager_attention_forward
@@ -57,14 +57,14 @@ class AttentionFunction:
         self._function: Callable[..., tuple[Tensor, Any]] = known[name]
         self._mask: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         self._on_cpu: Callable[..., tuple[Tensor, Any]] | None = None
-        if name == "flex_attention":  # not a decorator: that imports the compiler and Triton
+        if name == "flex_attention":  # call disable() only here: it imports the compiler and Triton
             self._on_cpu = functools.partial(torch.compiler.disable(_uncompiled), self._function)
 
     def __reduce__(self) -> tuple[type[AttentionFunction], tuple[str]]:
         return AttentionFunction, (self.name,)
 
     def mask(self, z: Tensor) -> Any:
-        """Causality in the form that the function takes, for z (B, W, D); ``None`` if it needs no telling."""
+        """The causal mask for z (B, W, D) in the function's format; ``None`` if the function needs none."""
         batch, width, _ = z.shape
         if self.name == "flex_attention":
             return _block_mask(width, z.device)
@@ -73,31 +73,31 @@ class AttentionFunction:
         return self._mask(batch_size=batch, q_length=width, kv_length=width, dtype=z.dtype, device=z.device)
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """(B, W, H, P) of q (B, H, W, P), k and v (B, J, W, P).
+        """The attention's output (B, W, H, P) for q (B, H, W, P), k and v (B, J, W, P).
 
-        Functions read from ``module`` its mode, ``config``, ``is_causal`` and ``num_key_value_groups``.
+        Functions read ``training``, ``config``, ``is_causal`` and ``num_key_value_groups`` from ``module``.
         """
         if self.name in _FLASH and q.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
                 f"attention {self.name!r} computes in float16 or bfloat16, got {q.dtype}: use autocast, or a "
-                "model in one of them"
+                "model in one of these types"
             )
         function = self._on_cpu if self._on_cpu and q.device.type == "cpu" else self._function
         return function(module, q, k, v, mask, dropout=0.0, scaling=q.shape[-1] ** -0.5)[0]
 
 
 def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Compiled for the CPU, flex attention is wrong at some lengths: in torch 2.13 at 24, 40 and 72."""
+    """Do not compile: on the CPU, compiled flex attention is wrong at lengths 24, 40, 72 (torch 2.13)."""
     with torch.compiler.set_stance("force_eager"):
         return function(*args, **options)
 
 
 @functools.lru_cache(maxsize=16)
 def _block_mask(width: int, device: torch.device) -> Any:
-    """flex attention's form of causality. The same for all sequences and heads, and for every call."""
+    """flex attention's causal mask, the same for all sequences and heads."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # The backward pass of a later call may have to save it, which it could not if it were made for inference.
+    # A later call may save the mask for its backward pass; autograd cannot save inference tensors.
     with torch.inference_mode(False):
         return create_block_mask(
             _causal, None, None, width, width, device=str(device), _compile=device.type != "cpu"

@@ -38,9 +38,9 @@ class StackTrace(NamedTuple):
 
 
 class Block(nn.Module):
-    """Pre-norm mixer and, if there is one, pre-norm MLP, each added to the stream.
+    """A pre-norm mixer and an optional pre-norm MLP, whose outputs are added to the residual stream.
 
-    The next block adds the result to the stream, because the addition is fused with the next norm.
+    The next block adds the last output to the stream, because the addition is fused with the next norm.
     """
 
     def __init__(self, d_model: int, norm_eps: float, mixer: nn.Module, mlp: nn.Module | None) -> None:
@@ -55,17 +55,17 @@ class Block(nn.Module):
         return self.mixer.weights(), None if self.mlp is None else self.mlp.weights()
 
     def norms(self) -> tuple[Norm, Norm | None]:
-        """For fused blocks."""
+        """Weight and eps of the two norms, for fused blocks."""
         second = None if self.norm2 is None else (self.norm2.weight, self.norm2.eps)
         return (self.norm.weight, self.norm.eps), second
 
     def by_parts(
         self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
     ) -> tuple[Tensor, Tensor, Any]:
-        """The plain form. Returns three values: the stream plus ``added``, what this block adds to it, and
-        the mixer's trace.
+        """Compute the block operation by operation. Returns three values: the stream, the output that the
+        next block adds to it, and the mixer's trace.
 
-        ``inputs`` are the mixer's arguments that follow its weights.
+        ``inputs`` are the mixer's arguments after its weights.
         """
         stream, u = add_norm(stream, added, self.norm, form)
         added, trace = self.mixer(u, weights[0], *inputs)
@@ -76,9 +76,9 @@ class Block(nn.Module):
 
 
 class Stack(Backbone):
-    """A stack of blocks and a final norm, with one shared injection into every block.
+    """A stack of blocks and a final norm. Every block adds the same injection.
 
-    A subclass sets ``state_shapes``, the shapes of a block's initial state without the batch.
+    A subclass sets ``state_shapes``, the shapes of a block's initial state without the batch dimension.
 
     Args:
         blocks: modules with a method ``weights()``.
@@ -102,7 +102,7 @@ class Stack(Backbone):
         if not (math.isfinite(norm_eps) and norm_eps > 0):  # a token may be all zeros
             raise ValueError(f"norm_eps must be finite and positive, got {norm_eps}")
         if input_skip and not injection:
-            raise ValueError("input_skip needs injection=True: in explicit use x enters as z")
+            raise ValueError("input_skip needs injection=True: an explicit layer passes x as z")
         self.d_model = d_model
         self.layers = nn.ModuleList(blocks)
         self.norm_f = nn.RMSNorm(d_model, eps=norm_eps)
@@ -123,14 +123,14 @@ class Stack(Backbone):
         return Context(tokens, Prepared(kernels.choose(x), [block.weights() for block in blocks]))
 
     def enter(self, z: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-        """The stream (B, W, D) before the first block, and the injection; ``tokens`` as from ``prepare``."""
+        """The stream (B, W, D) before the first block, and the injection. ``prepare`` makes ``tokens``."""
         injection = tokens[0] if tokens else None
         return z if self.input_skip is None else self.input_skip(z, tokens[1]), injection
 
     def through(
         self, stream: Tensor, context: Context, state: State | None, choice: kernels.Choice, *inputs: Any
     ) -> tuple[Tensor, StackTrace]:
-        """f(z) (B, W, D) and its trace; ``inputs`` are the same for all blocks."""
+        """f(z) (B, W, D) and its trace. Every block gets the same ``inputs``."""
         added, traces = None, []
         for i, block in enumerate(self.layers):
             before = None if state is None else state.layers[i]
@@ -151,7 +151,7 @@ class Stack(Backbone):
 
 
 class Injection(nn.Module):
-    """W RMSNorm(x) + b (B, L, width): the layer's input x (B, L, D) as it enters every block."""
+    """W RMSNorm(x) + b (B, L, width), which every block adds; x (B, L, D) is the layer's input."""
 
     def __init__(self, d_model: int, width: int, norm_eps: float = RMS_EPS) -> None:
         super().__init__()
@@ -175,7 +175,8 @@ class InputSkip(nn.Module):
 
 
 class ValueGateMLP(nn.Module):
-    """fc2(value * silu(gate)) with (value, gate) = fc1(x); hidden width a multiple of 128, no biases."""
+    """fc2(value * silu(gate)) with (value, gate) = fc1(x), no biases. The hidden width is
+    ``d_inner`` rounded up to a multiple of 128."""
 
     def __init__(self, d_model: int, d_inner: int) -> None:
         super().__init__()
@@ -210,22 +211,21 @@ class SwiGLU(nn.Module):
 
 
 def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
-    """The effective weight of a linear map or convolution, which backbones apply themselves.
+    """The effective weight of a linear map or convolution. Backbones do not call the module.
 
     Raises:
-        ValueError: another module is in its place, for example an adapter, whose forward would never be
-            called.
+        ValueError: ``module`` is of another class, such as an adapter; its ``forward`` would never be called.
     """
     if type_before_parametrizations(module) not in (nn.Linear, nn.Conv1d):
         raise ValueError(
-            "backbones read weights instead of calling their modules, so a "
-            f"{type(module).__name__} in place of a linear map would be left out: merge adapters first"
+            "backbones read weights and do not call modules, so a "
+            f"{type(module).__name__} in place of a linear map would have no effect: merge adapters first"
         )
     return module.weight
 
 
 def projection(linear: nn.Linear) -> Tensor:
-    """The effective weight of a linear map, cast as autocast would: once a forward pass."""
+    """The effective weight of a linear map, in autocast's type. The cast runs once per forward pass."""
     weight = plain_weight(linear)
     return weight.to(kernels.autocast_dtype(weight))
 

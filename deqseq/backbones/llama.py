@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.wv = nn.Linear(d_model, n_kv_head * self.headdim, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.function = function
-        # What transformers' functions read from a module:
+        # transformers' functions read these attributes:
         self.config = None if function is None else function.config
         self.is_causal = True
         self.num_key_value_groups = n_head // n_kv_head
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self, u: Tensor, weights: AttentionWeights, injection: Tensor | None,
         state: tuple[Tensor, ...] | None, rotary: tuple[Tensor, Tensor], mask: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-        """The output (B, W, D), and keys and values (B, J, W, P) if there is a state."""
+        """The output (B, W, D), and keys and values (B, J, W, P), or ``None`` without a state."""
         qkv = F.linear(u, weights.qkv)
         if injection is not None:
             qkv = qkv + injection
@@ -67,13 +67,13 @@ class Attention(nn.Module):
 
 
 def no_slots(state: tuple[Tensor, ...] | None) -> bool:
-    """Whether a layer's state has no slots, so that attention is plain and causal."""
+    """True if a layer has no state, or a state without slots. Attention is then plain causal attention."""
     return state is None or state[0].shape[2] == 0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021) on ``x`` (B, H, W, P), tables (B, 1, W, P). Channel i is paired with
-    channel i + P / 2."""
+    """Apply rotary positions (Su et al., 2021), given as tables (B, 1, W, P), to ``x`` (B, H, W, P).
+    Channels i and i + P / 2 form a pair."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
@@ -84,9 +84,9 @@ class LlamaBlock(Block):
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
         rotary: tuple[Tensor, Tensor], mask: Any, seen: Tensor | None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-        """The stream with ``added``, what this block adds to it, and the trace.
+        """The stream, the output that the next block adds to it, and the trace.
 
-        ``seen`` (B,): the number of filled slots, instead of a mask, for the kernels of one token a sequence.
+        ``seen`` (B,): the number of filled slots. If given, there is one token per sequence and no mask.
         """
         if seen is not None and state is not None:
             from deqseq.ops.one_token.triton import llama_block
@@ -99,28 +99,28 @@ class LlamaBlock(Block):
 class LlamaBackbone(Stack):
     """f(z, x): a stack of Llama blocks and a final norm, with x injected into every block.
 
-    One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer. Neither fused
-    attention nor our kernels have a second derivative. To take one, use ``attention="eager"`` or call under
+    One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer. Fused attention
+    and our kernels have no second derivative. If you need it, use ``attention="eager"`` or call under
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, and on a GPU also under
     ``deqseq.kernels.use("torch")``.
 
     Args:
         d_model: width D.
-        n_layer: blocks.
-        n_head: query heads H; divides ``d_model`` into an even head dim.
-        n_kv_head: key/value heads J; divides H; H by default.
-        d_inner: MLP width before SwiGLU's 2/3: hidden units are int(2 d_inner / 3). 4 D by default.
+        n_layer: number of blocks.
+        n_head: number of query heads H; ``d_model / n_head`` must be an even integer.
+        n_kv_head: number of key/value heads J, a divisor of H; by default H.
+        d_inner: the MLP has int(2 d_inner / 3) hidden units; by default ``d_inner`` is 4 D.
         rope_theta: base of the rotary positions.
         norm_eps, weight_norm, injection, input_skip: as in :class:`Mamba2Backbone`.
-        attention: ``"sdpa"``, torch's own, which runs a flash kernel if it can; or a name in transformers'
-            attention interface: ``"flash_attention_2"`` (3, 4), ``"flex_attention"``, ``"eager"``, or one
-            that ``transformers.AttentionInterface.register`` added (with its ``AttentionMaskInterface`` if
-            it takes a mask). If the state has tokens, as in windows and in decoding, torch's attention is
-            used whatever the name.
+        attention: ``"sdpa"``, torch's function, which runs a flash kernel if possible; or a name in
+            transformers' attention interface: ``"flash_attention_2"`` (or 3, 4), ``"flex_attention"``,
+            ``"eager"``, or a name added by ``transformers.AttentionInterface.register`` (and by
+            ``AttentionMaskInterface.register`` if the function takes a mask). If the state has tokens, as in
+            windows and in decoding, torch's function is always used.
 
     Raises:
-        ValueError: a size below 1, or one that does not divide as stated; an attention that is unknown or
-            not installed.
+        ValueError: a size below 1, or one that breaks a rule above; an attention that is unknown or not
+            installed.
     """
 
     rewinds = True
@@ -150,7 +150,7 @@ class LlamaBackbone(Stack):
         width = (n_head + 2 * n_kv_head) * headdim
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
         self.attention = function
-        self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, no slots yet
+        self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, still empty
         self.headdim = headdim
         self.rope_theta = rope_theta
 
@@ -183,9 +183,9 @@ class LlamaBackbone(Stack):
         return self.through(stream, context, state, choice, injection, rotary, mask, seen)
 
     def _mask(self, width: int, state: State) -> Tensor | None:
-        """(B, 1, W, S + W) bool: a token sees the filled slots, and the window up to itself.
+        """(B, 1, W, S + W) bool, true for filled slots and for the window's tokens up to each token.
 
-        ``None`` without slots: plain causal attention needs no mask.
+        ``None`` if the state has no slots: plain causal attention needs no mask.
         """
         if no_slots(state.layers[0]):
             return None
@@ -195,8 +195,8 @@ class LlamaBackbone(Stack):
         return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """Add slots for every token of ``z``, and half as many more, because each growth copies the whole
-        state."""
+        """The state with slots for the tokens of ``z``. Growing copies the state, so each growth after the
+        first adds 50 % spare slots."""
         slots = state.layers[0][0].shape[2]
         needed = int(state.seen.max()) + z.shape[1] if slots else z.shape[1]
         if needed <= slots:
@@ -214,7 +214,7 @@ class LlamaBackbone(Stack):
         gone = (state.seen - tokens).clamp_min(0)
         kept = gone[:, None] + torch.arange(min(tokens, slots), device=gone.device)  # (B, S)
         kept = kept.clamp_max(slots - 1)[:, None, :, None]
-        # Rotations add up: turning keys back by the number of removed tokens gives them their new positions.
+        # Rotations add up: rotating keys back by the number of removed tokens gives them their new positions.
         cos, sin = (table[:, None] for table in self._rotary(-gone[:, None]))
 
         def taken(values: Tensor) -> Tensor:

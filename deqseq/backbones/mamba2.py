@@ -28,7 +28,7 @@ class Mamba2Mixer(nn.Module):
         heads, inner, width = sizes.heads, sizes.inner, sizes.conv_width
         self.in_proj = nn.Linear(d_model, inner + width + heads, bias=False)
         self.conv1d = nn.Conv1d(width, width, d_conv, groups=width, padding=d_conv - 1)
-        # Step sizes start log-uniform, decay rates uniform in [1, 16], as in Mamba2.
+        # As in Mamba2, initial step sizes are log-uniform, and initial decay rates are uniform in [1, 16].
         dt = torch.exp(torch.empty(heads).uniform_(math.log(dt_min), math.log(dt_max)))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
@@ -60,7 +60,7 @@ class Mamba2Block(Block):
         self, stream: Tensor, added: Tensor | None, weights: tuple[MixerWeights, ValueGateWeights | None],
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
     ) -> tuple[Tensor, Tensor, LayerTrace | None]:  # fmt: skip
-        """The stream with ``added``, what this block adds to it, and the trace."""
+        """The stream, the output that the next block adds to it, and the trace."""
         sizes: MixerSizes = self.mixer.sizes
         if state is not None and sizes.norm_groups == 1 and one_token.applies(stream, state, choice):
             from deqseq.ops.one_token.triton import mamba2_block
@@ -76,26 +76,28 @@ class Mamba2Backbone(Stack):
 
     Args:
         d_model: width D.
-        n_layer: blocks.
-        d_state: state dim N of a head.
-        expand: inner width over D.
-        headdim: width P of a head; divides ``expand * d_model``.
-        d_conv: taps of the causal convolution.
-        d_inner: 0: no MLP; otherwise its hidden width, rounded up to a multiple of 128.
-        n_groups: groups of heads that share the B and C projections.
-        norm_groups: groups of channels that the gated norm normalises separately; divides the inner width.
-            The original Mamba2 has ``n_groups`` of them.
-        norm_eps: every norm adds it to the mean square.
-        chunk_size: tokens that the recurrence handles quadratically at a time; changes only the speed.
-        dt_min, dt_max: range of the initial step sizes, log-uniform; the defaults are the original's. A head
-            forgets within about ``1 / (dt * A)`` tokens; its decay rate A starts in [1, 16].
-        weight_norm: weight normalisation of every linear map and convolution.
-        injection: ``False`` for explicit use, where x enters as z.
-        input_skip: the residual stream starts from ``gain * z + x``, with a learned gain (D,) that is 0 at
-            first, so that f(z, x) does not depend on z through the stream (see ``to_implicit``).
+        n_layer: number of blocks.
+        d_state: state dimension N of a head.
+        expand: inner width divided by D.
+        headdim: width P of a head, a divisor of ``expand * d_model``.
+        d_conv: kernel size of the causal convolution.
+        d_inner: hidden width of the MLP, rounded up to a multiple of 128; 0: no MLP.
+        n_groups: number of groups of heads. The heads of a group share their B and C projections.
+        norm_groups: number of groups of channels that the gated norm normalises separately, a divisor of the
+            inner width. The original Mamba2 uses ``n_groups``.
+        norm_eps: constant that every norm adds to the mean square.
+        chunk_size: tokens in a chunk of the recurrence; within a chunk, the work is quadratic in its length.
+            Changes only the speed.
+        dt_min, dt_max: range of the initial step sizes, which are log-uniform; the defaults are the original
+            Mamba2's. A head forgets within about ``1 / (dt * A)`` tokens; its decay rate A starts in [1, 16].
+        weight_norm: true: use weight normalisation for every linear map and convolution.
+        injection: false for explicit layers, which pass x as z.
+        input_skip: true: the residual stream starts at ``gain * z + x``; ``gain`` (D,) is learned and starts
+            at 0 (see ``to_implicit``).
 
     Raises:
-        ValueError: a size below 1, or one that does not divide as stated; an empty range of step sizes.
+        ValueError: a size below 1, or one that breaks a rule above; step sizes that break
+            0 < dt_min <= dt_max < inf.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Mamba2Backbone(Stack):
         if heads % n_groups:
             raise ValueError(f"n_groups must divide the {heads} heads, got {n_groups}")
         if not 0 < dt_min <= dt_max < math.inf:
-            raise ValueError(f"dt_min and dt_max must be 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
+            raise ValueError(f"dt_min and dt_max need 0 < dt_min <= dt_max < inf, got {dt_min} and {dt_max}")
         sizes = MixerSizes(heads, headdim, d_state, n_groups, norm_groups, norm_eps, chunk_size)
         blocks = []
         for _ in range(n_layer):
@@ -127,7 +129,7 @@ class Mamba2Backbone(Stack):
             blocks.append(Mamba2Block(d_model, norm_eps, mixer, mlp))
         width = sizes.inner + sizes.conv_width + heads
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
-        # The convolution's tail and the SSM state.
+        # The last inputs of the convolution, and the SSM state.
         self.state_shapes = (d_conv - 1, sizes.conv_width), (heads, headdim, d_state)
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:

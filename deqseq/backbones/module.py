@@ -11,14 +11,14 @@ from deqseq.backbones.blocks import check_sizes
 class ModuleBackbone(Backbone):
     """f(z, x) = module(z + x) for any causal module (B, L, D) -> (B, L, D).
 
-    Nothing checks causality. With a window or a state, every evaluation runs the module over all past inputs,
+    Causality is not checked. With a window or a state, every evaluation runs the module over all past inputs,
     which is correct for any module but slow. For a recurrent module, write a
     :class:`~deqseq.backbone.Backbone` with a state.
 
     Args:
         module: the causal map; its output has the shape of its input.
-        injection: module applied to x before it is added, once a forward pass; the identity by default.
-        d_model: width D, to check inputs against; any by default.
+        injection: module applied to x once per forward pass; its output is added to z. Default: identity.
+        d_model: required width D of the inputs; by default any width is accepted.
     """
 
     rewinds = True
@@ -58,7 +58,7 @@ class ModuleBackbone(Backbone):
     def initial_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
-        """No past inputs yet, (B, 0, 0)."""
+        """An empty state: no past inputs, (B, 0, 0)."""
         weight = next(self.parameters(), None)
         device = weight.device if device is None and weight is not None else device
         empty = torch.zeros(batch_size, 0, 0, device=device, dtype=dtype)
@@ -85,7 +85,7 @@ class ModuleBackbone(Backbone):
 
 
 def _line(past: Tensor, seen: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The inputs of every sequence so far with the new ones behind them, and the places of the new inputs."""
+    """Every sequence's past inputs followed by its new inputs, and the new inputs' indices (B, W)."""
     line = F.pad(past, (0, 0, 0, inputs.shape[1]))
     index = seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
     return line.scatter(1, index[..., None].expand_as(inputs), inputs.to(past.dtype)), index

@@ -1,7 +1,7 @@
 """Implicit and explicit causal language models for transformers.
 
-Importing this package registers them, so that ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM``
-load them like any other model. It needs the ``lm`` extra: ``pip install 'deqseq[lm]'``.
+Importing this package registers the models, so that ``AutoConfig``, ``AutoModel`` and
+``AutoModelForCausalLM`` load them. The package needs the ``lm`` extra: ``pip install 'deqseq[lm]'``.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -21,8 +21,7 @@ for _config in (ImplicitConfig, ReferenceMamba2Config, ReferenceLlamaConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
 AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
 AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
-# With label smoothing, transformers' Trainer looks in this table to see which models need their labels
-# shifted.
+# With label smoothing, transformers' Trainer shifts the labels for the models in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ImplicitConfig.model_type] = ImplicitForCausalLM.__name__
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The cache of a language model, behind transformers' interface for caches.
+"""The cache of a language model, with the interface of transformers' caches.
 
 Shapes: B sequences, C columns seen so far (tokens and padding), L columns of a call, D width.
 """
@@ -14,14 +14,14 @@ from deqseq.backbone import State, take_tokens
 
 
 class StateLayer(CacheLayerMixin):
-    """The one layer of an :class:`EquilibriumCache`: a backbone's state behind transformers' interface.
+    """The only layer of an :class:`EquilibriumCache`: a backbone's state with transformers' interface.
 
-    The blocks of a backbone settle together, so this one layer holds the states of all blocks: keys and
+    The blocks of a backbone are solved together, so this layer holds the states of all blocks: keys and
     values with a slot for every token, or the convolution's tail and the SSM state.
 
     Attributes:
         state: the backbone's state; ``None`` before the first call, unless the cache was made with a state.
-        equilibrium: (B, D) of each sequence's last token; ``None`` if it is not known.
+        equilibrium: (B, D) the equilibrium of each sequence's last token; ``None`` if it is unknown.
     """
 
     is_sliding = False
@@ -35,16 +35,16 @@ class StateLayer(CacheLayerMixin):
     def reset(self, state: State | None = None) -> None:
         self.state = state
         self.equilibrium: Tensor | None = None
-        # The state may have consumed millions of tokens before the first call: only their number is stored.
+        # A given state may have consumed millions of tokens: store only their number, not a mask.
         self._earlier = None if state is None else state.seen.clone()  # (B,)
         self._earlier_columns = 0 if state is None else int(state.seen.max())
-        self._called: Tensor | None = None  # (B, columns of the calls since) bool, tokens and not padding
+        self._called: Tensor | None = None  # (B, columns of all calls) bool, false for padding
 
     @property
     def real(self) -> Tensor | None:
-        """(B, C) bool, columns that were tokens and not padding.
+        """(B, C) bool, true for tokens and false for padding; ``None`` if there are no columns.
 
-        Tokens from before the first call are padded at the front.
+        The tokens of a given state come first; shorter sequences are padded at the front.
         """
         if self._earlier is None:
             return self._called
@@ -53,10 +53,10 @@ class StateLayer(CacheLayerMixin):
         return earlier if self._called is None else torch.cat([earlier, self._called], 1)
 
     def continued(self, fresh: State) -> State:
-        """The state that a call starts from: the cached one, or ``fresh`` before the first token.
+        """The state that a call starts from: the cached state, or ``fresh`` if there is none.
 
         Raises:
-            ValueError: the cache holds another number of sequences, or is of another model.
+            ValueError: ``fresh`` has another number of sequences, or the cache belongs to another model.
         """
         if self.state is None:
             return fresh
@@ -66,7 +66,7 @@ class StateLayer(CacheLayerMixin):
             )
         if not _same_form(self.state, fresh):
             raise ValueError(
-                "the cache is of another model, or was filled in another type or on another device"
+                "the cache belongs to another model, or was filled in another type or on another device"
             )
         return self.state
 
@@ -75,7 +75,7 @@ class StateLayer(CacheLayerMixin):
         real = (z.new_ones(z.shape[:2]) if attention_mask is None else attention_mask).bool()
         place = torch.arange(1, z.shape[1] + 1, device=z.device)
         last = take_tokens(z, (real * place).argmax(1, keepdim=True))[:, 0]
-        if self.equilibrium is not None:  # rows of nothing but padding keep their last token
+        if self.equilibrium is not None:  # rows with only padding keep their equilibrium
             last = torch.where(real.any(1, keepdim=True), last, self.equilibrium)
         self.state = state
         self.equilibrium = last.detach()
@@ -83,7 +83,7 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def guess(self, x: Tensor) -> Tensor | None:
-        """The initial guess (B, L, D) of a call's tokens: the equilibrium of the last token before them."""
+        """The initial guess (B, L, D) for a call: the equilibrium of the last token before it, if known."""
         if self.equilibrium is None:
             return None
         return self.equilibrium[:, None].expand_as(x).contiguous()
@@ -92,7 +92,7 @@ class StateLayer(CacheLayerMixin):
         return self._earlier_columns + (0 if self._called is None else self._called.shape[1])
 
     def get_max_length(self) -> int:
-        return -1  # grows
+        return -1  # no limit
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -101,17 +101,17 @@ class StateLayer(CacheLayerMixin):
         """Remove the last ``-tokens_to_remove`` columns; the number is negative, as in transformers.
 
         Raises:
-            ValueError: a positive number; more columns than there are; a state that cannot go back.
+            ValueError: a positive number; more columns than there are; a recurrent state.
         """
         columns = self.get_seq_length()
         if not -columns <= tokens_to_remove <= 0:
-            raise ValueError(f"crop takes a number in -{columns} … 0, got {tokens_to_remove}")
+            raise ValueError(f"crop takes a number from -{columns} to 0, got {tokens_to_remove}")
         if tokens_to_remove == 0 or self.state is None:
             return
         if not self.is_croppable:
             raise ValueError(
                 "this model's state is recurrent and cannot forget its last tokens: copy the cache before "
-                "a call that may have to be taken back"
+                "a call that you may have to undo"
             )
         kept = columns + tokens_to_remove
         seen = torch.zeros_like(self.state.seen)
@@ -149,13 +149,13 @@ class StateLayer(CacheLayerMixin):
     prefetch = offload
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError("an EquilibriumCache is filled by its model, token by settled token")
+        raise ValueError("only deqseq's language models can fill an EquilibriumCache")
 
     lazy_initialization = update
 
 
 def _same_form(state: State, fresh: State) -> bool:
-    """Whether the state may have grown from ``fresh``: only empty dimensions of ``fresh`` may differ."""
+    """Whether layers, types, devices and sizes equal those of ``fresh``; a size of 0 there fits any size."""
     if [len(layer) for layer in state.layers] != [len(layer) for layer in fresh.layers]:
         return False
     pairs = zip(itertools.chain(*state.layers), itertools.chain(*fresh.layers), strict=True)
@@ -167,15 +167,15 @@ def _same_form(state: State, fresh: State) -> bool:
 
 
 class EquilibriumCache(Cache):
-    """The cache of these models, ``past_key_values``: the state after the tokens that a model has solved.
+    """The models' ``past_key_values``: the backbone state after the tokens that a model has solved.
 
-    A call stores its tokens once all of them have settled. ``model(..., use_cache=True)`` makes a cache, and
-    ``generate`` makes one by itself. Beam search reorders it. ``crop(-n)`` removes the last n columns if the
-    backbone has a slot for every token (attention), and raises if it is recurrent (Mamba2).
+    A call adds its tokens after it has solved all of them. ``model(..., use_cache=True)`` and ``generate``
+    make a cache. Beam search reorders its sequences. ``crop(-n)`` removes the last n columns if the state has
+    a slot for every token (attention), and raises ``ValueError`` if the state is recurrent (Mamba2).
 
     Args:
-        rewinds: whether the backbone's states can go back, :attr:`~deqseq.Backbone.rewinds`.
-        state: backbone state to continue; by default the next call is the first. Its tokens count as columns.
+        rewinds: true: tokens can be removed from the backbone's states; see :attr:`~deqseq.Backbone.rewinds`.
+        state: backbone state to continue; by default the cache is empty. The state's tokens count as columns.
             Sequences that have seen fewer tokens than the longest are padded at the front.
     """
 

@@ -19,7 +19,7 @@ from deqseq.problem import SolveOptions
 logger = logging.getLogger(__name__)
 
 
-# Settings that transformers takes besides the fields of a configuration.
+# Settings that transformers accepts besides the fields of a configuration.
 _TRANSFORMERS = {
     "attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels",
     "output_attentions", "quantization_config", "torch_dtype", "_attn_implementation_internal",
@@ -28,7 +28,7 @@ _TRANSFORMERS = {
 
 
 def _unknown(settings: Mapping[str, Any]) -> list[str]:
-    """Names of settings that have no effect."""
+    """The names in ``settings`` that neither transformers nor :class:`ImplicitConfig` uses."""
     known = {*_TRANSFORMERS, *vars(GenerationConfig()), *(f.name for f in fields(ImplicitConfig))}
     return sorted(name for name in settings if name not in known)
 
@@ -37,27 +37,28 @@ def _unknown(settings: Mapping[str, Any]) -> list[str]:
 class ImplicitConfig(PreTrainedConfig):
     """A causal language model over any backbone, implicit or explicit.
 
-    Parts are written as mappings ``{"name": ..., **options}`` or plain names, as
-    :class:`~deqseq.ImplicitSequenceLayer` takes them; unknown names and options raise.
+    Backbone, solver, gradient strategy and policies are names or mappings ``{"name": ..., **options}``, as
+    for :class:`~deqseq.ImplicitSequenceLayer`.
 
     Args:
-        vocab_size: tokens.
-        backbone: the body, ``{"name": "mamba2", "d_model": 256, "n_layer": 1, ...}``.
-        implicit: ``False`` for the explicit twin: the same stack applied once, without injection.
-        solver, gradient: parts of the implicit layer.
-        convergence: policy in training.
-        eval_convergence: policy in evaluation; as in training by default.
-        window: tokens solved at a time; all by default.
-        causal: refuse, in training, parts that leak the future; see the layer.
-        initial_guess: the start of a token's search in calls that continue a cache, as in generation:
-            ``"zero"``, or ``"previous"``, the equilibrium of the token before the call.
-        initializer_range: standard deviation of the embeddings at the start.
-        use_cache: whether calls in evaluation mode return a cache to continue from.
-        tie_word_embeddings: share the embeddings with the output layer.
+        vocab_size: number of tokens in the vocabulary.
+        backbone: the map f, such as ``{"name": "mamba2", "d_model": 256, "n_layer": 1}``.
+        implicit: false: an explicit model, which applies the same stack once, without injection.
+        solver, gradient: solver and gradient strategy of the implicit layer.
+        convergence: convergence policy in training.
+        eval_convergence: convergence policy in evaluation; by default the policy of training.
+        window: tokens solved at a time; by default all.
+        causal: true: in training, raise for solvers and policies through which a token could depend on later
+            tokens.
+        initial_guess: where the search starts in calls that continue a cache, such as in generation:
+            ``"zero"``, or ``"previous"``: the equilibrium of the last token before the call.
+        initializer_range: standard deviation of the initial embeddings and output weights.
+        use_cache: true: calls in evaluation mode return a cache by default.
+        tie_word_embeddings: true: the output layer uses the embeddings as its weights.
 
     Raises:
-        ValueError: unknown settings, parts or options; parts given as objects, which no file could hold; a
-            window below 1; a backbone without a width.
+        ValueError: unknown settings, names or options; a part given as an object, which a file cannot
+            store; a window below 1; a backbone without ``d_model``.
     """
 
     model_type = "implicit_lm"
@@ -66,7 +67,7 @@ class ImplicitConfig(PreTrainedConfig):
     vocab_size: int = 50277
     backbone: Any = None
     implicit: bool = True
-    # Parts are names or mappings. Any other value raises ``ValueError``.
+    # Names or mappings. Any other value raises ``ValueError``.
     solver: Any = "picard"
     gradient: Any = "phantom"
     convergence: Any = None
@@ -85,15 +86,15 @@ class ImplicitConfig(PreTrainedConfig):
         if unknown := _unknown(kwargs):
             ours = sorted(set(ImplicitConfig.__annotations__) - {"model_type"})
             raise ValueError(
-                f"unknown settings {', '.join(unknown)}; an ImplicitConfig has {', '.join(ours)}. Options of "
-                'a part stand in its mapping, such as backbone={"name": "llama", "d_model": 64, ...} or '
+                f"unknown settings {', '.join(unknown)}; an ImplicitConfig has {', '.join(ours)}. Options "
+                'of a part belong in its mapping: backbone={"name": "llama", "d_model": 64, ...} or '
                 'convergence={"name": "residual", "rtol": 0.05, "max_iter": 64}'
             )
         for name in ("backbone", "solver", "gradient", "convergence", "eval_convergence"):
             if not isinstance(value := getattr(self, name), str | Mapping | None):
                 raise ValueError(
                     f'{name} must be a name or a mapping such as {{"name": "...", "option": 1}}, which '
-                    f"config.json can hold, got {value!r}"
+                    f"config.json can store, got {value!r}"
                 )
         if self.backbone is None:
             self.backbone = {"name": "mamba2", "d_model": 256, "n_layer": 1}
@@ -122,8 +123,8 @@ class ImplicitConfig(PreTrainedConfig):
     def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
         """transformers' ``attn_implementation=`` sets the ``attention`` of a backbone that has this option.
 
-        The backbone checks the value. transformers gets "eager", which every model class supports, because it
-        would otherwise check the model's class.
+        The backbone checks the value. transformers checks whether the model's class supports its value, so it
+        gets "eager", which every class supports.
         """
         name = value.get("") if isinstance(value, Mapping) else value
         if name and backbones.takes(self.backbone, "attention"):
@@ -133,10 +134,10 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "ImplicitConfig":
-        """The paper's configuration ``name``, such as ``"llama-1.3b-free"``, with some fields changed.
+        """The paper's configuration ``name``, such as ``"llama-1.3b-free"``, with ``overrides`` applied.
 
         Raises:
-            ValueError: no preset of that name; the message lists them (:mod:`deqseq.causal_lm.presets`).
+            ValueError: no preset has this name; the message lists all (:mod:`deqseq.causal_lm.presets`).
         """
         from deqseq.causal_lm.presets import options
 
@@ -144,31 +145,31 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but ``kwargs`` are checked like settings in the file.
+        """As in transformers, but settings in ``kwargs`` are checked like those in ``config_dict``.
 
-        Unknown settings in the file are kept and saved again, because transformers and other packages store
-        their own settings there. A warning in the log names them.
+        Unknown settings in ``config_dict`` are kept and saved again, because transformers and other packages
+        store settings in ``config.json``. A warning in the log names them.
         """
         ours = set(cls.__annotations__) & set(kwargs)
         settings = {**config_dict, **{name: kwargs.pop(name) for name in ours}}
         follows = config_dict.get("eval_convergence") == config_dict.get("convergence")
         if "convergence" in ours and "eval_convergence" not in ours and follows:
-            settings["eval_convergence"] = None  # as in training, as before
+            settings["eval_convergence"] = None  # evaluation uses the policy of training, as in the file
         extra = {name: settings.pop(name) for name in _unknown(settings)}
         made = super().from_dict(settings, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         for name, value in extra.items():
             setattr(config, name, value)
         if extra:
-            logger.warning("the configuration has settings of no use here: %s", ", ".join(extra))
+            logger.warning("the configuration has unknown settings, which are ignored: %s", ", ".join(extra))
         return made
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; configurations of the reference implementation are translated.
+        """As in transformers, but configurations of the reference implementation are translated.
 
         Raises:
-            ValueError: the configuration of another kind of model.
+            ValueError: the configuration has another ``model_type``.
         """
         settings, unused = super().get_config_dict(*args, **kwargs)
         if reference.is_reference(settings):
@@ -176,8 +177,8 @@ class ImplicitConfig(PreTrainedConfig):
         kind = settings.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ValueError(
-                f"{args[0] if args else 'this'} is a {kind!r}, not an {cls.model_type!r}; transformers' "
-                "Llama and Mamba2 models become ours by ImplicitForCausalLM.from_explicit(path)"
+                f"{args[0] if args else 'this'} is a {kind!r}, not an {cls.model_type!r}; to "
+                "convert transformers' Llama and Mamba2 models, use ImplicitForCausalLM.from_explicit(path)"
             )
         return settings, unused
 
@@ -188,12 +189,12 @@ class ImplicitConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Blocks of the body."""
+        """Number of blocks in the backbone."""
         return int(self.backbone.get("n_layer", 1))
 
 
 class _ReferenceConfig(PreTrainedConfig):
-    """Registers a model type of the reference in ``AutoConfig``; ``from_dict`` returns an ImplicitConfig."""
+    """A reference configuration, for ``AutoConfig``; ``from_dict`` translates it into an ImplicitConfig."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Convert explicit transformers models into ours, and explicit models into implicit ones.
+"""Convert transformers' models into explicit models of this library, and explicit into implicit models.
 
-Use it through :meth:`ImplicitForCausalLM.from_explicit` and :meth:`ImplicitForCausalLM.to_implicit`.
+:meth:`ImplicitForCausalLM.from_explicit` and :meth:`ImplicitForCausalLM.to_implicit` call these functions.
 """
 
 import os
@@ -19,7 +19,7 @@ from deqseq.ops.mixer.naive import at_least_float32
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-# Regular expressions: transformers' weight names -> ours, without the prefix "model.layer.backbone.".
+# Regular expressions for transformers' weight names -> our names without "model.layer.backbone.".
 _LLAMA = {
     r"model\.embed_tokens\.": "embed_tokens.",
     r"model\.norm\.": "norm_f.",
@@ -90,7 +90,7 @@ def _llama(model: Any) -> dict[str, Any]:
 
 
 def swiglu_width(hidden: int) -> int:
-    """The ``d_inner`` whose SwiGLU has exactly ``hidden`` units, ``2 * d_inner // 3``."""
+    """The ``d_inner`` of a SwiGLU with ``hidden`` hidden units: ``2 * d_inner // 3 == hidden``."""
     return -(-3 * hidden // 2)
 
 
@@ -104,7 +104,7 @@ def _mamba2(model: Any) -> dict[str, Any]:
     }
     supported = {"hidden_act": "silu", "use_bias": False, "time_step_limit": (0.0, float("inf"))}
     _check(found, {**supported, "num_heads * head_dim": inner})
-    # Whether the gated norm works by groups depends on the version of transformers, so ask the module.
+    # Only some versions of transformers normalise by groups in the gated norm: read the size of a group.
     norm = model.backbone.layers[0].mixer.norm
     return {
         "name": "mamba2", "d_model": config.hidden_size, "n_layer": config.num_hidden_layers,
@@ -125,11 +125,11 @@ def _check(found: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
 
 def _refuse_overrides(overrides: Mapping[str, Any]) -> None:
     if wrong := sorted(set(overrides) & {"backbone", "implicit", "vocab_size", "tie_word_embeddings"}):
-        raise ValueError(f"{', '.join(wrong)} are taken from the converted model, and cannot be given")
+        raise ValueError(f"{', '.join(wrong)} come from the converted model and cannot be changed")
 
 
 def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load plain ``weights`` into a backbone; weights that it normalises are split into g and v."""
+    """Load plain ``weights`` into a backbone. With weight normalisation, they are split into g and v."""
     state = {}
     for name, target in backbone.state_dict().items():
         module, _, part = name.partition(".parametrizations.weight.")
@@ -153,10 +153,10 @@ def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
     """See :meth:`ImplicitForCausalLM.to_implicit`."""
     _refuse_overrides(overrides)
     if model.config.implicit:
-        raise ValueError("to_implicit takes an explicit model (implicit=False); this one is implicit")
+        raise ValueError("to_implicit takes an explicit model (implicit=False); this model is implicit")
     ImplicitConfig(**overrides)  # raises for unknown names
     settings = model.config.to_dict() | dict(overrides)
-    if "convergence" in overrides:  # also the policy of evaluation, unless that is given too
+    if "convergence" in overrides:  # evaluation uses it too, unless it is overridden as well
         settings["eval_convergence"] = overrides.get("eval_convergence")
     backbone = {k: v for k, v in settings["backbone"].items() if k != "injection"}
     settings |= {"backbone": {**backbone, "input_skip": True}, "implicit": True}

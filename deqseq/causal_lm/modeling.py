@@ -29,14 +29,13 @@ from deqseq.solution import Solution
 
 @dataclass
 class ImplicitModelOutput(ModelOutput):
-    """The output of the body.
+    """The output of :class:`ImplicitModel`.
 
     Attributes:
-        last_hidden_state: (B, L, D) the equilibrium.
+        last_hidden_state: (B, L, D) the equilibria z*, or the output of an explicit stack.
         past_key_values: the cache to pass to the next call; see ``use_cache``.
-        hidden_states: with ``output_hidden_states``, a pair of (B, L, D), whatever the number of blocks: the
-            embeddings x and the equilibrium z*. There is no depth in between, because the iterates approach
-            z*.
+        hidden_states: with ``output_hidden_states``, two tensors (B, L, D): the embeddings x and
+            ``last_hidden_state``. Outputs of single blocks or iterations are not returned.
         solution: residual, iterations and status of every token; ``None`` for explicit models.
     """
 
@@ -51,8 +50,8 @@ class ImplicitCausalLMOutput(ModelOutput):
     """The output of the language model.
 
     Attributes:
-        loss: mean cross-entropy of token t + 1 given tokens up to t, if labels were given.
-        logits: (B, L, V), or those of the last ``logits_to_keep`` tokens.
+        loss: mean cross-entropy of token t + 1 given the tokens up to t; ``None`` without labels.
+        logits: (B, L, V), or (B, n, V) for n tokens in ``logits_to_keep``; ``None`` with ``skip_logits``.
         past_key_values, hidden_states, solution: as in :class:`ImplicitModelOutput`.
     """
 
@@ -64,33 +63,33 @@ class ImplicitCausalLMOutput(ModelOutput):
 
 
 class ImplicitPreTrainedModel(PreTrainedModel):
-    """Loading and saving. One class for every backbone, implicit and explicit alike."""
+    """Base class that loads and saves the models: implicit and explicit ones, with any backbone."""
 
     config_class = ImplicitConfig
     config: ImplicitConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # Not to be split over devices: every iteration reads all weights, without calling their modules.
+    # Keep a layer on one device: every iteration reads all its weights and does not call the modules.
     _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers' form
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Backbones initialise themselves when they are built. That leaves the embeddings.
+        # Backbones initialise themselves when they are built. Embeddings and output layer remain.
         if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
             nn.init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, but a checkpoint that does not fit raises instead of warning.
+        """As in transformers, but a checkpoint that does not fit the model raises and does not only warn.
 
         Raises:
-            ValueError: weights are missing, unknown or of another shape; missing weights would be random. Or
-                ``device_map`` leaves weights of the layer off the devices.
+            ValueError: weights are missing, unknown or of another shape (missing weights would be random);
+                ``device_map`` offloads weights of the layer.
         """
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("key_mapping", reference.KEYS)
         loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = loaded
-        # Otherwise transformers would save renamed weights under their old names, with our configuration.
+        # Without this line, transformers would save renamed weights under their old names.
         vars(model).pop("_weight_conversions", None)
         kinds = {
             "missing": "missing_keys", "unknown": "unexpected_keys", "of another shape": "mismatched_keys"
@@ -103,8 +102,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         layer: nn.Module = getattr(model, cls.base_model_prefix, model).layer
         if {"cpu", "disk"} & set(places.values()) and any(p.is_meta for p in layer.parameters()):
             raise ValueError(
-                "the layer must be on one device, as every iteration reads all its weights, and none "
-                f"has room for it (max_memory): device_map came to {places}"
+                "the layer must be on one device, because every iteration reads all its weights: raise "
+                f"max_memory or change device_map, which is {places}"
             )
         return (model, info) if with_info else model
 
@@ -112,7 +111,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 class ImplicitModel(ImplicitPreTrainedModel):
     """Embeddings and the sequence layer: (B, L) token ids -> (B, L, D) equilibria."""
 
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 - the output layer's
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 - the output layer
 
     def __init__(self, config: ImplicitConfig) -> None:
         super().__init__(config)
@@ -138,26 +137,26 @@ class ImplicitModel(ImplicitPreTrainedModel):
         """Solve for the equilibria of a batch.
 
         Args:
-            input_ids: (B, L) int64; or ``inputs_embeds`` (B, L, D).
-            attention_mask: (B, L), non-zero for real tokens, which may stand anywhere; with a cache also
-                (B, C + L), the columns of earlier calls included.
-            position_ids: (B, L) or (1, L) int64; where they start anew at 0, another sequence begins.
+            input_ids: (B, L) int64 token ids. Give either these or ``inputs_embeds`` (B, L, D).
+            attention_mask: (B, L), non-zero for real tokens; padding may be anywhere. With a cache of C
+                columns, the mask may also be (B, C + L), with the columns of earlier calls first.
+            position_ids: (B, L) or (1, L) int64. Where positions restart at 0, another sequence begins.
             past_key_values: the cache of an earlier call, which this call continues and extends.
-            use_cache: return a cache. By default the configuration's, in evaluation mode; never in training
-                or of packed rows, unless a cache was given.
-            output_hidden_states: return the embeddings and the equilibrium as ``hidden_states``.
-            solve: options of the solve, instead of the configuration's.
-            window: tokens solved at a time, instead of the options'.
-            z0: (B, L, D) initial guess, instead of the configuration's.
+            use_cache: true: return a cache. By default, the configuration decides in evaluation mode; calls
+                in training or with packed rows return one only if they are given one.
+            output_hidden_states: true: return ``hidden_states``. By default the configuration decides.
+            solve: options of the solve; by default the configuration's.
+            window: tokens solved at a time; ``None``: all; ``"layer"``: as in the options.
+            z0: (B, L, D) initial guess; by default as in the configuration.
 
         Raises:
-            ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; a mask that fits neither
-                the tokens nor the tokens with those before; a cache of another model; ``solve``,
-                ``window`` or ``z0`` for an explicit model; what the layer refuses.
+            ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; a mask of another shape, or
+                one that differs from the masks of earlier calls; a cache of another model; ``solve``,
+                ``window`` or ``z0`` for an explicit model; inputs that the layer rejects.
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(
-                "nn.DataParallel cannot gather the solutions: start one process a GPU (accelerate launch, "
+                "nn.DataParallel cannot gather the solutions: start one process per GPU (accelerate launch, "
                 "torchrun), or use one GPU only (CUDA_VISIBLE_DEVICES=0)"
             )
         if (input_ids is None) == (inputs_embeds is None):
@@ -201,15 +200,15 @@ class ImplicitModel(ImplicitPreTrainedModel):
         )
 
     def _caches(self, x: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
-        """Whether a call without ``use_cache`` returns a cache."""
+        """Whether a call returns a cache if it is given neither ``use_cache`` nor a cache."""
         if self.training or not self.config.use_cache or not self.layer.backbone.keeps_state:
             return False
         fits = all(t is None or t.shape == x.shape[:2] for t in (position_ids, attention_mask))
-        # Shapes that do not fit are refused later.
+        # The layer rejects wrong shapes later.
         return position_ids is None or not fits or not packs_rows(position_ids, attention_mask)
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> EquilibriumCache | None:
-        """The cache to continue: the caller's, or a new one if the call returns one."""
+        """The cache to fill and return: ``given``, or a new one; ``None`` if the call returns none."""
         if given is not None and not isinstance(given, EquilibriumCache):
             raise ValueError(
                 f"past_key_values must be the EquilibriumCache of an earlier call, got {type(given).__name__}"
@@ -227,27 +226,27 @@ class ImplicitModel(ImplicitPreTrainedModel):
 
 
 def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) -> Tensor | None:
-    """The columns (B, L) of an attention mask for this call's tokens."""
+    """The columns (B, L) of the attention mask for this call's tokens."""
     if mask is None or (mask.dim() == 2 and mask.shape[1] == length):
         return mask
     seen = 0 if content is None else content.get_seq_length()
     if mask.dim() != 2 or mask.shape[1] != seen + length:
         raise ValueError(
-            f"attention_mask must be (B, L) for the {length} tokens of the call, or reach over the {seen} "
-            f"before them too, got {tuple(mask.shape)}"
+            f"attention_mask must be (B, L) for the {length} tokens of the call, or (B, C + L) with the "
+            f"{seen} columns of earlier calls, got {tuple(mask.shape)}"
         )
     before = None if content is None else content.real
     same_batch = before is not None and before.shape[0] == mask.shape[0]
     if same_batch and not torch.equal(real_tokens(mask[:, :seen]), cast(Tensor, before)):
         raise ValueError(
-            "attention_mask differs from that of earlier calls at their columns: tokens that a cache has "
-            "consumed cannot be masked afterwards"
+            "attention_mask differs from the masks of earlier calls in their columns: tokens that a cache "
+            "has consumed cannot be masked afterwards"
         )
     return mask[:, -length:]
 
 
 def aligned_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x ``weight``^T, with zeros appended up to a multiple of 64 columns, as matrix units prefer."""
+    """x ``weight``^T, padded with zero columns to a multiple of 64, which is faster on GPUs."""
     return F.linear(x, F.pad(weight, (0, 0, 0, -weight.shape[0] % 64)))
 
 
@@ -268,7 +267,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ImplicitModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # transformers' name for a cache that cannot remove tokens, which speculative decoding needs.
+        # transformers' flag: this cache cannot remove tokens (speculative decoding removes some).
         self._is_stateful = not self.model.layer.backbone.rewinds
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -277,36 +276,36 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         cls, source: str | os.PathLike[str] | PreTrainedModel, weight_norm: bool = True,
         dtype: torch.dtype | None = None, **config_overrides: Any,
     ) -> ImplicitForCausalLM:  # fmt: skip
-        """A ``LlamaForCausalLM`` or ``Mamba2ForCausalLM`` of transformers as an explicit model of ours.
+        """Convert a ``LlamaForCausalLM`` or ``Mamba2ForCausalLM`` of transformers into an explicit model.
 
-        The logits stay the same, up to rounding. Device and mode are the model's.
+        The logits stay the same, up to rounding. Device and mode (training or evaluation) stay the same too.
 
         Args:
             source: the model, or its folder or name on the hub.
-            weight_norm: weight normalisation of the body, as implicit models are trained with; the
+            weight_norm: true: use weight normalisation in the backbone, as implicit models do by default. The
                 function stays the same.
-            dtype: of the weights; the model's by default.
+            dtype: type of the weights; by default the model's.
             config_overrides: further settings of :class:`ImplicitConfig`, for :meth:`to_implicit`.
 
         Raises:
-            ValueError: another kind of model; a setting that our backbones do not have (biases, scaled rotary
-                positions, another activation, a bounded time step, ...).
+            ValueError: a model of another class; a setting that our backbones do not have (biases, scaled
+                rotary positions, another activation, a bounded time step, ...).
         """
         return conversion.from_explicit(cls, source, weight_norm, dtype, config_overrides)
 
     def to_implicit(self, **config_overrides: Any) -> ImplicitForCausalLM:
-        """An implicit model that starts as exactly the function of this explicit one, to be fine-tuned.
+        """An implicit model that initially computes the same function as this explicit one, for fine-tuning.
 
-        The weights of the body are copied. The input enters the residual stream, ``gain * z + x``
-        (``input_skip`` of the backbones), and the input projections by the usual injection; both the
-        gain of z and the injection start at 0, so that f(z, x) = F(x) for every z: the equilibrium is the
-        explicit model's output, found in two evaluations. Gradients reach both from the first step on.
+        The weights are copied. The residual stream starts at ``gain * z + x`` (``input_skip`` of backbones),
+        and the usual injection is added to the input projections. The gain and the injection start at 0, so
+        f(z, x) = F(x) for every z, where F is the explicit model. A search finds this equilibrium in two
+        evaluations. The gain and the injection have non-zero gradients from the first step on.
 
         Args:
             config_overrides: settings of :class:`ImplicitConfig`, such as ``solver`` and ``convergence``.
 
         Raises:
-            ValueError: this model is implicit; settings that follow from it are given.
+            ValueError: this model is implicit; an override of a setting that must stay the same.
         """
         return conversion.to_implicit(self, config_overrides)
 
@@ -321,17 +320,17 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     ) -> ImplicitCausalLMOutput:  # fmt: skip
         """Logits (B, L, V) and, with ``labels`` (B, L), the loss of predicting the next token.
 
-        ``labels`` are the input ids, as everywhere in transformers: they are shifted here, and -100 is
-        ignored. Tasks whose targets are aligned with their inputs compute their loss from the logits.
+        As in transformers, pass the input ids as ``labels``: this method shifts them, and ignores -100. If
+        your targets are aligned with the inputs, compute the loss from the logits.
 
         Args:
-            logits_to_keep: compute the logits of the last so many tokens only (0: of all), or of the
-                tokens at these indices.
-            skip_logits: with ``labels``: return the loss without the logits, which a mixed-precision wrapper
-                would otherwise copy to float32.
+            logits_to_keep: number of last tokens to compute logits for (0: all tokens), or indices of the
+                tokens.
+            skip_logits: true: if there are ``labels``, return the loss and no logits. Mixed-precision
+                wrappers would copy the logits to float32.
             loss_options: ``num_items_in_batch``, as transformers' trainer passes it. Arguments that
-                tokenizers, collators and ``generate`` add without need are ignored: ``token_type_ids``,
-                ``cache_position``, the offsets of flattened batches (``position_ids`` has the same
+                tokenizers, collators and ``generate`` may add are ignored: ``token_type_ids``,
+                ``cache_position``, and the offsets of flattened batches (``position_ids`` has the same
                 information).
 
         The other arguments are those of :class:`ImplicitModel`.
@@ -360,7 +359,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             vocab_size = self.config.vocab_size
             if self.loss_function is ForCausalLMLoss and logits.shape[-1] == vocab_size:
                 loss = next_token_loss(padded, labels, vocab_size, **loss_options)
-            else:  # the user's own
+            else:  # a loss set by the user, or an output layer of another size
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_options)
         return ImplicitCausalLMOutput(
             loss=loss, logits=None if skip_logits and loss is not None else logits,
@@ -368,7 +367,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         )  # fmt: skip
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The output layer: logits (B, L, V), and padded ones (B, L, V') whose first V columns they are."""
+        """Logits (B, L, V), and padded logits (B, L, V'), whose first V columns are the logits."""
         head = self.lm_head
         plain = type(head) is nn.Linear and head.bias is None
         if not (hidden.is_cuda and plain) or head._forward_hooks or head._forward_pre_hooks:

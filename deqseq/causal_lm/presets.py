@@ -1,10 +1,10 @@
 """The paper's configurations by name.
 
-``{mamba2, llama}-{130m, 370m, 760m, 1.3b}-{explicit, bounded, free}``, the language models trained on the
-Pile, and ``mamba2-state-tracking``, the model of the word problems (Implicit Language Models are RNNs,
-arXiv 2502.07827). ``python -m deqseq.causal_lm.presets`` prints the table of their parameters.
+``{mamba2, llama}-{130m, 370m, 760m, 1.3b}-{explicit, bounded, free}`` are the language models trained on the
+Pile. ``mamba2-state-tracking`` is the model of the word problems (Implicit Language Models are RNNs,
+arXiv 2502.07827). ``python -m deqseq.causal_lm.presets`` prints their sizes and parameter counts.
 
-- *explicit*: the stack applied once.
+- *explicit*: the stack is applied once.
 - *bounded*: four iterations and one phantom step in training (4+1); five iterations in evaluation. Five
   iterations do not reach the equilibrium, so generation and windows only approximate the full forward pass.
   ``eval_convergence={"name": "residual", "rtol": 1e-3, "max_iter": 128}`` makes them agree.
@@ -29,15 +29,15 @@ _END_OF_TEXT = 0  # of the GPT-NeoX tokenizer
 
 
 def names() -> list[str]:
-    """All presets."""
+    """The names of all presets."""
     return [f"{model}-{form}" for model in _SIZES for form in _FORMS] + ["mamba2-state-tracking"]
 
 
 def options(name: str) -> dict[str, Any]:
-    """The options of :class:`ImplicitConfig` behind a preset.
+    """The arguments of :class:`ImplicitConfig` for the preset ``name``.
 
     Raises:
-        ValueError: no preset of that name; the message lists them.
+        ValueError: no preset has this name; the message lists all.
     """
     if name not in names():
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(names())}")
@@ -71,7 +71,7 @@ def _fixed(iterations: int) -> dict[str, Any]:
 
 
 def table() -> str:
-    """A Markdown table of all presets and their parameters. Allocates no weights."""
+    """A Markdown table of all presets, their sizes and parameter counts. No weights are allocated."""
     lines = ["| Preset | Layers | Width | Parameters | Embeddings among them |", "|---|---|---|---|---|"]
     for name in names():
         with torch.device("meta"):

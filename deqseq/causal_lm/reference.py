@@ -1,8 +1,8 @@
 """Checkpoints of the reference implementation (``implicit_mamba2``, ``implicit_llama3``).
 
-``AutoModelForCausalLM.from_pretrained(path)`` and ``ImplicitForCausalLM.from_pretrained(path)`` load them:
-the configuration is translated when it is read, and weights are renamed when they are loaded. The result is a
-plain :class:`ImplicitForCausalLM`, which saves in this library's own format.
+``AutoModelForCausalLM.from_pretrained(path)`` and ``ImplicitForCausalLM.from_pretrained(path)`` load them.
+They translate the configuration and rename the weights. The result is an ordinary
+:class:`ImplicitForCausalLM`, which saves in this library's format.
 
 (Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 from deqseq.checks import check_count
 
-# Regular expressions: the reference's weight names -> ours. They match none of our names, so they can be
-# applied to every checkpoint. Order matters: the general ones come last.
+# Regular expressions for the reference's weight names -> our names. None of them matches one of our names, so
+# they can be applied to every checkpoint. Order matters: general expressions come last.
 KEYS = {
     r"^criterion\.decoder\.weight$": "lm_head.weight",
     r"^word_emb\.emb\.weight$": "model.embed_tokens.weight",
@@ -24,14 +24,14 @@ KEYS = {
     r"\.weight_v$": ".parametrizations.weight.original1",
 }
 
-# torchdeq's solvers -> ours, which test every token on its own; the fixed point is the same.
+# torchdeq's solvers -> ours. The fixed point is the same, but our solvers test every token separately.
 _SOLVERS = {
     "fixed_point_iter": "picard", "simple_fixed_point_iter": "picard", "anderson": "anderson",
     "broyden": "broyden",
 }  # fmt: skip
-# Settings of the backbone, and the only supported value.
+# Backbone settings, each with its only supported value.
 _FIXED = {"dropout": 0, "pre_norm": True, "rms_norm": True}
-# Settings of initialisation and training, without influence on a trained model.
+# Settings of initialisation and training. They do not change a trained model.
 _TRAINING = {"init_gain", "pretrain_iter", "pretrain_steps"}
 _BACKBONE = {"block_cfg", "block_type", "d_inner", "d_model", "mlp_type", "n_layer", *_FIXED, *_TRAINING}
 _BLOCK = {
@@ -48,19 +48,18 @@ def is_reference(settings: Mapping[str, Any]) -> bool:
 def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of :class:`ImplicitConfig` from a ``config.json`` of the reference implementation.
 
-    - Training searches by undamped Picard iteration to the relative tolerance ``f_tol`` in at most
-      ``f_max_iter`` evaluations. The phantom gradient takes ``grad`` steps damped by ``tau``; ``ift`` and
-      ``hook_ift`` become the implicit gradient.
-    - Evaluation allows ``eval_f_max_iter`` evaluations or, without it, ``eval_factor * f_max_iter``; if
-      both are missing or 0, as many as training. The reference damps its iterations by ``tau`` in evaluation.
-      The fixed point is the same; where the plain iteration does not converge, use
-      ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
-    - The tolerance applies to every token instead of the norm over a sequence, and the result is the last
-      iterate instead of the best: the reference's rules leak the future in training (see
-      :class:`~deqseq.Residual`).
+    - In training, ``f_solver`` (undamped Picard iteration by default) searches to tolerance ``f_tol`` in at
+      most ``f_max_iter`` iterations. The phantom gradient takes ``grad`` steps damped by ``tau``; ``ift`` and
+      ``hook_ift`` become implicit differentiation.
+    - In evaluation, a search takes at most ``eval_f_max_iter`` iterations. If this is missing or 0, the limit
+      is ``eval_factor * f_max_iter``; if both are, it is ``f_max_iter``. The reference damps iterations by
+      ``tau`` in evaluation, which leaves the fixed point the same. If the undamped iteration does not
+      converge, use ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
+    - Every token must meet the tolerance, not the norm over a sequence, and the result is the last iterate,
+      not the best. The reference's rules leak later tokens in training (see :class:`~deqseq.Residual`).
 
-    Settings of training alone (Jacobian regularisation, supervision along the trajectory, weight decay,
-    initialisation of the backbone) are ignored, as are unknown settings outside the backbone.
+    Settings that only training uses (Jacobian regularisation, supervision along the trajectory, weight decay,
+    initialisation of the backbone) are ignored. Unknown settings outside the backbone are ignored too.
 
     Raises:
         ValueError: settings that this library does not support; unknown settings of the backbone.
@@ -128,7 +127,7 @@ def _vocabulary(settings: Mapping[str, Any]) -> int:
 
 
 def _parts(deq: dict[str, Any]) -> dict[str, Any]:
-    """Solver, gradient and convergence."""
+    """Settings of the solver, the gradient strategy and the policies, from ``deq_params``."""
     solver, training = (_section(deq, name, "deq_params.") for name in ("solver", "training"))
     _one_of("deq_params.training.core", training.get("core", "sliced"), "sliced")
     policy = _policy(solver, "f")

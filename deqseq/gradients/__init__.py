@@ -1,4 +1,4 @@
-"""Gradient strategies, one file each. A new one is a subclass of :class:`deqseq.GradientStrategy`."""
+"""Gradient strategies, one file each. A new strategy is a subclass of :class:`deqseq.GradientStrategy`."""
 
 from deqseq.gradients.implicit import ImplicitDifferentiation
 from deqseq.gradients.phantom import Phantom

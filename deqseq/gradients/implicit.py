@@ -22,12 +22,12 @@ from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
 _UNSOLVED_SHARE = 0.5
-"""A warning is given if the backward system did not converge for more than this share of the tokens."""
+"""Warn if the backward system did not converge for more than this share of the tokens."""
 
 _ADVICE = (
     "the backward system of ImplicitDifferentiation did not converge for more than half of the tokens, so "
-    "these gradients may be far off: give it another solver (solver='anderson') or a larger budget, or use a "
-    "tighter tolerance in the forward search; out.solution.adjoint says how each solve went"
+    "these gradients may be far off: use another solver (solver='anderson') or a larger max_iter there, or "
+    "a tighter tolerance in the forward search; out.solution.adjoint has the residual of every token"
 )
 
 
@@ -41,8 +41,7 @@ class ImplicitDifferentiation(GradientStrategy):
     Args:
         solver: solver of the backward system; a name or an object. ``None``: the layer's.
         convergence: policy of the backward system. ``None``: a relative residual of 1e-4 (in bfloat16 and
-            float16 eight times the rounding error), in as many evaluations as the layer's policy allows, at
-            least 64.
+            float16, 8 times the dtype's eps), with the ``max_iter`` of the layer's policy, but at least 64.
     """
 
     def __init__(

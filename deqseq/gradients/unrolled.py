@@ -14,8 +14,8 @@ class Unrolled(GradientStrategy):
     """Back-propagation through ``iterations`` steps of the layer's solver from the initial guess.
 
     There is no search: the layer's policy and window are not used while gradients are enabled. The
-    coefficients of Anderson and Broyden are treated as constants, so a second derivative raises with these
-    solvers.
+    coefficients of Anderson and Broyden are treated as constants, so a second derivative raises an error
+    with these solvers.
 
     Args:
         iterations: evaluations of f on all tokens, each with a graph.

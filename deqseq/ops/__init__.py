@@ -1,15 +1,15 @@
-"""Operations of the backbones and the loop: a folder each.
+"""Operations of the backbones and the loop, one folder each.
 
-Callers use the function in ``__init__.py``. It contains the plain PyTorch form, or calls the one in
-``naive.py``; this form runs anywhere and is the oracle of the tests. The fast forms are beside it:
-``triton.py``, and one file for every package that has the operation. The backbones' operations take the
-form's name from :func:`deqseq.kernels.choose`, the loop's ask :func:`deqseq.kernels.fused`.
+Callers use the function in ``__init__.py``. The plain PyTorch form is in this file or in ``naive.py``. It
+runs anywhere, and tests compare the fast forms with it. The fast forms are ``triton.py`` and one file per
+package that has the operation. :func:`deqseq.kernels.choose` selects the form of the backbones' operations,
+:func:`deqseq.kernels.fused` that of the loop's operations.
 
 =================  ======================================================================
 ``add_norm``       residual addition and RMSNorm
 ``mixer``          the Mamba2 mixer: projections, convolution, recurrence, gated norm
-``one_token``      whole blocks at one token a sequence (decoding); Triton only
-``advance``        moving a state past the tokens that it consumes
+``one_token``      whole blocks for one token per sequence (decoding); Triton only
+``advance``        updating a state with the tokens that it consumes
 ``residual``       norms of f(z) - z; which tokens converge, settle and freeze
 ``cross_entropy``  the loss of a language model
 =================  ======================================================================

@@ -1,4 +1,4 @@
-"""Convergence policies, one file each. A new one is a subclass of :class:`deqseq.ConvergencePolicy`."""
+"""Convergence policies, one file each. A new policy is a subclass of :class:`deqseq.ConvergencePolicy`."""
 
 from deqseq.policies.combined import Both, Either
 from deqseq.policies.quantile import Quantile

@@ -20,9 +20,10 @@ class _Combined(ConvergencePolicy):
 
 
 class Both(_Combined):
-    """Converged when both policies say so; the larger budget counts. Written ``first & second``.
+    """Converged when both policies say so; ``max_iter`` is the larger one. Written ``first & second``.
 
-    ``FixedIterations`` has no tolerance: the other policy alone then decides which tokens have converged.
+    If one policy is ``FixedIterations``, which has no tolerance, the other policy alone decides which tokens
+    have converged.
     """
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
@@ -41,7 +42,7 @@ class Both(_Combined):
 
 
 class Either(_Combined):
-    """Converged when one of two policies says so; the smaller budget counts. Written ``first | second``."""
+    """Converged when one policy says so; ``max_iter`` is the smaller one. Written ``first | second``."""
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
         super().__init__(first, second)

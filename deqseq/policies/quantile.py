@@ -11,12 +11,12 @@ from deqseq.policy import ConvergencePolicy, Judgement, policies
 class Quantile(ConvergencePolicy):
     """A sequence is done when ``share`` of its tokens have converged by the inner policy.
 
-    The slowest tokens then do not delay the rest. When they stop depends on later tokens, so training refuses
-    this policy unless ``ImplicitSequenceLayer(causal=False)`` allows it.
+    The slowest tokens then do not delay the rest. A token's last iteration depends on later tokens, so
+    training refuses this policy unless ``ImplicitSequenceLayer(causal=False)`` allows it.
 
     Args:
         policy: the inner policy, an object, a name or a mapping.
-        share: in (0, 1].
+        share: share of the tokens, in (0, 1].
 
     Raises:
         ValueError: ``share`` outside (0, 1].
@@ -44,7 +44,7 @@ class Quantile(ConvergencePolicy):
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         inner = self.policy.judge(z, fz, iterations, active)
-        real = iterations > 0  # all but padding
+        real = iterations > 0  # false at padding
         finished = real & (inner.stops | ~active)
         reached = finished.sum(1) >= self.share * real.sum(1)
         return Judgement(inner.residual, inner.converged, inner.stops | reached[:, None])

@@ -17,11 +17,11 @@ class Residual(ConvergencePolicy):
 
     Args:
         rtol: relative tolerance.
-        atol: absolute tolerance. At least one of the two is positive.
-        max_iter: evaluations a token may take part in.
+        atol: absolute tolerance. At least one of the two tolerances must be positive.
+        max_iter: maximum number of evaluations per token.
         scope: ``"token"``: every token has its own norm. ``"sequence"``: one norm over the tokens of a
-            sequence (the reference implementation's rule); when a token stops then depends on later
-            tokens, so training refuses it unless ``ImplicitSequenceLayer(causal=False)`` allows it.
+            sequence (the reference implementation's rule). A token's last iteration then depends on later
+            tokens, so training refuses this scope unless ``ImplicitSequenceLayer(causal=False)`` allows it.
         check_every: see :class:`ConvergencePolicy`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Fixed-point solvers, one file a method. A new one is a subclass of :class:`deqseq.solver.Solver`."""
+"""Fixed-point solvers, one file each. A new solver is a subclass of :class:`deqseq.solver.Solver`."""
 
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.best import BestIterate

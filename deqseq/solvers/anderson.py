@@ -1,4 +1,4 @@
-"""Anderson acceleration (Walker & Ni, 2011, difference form), one small system per token."""
+"""Anderson acceleration (Walker & Ni, 2011, difference form), one small linear system per token."""
 
 import math
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class _State(NamedTuple):
     residuals: list[Tensor]  # M slots (B, W, D): r_{i+1} - r_i with r = f(z) - z
     iterates: list[Tensor]  # M slots (B, W, D): u_{i+1} - u_i with u = z + damping * r
     gram: Tensor  # (B, W, M, M) dot products of the residual differences
-    age: Tensor  # (B, W) valid differences
-    residual: Tensor  # (B, W, D) r of the step before
-    iterate: Tensor  # (B, W, D) u of the step before
+    age: Tensor  # (B, W) number of valid differences
+    residual: Tensor  # (B, W, D) r of the previous step
+    iterate: Tensor  # (B, W, D) u of the previous step
     pairs: Tensor  # (B, W) evaluations since the last restart
 
 
@@ -30,16 +30,16 @@ class Anderson(HistorySolver):
     z <- z + β r - Σ γ_i (Δz_i + β Δr_i),  γ = argmin ||r - Σ γ_i Δr_i||² + λ Σ ||Δr_i||² γ_i².
 
     A token uses its history only while all earlier tokens move far less than the token itself. Otherwise its
-    map changes from pass to pass, and mixing steps of different maps slows the search. The small systems are
-    solved in float32 or better for every dtype of z. A token whose step is non-finite or huge takes a damped
+    map changes from pass to pass, and old differences belong to another map. The linear systems are solved in
+    at least float32. A token whose step is non-finite or huge takes a damped
     Picard step instead.
 
     Args:
-        memory: differences kept, at least 1.
+        memory: number of differences to keep, at least 1.
         damping: β in (0, 1].
         regularisation: λ, relative to the size of the differences.
-        scope: ``"token"``, or ``"sequence"``: the tokens of a sequence share their coefficients. That leaks
-            the future, so causal training refuses it.
+        scope: ``"token"``: coefficients for each token. ``"sequence"``: all tokens of a sequence share their
+            coefficients, which leaks the future, so causal training refuses it.
 
     Raises:
         ValueError: a value outside these ranges.

@@ -18,14 +18,14 @@ class _State(NamedTuple):
 
 
 class BestIterate(Solver):
-    """Spend the last evaluation of the budget on the iterate with the smallest residual so far.
+    """Wraps a solver, and uses the last evaluation of the budget for the iterate with the smallest residual.
 
-    An iteration that does not converge may end far from its best iterate.
+    Without this wrapper, an iteration that does not converge may end far from its best iterate.
 
     Args:
         solver: the solver to wrap, an object or a name.
         scope: ``"token"``: the best iterate of each token since all tokens before it settled;
-            ``"sequence"``: the best of the whole sequence (the reference implementation's rule). That leaks
+            ``"sequence"``: the sequence's best iterate (the reference implementation's rule), which leaks
             the future, so causal training refuses it.
 
     Raises:

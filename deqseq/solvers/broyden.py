@@ -14,24 +14,24 @@ from deqseq.solvers.history import MAX_STEP, HistorySolver, combine, guarded
 class _State(NamedTuple):
     u: list[Tensor]  # M slots (B, W, D)
     v: list[Tensor]  # M slots (B, W, D); the inverse Jacobian of f(z) - z is -I + Σ u_i v_i^T
-    age: Tensor  # (B, W) valid slots
-    residual: Tensor  # (B, W, D) g = f(z) - z of the step before
-    z: Tensor  # (B, W, D) z of the step before
-    known: Tensor  # (B, W) bool, whether there was a step before since the last restart
+    age: Tensor  # (B, W) number of valid slots
+    residual: Tensor  # (B, W, D) g = f(z) - z of the previous step
+    z: Tensor  # (B, W, D) z of the previous step
+    known: Tensor  # (B, W) bool, false before the solver's first step
 
 
 @dataclass(frozen=True)
 class Broyden(HistorySolver):
     """Broyden's quasi-Newton method on g(z) = f(z) - z (Broyden, 1965; Kelley, 1995, ch. 7).
 
-    z <- z - B g with B = -I + Σ u_i v_i^T, which grows by one rank a step. A token restarts from B = -I when
-    its memory is full, and while earlier tokens move, which changes its map. The first step is a Picard step.
-    So is any step that would otherwise be non-finite or huge.
+    z <- z - B g with B = -I + Σ u_i v_i^T, whose rank grows by one per step. A token restarts from B = -I
+    when its memory is full, and while earlier tokens still move, because this changes its map. The first step
+    is a Picard step. A Picard step also replaces a non-finite or huge step.
 
     Args:
-        memory: rank of the update kept, at least 1.
-        scope: ``"token"``, or ``"sequence"``: one inverse Jacobian for all tokens of a sequence. That leaks
-            the future, so causal training refuses it.
+        memory: highest rank of the sum, at least 1.
+        scope: ``"token"``: one inverse Jacobian per token. ``"sequence"``: one for all tokens of a sequence,
+            which leaks the future, so causal training refuses it.
 
     Raises:
         ValueError: a value outside these ranges.

@@ -1,9 +1,9 @@
-"""The common part of solvers with a memory: slots, dot products, restarts, a guarded step.
+"""Base class of solvers with a memory: slots, dot products, restarts, a guarded step.
 
 The memory is a list of M slots, each a tensor (B, W, D), the latest first. Every token has an age: the number
 of slots that are valid for it, zero after a restart. The small systems mask out all other slots. A step makes
-a new list instead of writing into a buffer, so it can be unrolled with a graph. It needs no counter on the
-host, so it can be recorded as a CUDA graph.
+a new list instead of writing into a buffer, so it can be unrolled with an autograd graph. It needs no
+counter on the host, so a CUDA graph can record it.
 
 Shapes: B sequences, W tokens in the window, D width, M memory.
 """
@@ -16,16 +16,16 @@ from deqseq.checks import Scope, check_count, check_scope
 from deqseq.solver import Progress, Solver
 
 MAX_STEP = 100.0
-"""Longest step, as a multiple of the residual; a Newton step has 1 / (1 - ρ) at contraction rate ρ."""
+"""Longest step, as a multiple of the residual. A Newton step has 1 / (1 - ρ) at contraction rate ρ."""
 STEADY_SHARE = 0.3
-"""A token uses its history only while earlier tokens' residuals are below this share of its own."""
+"""A token uses its history only while earlier tokens' residuals are at most this share of its residual."""
 
 
 class HistorySolver(Solver):
     """A solver that combines its last steps.
 
     Attributes:
-        memory: slots.
+        memory: number of slots.
         scope: ``"token"``: every token has its own coefficients, so its iterates depend on earlier tokens
             only. ``"sequence"``, for comparison: all tokens of a sequence share them.
     """
@@ -72,12 +72,12 @@ class HistorySolver(Solver):
         if progress.residual is None:
             return entered
         moving = progress.residual.masked_fill(progress.settled, 0.0)
-        largest = F.pad(moving[:, :-1], (1, 0)).cummax(1).values  # of all earlier tokens
-        return entered | ~(largest <= STEADY_SHARE * progress.residual)  # restarts for NaN
+        largest = F.pad(moving[:, :-1], (1, 0)).cummax(1).values  # largest residual of the earlier tokens
+        return entered | ~(largest <= STEADY_SHARE * progress.residual)  # also true for NaN
 
 
 def combine(slots: list[Tensor], weights: Tensor) -> Tensor:
-    """Sum of the slots weighted by (B, W, M): (B, W, D)."""
+    """Sum (B, W, D) of the slots, weighted by ``weights`` (B, W, M)."""
     weights = weights.to(slots[0].dtype)
     total = slots[0] * weights[..., 0:1]
     for i, slot in enumerate(slots[1:], start=1):

@@ -18,18 +18,18 @@ class TorchDEQ(Solver):
     """A torchdeq solver inside our loop: ``solver="torchdeq:anderson"``.
 
     torchdeq's solvers have their own loop and call f. Here such a solver is a coroutine, suspended at every
-    call of f, while our loop evaluates f, judges and counts as for any other solver. torchdeq's own tolerance
-    never stops the solver.
+    call of f. Meanwhile our loop evaluates f, judges and counts as for any other solver. The tolerance of
+    torchdeq never stops the solver.
 
     torchdeq mixes whole sequences, so an early token's iterates depend on later tokens. Therefore causal
-    training and windows refuse these solvers. They cannot be unrolled with a graph.
+    training and windows refuse these solvers. They cannot be unrolled with an autograd graph.
 
     Args:
         method: ``"fixed_point_iter"``, ``"anderson"``, ``"broyden"``, or a name registered with torchdeq.
-        options: the solver's own, such as ``m``, ``lam`` and ``tau`` of Anderson.
+        options: the solver's own options, such as ``m``, ``lam`` and ``tau`` of Anderson.
 
     Raises:
-        ValueError: unknown method or option (torchdeq itself ignores the latter).
+        ValueError: unknown method or option (torchdeq itself ignores unknown options).
         ImportError: torchdeq or greenlet is not installed.
     """
 
@@ -57,7 +57,7 @@ class TorchDEQ(Solver):
                 f"it takes: {', '.join(sorted(takes))}"
             )
         if "LBFGS_thres" in takes:
-            # By default torchdeq allocates as many pairs as iterations.
+            # By default torchdeq allocates a pair of vectors for each of the ``_NEVER`` iterations.
             self.options = {"LBFGS_thres": 32, **options}
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class TorchDEQ(Solver):
     ) -> tuple[Tensor, SolverState]:
         if fz.requires_grad:
             raise ValueError(f"{self} cannot be unrolled with a graph: use Picard or Anderson")
-        # torchdeq has no padding: make tokens that are never evaluated look solved.
+        # torchdeq has no padding: set f(z) = z there, so that padding looks solved.
         fz = torch.where((progress.iterations == 0)[..., None], z, fz)
         dtype = torch.promote_types(z.dtype, torch.float32)
         if state is None:
@@ -80,7 +80,7 @@ class TorchDEQ(Solver):
         proposal = state.send(fz.to(dtype))
         if proposal is None:
             return fz, state
-        # torchdeq's Broyden divides by quantities that vanish at convergence.
+        # torchdeq's Broyden divides by values that become zero at convergence: use f(z) instead of NaN.
         proposal = proposal.view_as(z).to(z.dtype)
         return torch.where(torch.isfinite(proposal).all(-1, keepdim=True), proposal, fz), state
 
@@ -99,14 +99,14 @@ class _Coroutine:
             solve(f)  # when it ends, the caller gets None
 
         self._solver, self._getcurrent = greenlet(run), getcurrent
-        self._resume()  # the first call of f, at the initial guess, which the loop has evaluated already
+        self._resume()  # stops at the first call of f, at the initial guess: the loop has f(z0) already
 
     def send(self, fz: Tensor) -> Tensor | None:
-        """Answer the last call of f; returns the next iterate, ``None`` once the solver has ended."""
+        """Pass ``fz`` to the suspended solver; returns its next iterate, ``None`` once it has ended."""
         return None if self._solver.dead else self._resume(fz)
 
     def _resume(self, *values: Tensor) -> Tensor | None:
         self._solver.parent = self._getcurrent()
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # the solver changes this mode
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode, which the solver changes
             iterate: Tensor | None = self._solver.switch(*values)
         return iterate

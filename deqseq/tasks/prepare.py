@@ -29,7 +29,7 @@ their checksums."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare or verify a folder; returns the exit status."""
-    # The workers are the parallelism; the library's own would get in their way, and warn about forks.
+    # The workers run in parallel; tokenizers' own threads would disturb them, and warn about forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return command_line.main(
         "python -m deqseq.tasks.prepare", _ABOUT, {}, arguments, default=prepare,

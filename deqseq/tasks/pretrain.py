@@ -20,25 +20,25 @@ from deqseq.tasks.pretraining.settings import RunSettings
 _ABOUT = """\
 Pretrain a language model, implicit or explicit, stage by stage, with checkpoints, scores and a model card.
 
-RUN is a run file (YAML), or one of the paper's models by name: mamba2-130m, llama-1.3b, ...; with -explicit
-behind it, its explicit twin. Any field of the run can be given here, deep ones by dotted names:
+RUN is a run file (YAML) or the name of one of the paper's models: mamba2-130m, llama-1.3b, ... NAME-explicit
+is the explicit twin of NAME. Options override any field of the run; nested fields have dotted names:
 
   python -m deqseq.tasks.prepare books/*.txt --output data/books
   python -m deqseq.tasks.pretrain llama-130m --data data/books --tokens 1e9 --dry-run
   accelerate launch --config_file tasks/pretraining/accelerate/ddp.yaml --num_processes 8 \\
       tasks/pretrain.py llama-130m --data data/books --tokens 1e9 --stages.0.until 0.7
 
-The same command goes on where an interrupted run stopped, on any number of processes.
+To resume an interrupted run, repeat its command, on any number of processes.
 
-  python -m deqseq.tasks.pretrain compare runs/a runs/b    perplexity against tokens and time, drawn
-  python -m deqseq.tasks.pretrain demo --text FILE    minutes on two cores: both models, both stages"""
+  python -m deqseq.tasks.pretrain compare runs/a runs/b    print and plot perplexity
+  python -m deqseq.tasks.pretrain demo --text FILE    train small models, minutes on two cores"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     return command_line.main(
         "pretrain", _ABOUT, {"demo": _demo, "compare": compare}, arguments, default=_pretrain,
-        interrupted="the same command goes on from the last checkpoint", log_level=logging.INFO,
+        interrupted="repeat the command to resume from the last checkpoint", log_level=logging.INFO,
     )  # fmt: skip
 
 
@@ -51,16 +51,16 @@ def _pretrain(
     processes: PositiveInt = 1,
     settings: Annotated[dict[str, Any], RunSettings],
 ) -> None:
-    """Train a model, or say what that would take.
+    """Train a model, or print what its training would cost.
 
     Args:
-        run: run file, name of a shipped one, or 'demo' or 'compare'
+        run: run file, name of a shipped run file, or the command 'demo' or 'compare'
         output: folder of the run; runs/RUN by default
-        dry_run: say what the run would take, and stop
-        plot: draw the schedule there in a dry run; beside the folder by default
-        processes: processes to plan for in a dry run
+        dry_run: do not train; print the run's costs (FLOPs, memory) and draw its schedule
+        plot: PNG file of the schedule that a dry run draws; beside the output folder by default
+        processes: number of processes that a dry run assumes
     """
-    # Models take seconds to import: not before the arguments are right.
+    # Importing models takes seconds, so it comes after the check of the arguments.
     from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.pretraining.plan import describe, plot_schedule
     from deqseq.tasks.pretraining.run_files import load_run
@@ -75,7 +75,7 @@ def _pretrain(
         if plot_schedule(found, plot):
             print(f"drew the schedule in {plot}")
         return
-    with logging_redirect_tqdm():  # above the bars, not into them
+    with logging_redirect_tqdm():  # print log lines above the progress bars
         model = pretrain(found, output)
     from accelerate import PartialState
 
@@ -91,13 +91,13 @@ def _demo(
 ) -> None:
     """Pretrain a small implicit Llama and Mamba2 through both stages, and their explicit twins.
 
-    Trains a tokenizer and prepares the text first; at the end compares, draws, samples and evaluates the
-    models. Minutes on two cores; repeated, it goes on where it stopped.
+    Trains a tokenizer and prepares the text first. At the end, compares, plots, samples and evaluates the
+    models. Takes minutes on two cores. Repeat the command to resume an interrupted demo.
 
     Args:
-        text: plain text files, 0.5 MB or more; Python's own help pages by default
+        text: plain text files, 0.5 MB or more in all; Python's help pages by default
         output: folder for all results
-        steps: steps of every model; 400 by default
+        steps: optimiser steps of every model, a multiple of 5; 400 by default
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from deqseq.tasks.common.models import quiet_transformers

@@ -357,7 +357,7 @@ WRONG = [
     ("mamba2", {"chunk_size": 0}, "0"),
     ("mamba2", {"d_stat": 8}, "d_stat"),
     ("mamba2", {"norm_groups": 3}, "norm_groups.*3"),
-    ("mamba2", {"dt_min": 0.2}, "dt_max, got 0.2"),
+    ("mamba2", {"dt_min": 0.2}, "dt_max < inf, got 0.2"),
     ("mamba2", {"norm_eps": 0.0}, r"norm_eps.*0\.0"),
     ("mamba2", {"input_skip": True, "injection": False}, "input_skip"),
     ("llama", {"norm_eps": float("nan")}, "norm_eps.*nan"),

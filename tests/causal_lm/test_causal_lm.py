@@ -345,7 +345,7 @@ def test_an_output_layer_of_ones_own_keeps_its_bias(make: Make) -> None:
 def test_data_parallel_is_refused(make: Make) -> None:
     model = make("llama")
     model.model._is_replica = True  # as nn.DataParallel marks its copies
-    with pytest.raises(ValueError, match="one process a GPU"):
+    with pytest.raises(ValueError, match="one process per GPU"):
         model(torch.zeros(1, 3, dtype=torch.int64))
 
 

@@ -282,7 +282,7 @@ def test_packed_sequences_equal_separate_ones(
     if implicit:
         assert out.solution.iterations.shape == (3, 12)
         assert not out.solution.iterations[mask == 0].any()
-    with pytest.raises(ValueError, match="start anew"):
+    with pytest.raises(ValueError, match="restart inside"):
         model(ids, attention_mask=mask, position_ids=position, use_cache=True)
     position[0, 6 if layout == "left" else 4] = 1
     with pytest.raises(ValueError, match="must increase"):
@@ -308,11 +308,11 @@ def test_calls_that_contradict_their_cache(make: Make) -> None:
     cache = model(ids).past_key_values
     hidden = torch.ones(2, 6)
     hidden[0, 0] = 0
-    with pytest.raises(ValueError, match="differs from that of earlier calls"):
+    with pytest.raises(ValueError, match="differs from the masks of earlier calls"):
         model(ids[:, :1], past_key_values=cache, attention_mask=hidden)
-    with pytest.raises(ValueError, match="go on from"):
+    with pytest.raises(ValueError, match="continue after"):
         model(ids[:, :2], past_key_values=cache, position_ids=torch.tensor([[0, 1]]))
-    with pytest.raises(ValueError, match="go on from"):
+    with pytest.raises(ValueError, match="continue after"):
         model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[0]]))
     for other in (
         make("mamba2"),

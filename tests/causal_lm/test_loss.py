@@ -186,5 +186,5 @@ def test_a_loss_of_the_users_own(model: ImplicitForCausalLM, monkeypatch: pytest
 
 
 def test_labels_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"labels must be \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"labels must have shape \(2, 3\)"):
         next_token_loss(torch.randn(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64), 5)

@@ -136,7 +136,7 @@ def test_jsonl(tmp_path: Path) -> None:
     [
         ("a.txt", b"fine\n" + b"x" * 10_000 + b"\xff", r"a.txt is not UTF-8: .*0xff at offset 10005"),
         ("a.jsonl", b'{"text": "a"}\n{"body": "b", "id": 1}\n', r"a.jsonl:2: .*'text'.*body, id"),
-        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', r"a.jsonl:3: .*no object"),
+        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', r"a.jsonl:3: .*no JSON object"),
         ("a.jsonl", b'{"text": 1}\n', r"a.jsonl:1: no text"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl:2: Expecting value"),
         ("a.txt", b"", r"a.txt is empty"),

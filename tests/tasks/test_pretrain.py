@@ -122,17 +122,17 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("model.backbone.n_layr", "1")], "n_layr"),
         ([("model", "mamba3-130m")], "unknown preset 'mamba3-130m'"),
         ([("model.backbone.n_head", "5")], "n_head must divide"),
-        ([("stages.0.until", "1.5")], "growing shares"),
+        ([("stages.0.until", "1.5")], "until must increase"),
         ([("stages.0.until", "{epochs: 1}")], "a share of the training"),
         ([("stages.0.until", "{tokens: .inf}")], "a share of the training"),
         ([("stages.0.until", "0.001")], r"stages\.0 would have none"),
         ([("stages.0.until", "0.999")], r"stages\.1 would have none"),
         ([("stages.1.convergence.rtol", "-1")], "tolerance|rtol"),
         ([("passes", ".inf")], "passes must be a positive, finite number"),
-        ([("batch_tokens", "100")], "whole rows of length = 16 tokens, got 100; 96 would be"),
-        ([("tokens", "10"), ("steps", "null")], "fill a batch"),
+        ([("batch_tokens", "100")], "a multiple of length = 16, got 100; the nearest is 96"),
+        ([("tokens", "10"), ("steps", "null")], "at least batch_tokens"),
         ([("steps", "null")], "either tokens or steps"),
-        ([("warmup_share", "0.9")], "more than 1 together"),
+        ([("warmup_share", "0.9")], "at most 1"),
         ([("min_learning_rate", "1")], "min_learning_rate must be in"),
         ([("activation_budget", "0.5")], "compile: true"),
         ([("keep", "1")], "at least 2"),
@@ -157,7 +157,7 @@ def test_wrong_fields_are_named(overrides: list[tuple[str, str]], message: str) 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "no YAML"), ("- 1", "mapping of fields"), ("lr: 1", "unknown field lr"),
+    [("a: [", "not valid YAML"), ("- 1", "mapping of fields"), ("lr: 1", "unknown field lr"),
      ("model: llama-130m", "learning_rate is missing"),
      ("base: run.yaml", "must not be their own base: run.yaml -> run.yaml")],
 )  # fmt: skip
@@ -183,9 +183,9 @@ def test_a_base_need_not_have_a_model(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_rows_divide_among_processes_or_it_says_what_would() -> None:
     settings = load_run("llama-1.3b")
     assert [settings.accumulation(n) for n in (1, 2, 8)] == [128, 64, 16]
-    with pytest.raises(ValueError, match=r"512 rows of 2048 tokens.*2 or 4 processes would"):
+    with pytest.raises(ValueError, match=r"512 rows of 2048 tokens.*use 1, 2 or 4 processes, or"):
         settings.accumulation(3)
-    with pytest.raises(ValueError, match="2, 4 or 8 rows at a time would"):
+    with pytest.raises(ValueError, match="use per_device_batch_size 2, 4 or 8"):
         replace(settings, per_device_batch_size=5).accumulation(8)
 
 

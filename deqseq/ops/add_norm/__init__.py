@@ -9,13 +9,13 @@ from deqseq import kernels
 def add_norm(
     stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, form: str, last: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``stream + added`` (B, W, D) in the stream's type, and its norm.
+    """``stream + added`` (B, W, D) in the stream's type, and its RMSNorm.
 
     The norm has autocast's type, because linear maps follow. With ``last``, the norm is f(z) and has the
-    stream's type. Nothing reads the sum then, so the returned sum is undefined.
+    stream's type; the returned sum is undefined, because nothing reads it.
     """
     dtype = stream.dtype if last else kernels.autocast_dtype(stream)
-    # Compiled code takes the plain form, which the compiler fuses with what is around it.
+    # Compiled code uses the plain form, which the compiler fuses with the operations around it.
     if form == "triton" and not torch.compiler.is_compiling():
         from deqseq.ops.add_norm import triton
 

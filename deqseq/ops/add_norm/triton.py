@@ -68,8 +68,8 @@ def _tile(width: int) -> dict[str, int]:
 def _forward(
     stream: Tensor, added: Tensor | None, weight: Tensor, eps: float | None, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum and its norm. If nothing is added, or nothing reads the sum (``last``), the stream is
-    returned in place of the sum."""
+    """Returns the sum and its RMSNorm. If nothing is added, or nothing reads the sum (``last``), returns the
+    stream instead of the sum."""
     width = stream.shape[-1]
     rows = stream.numel() // width
     store = added is not None and not last
@@ -90,7 +90,7 @@ class _AddNorm(torch.autograd.Function):
         last: bool,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         total, out = _forward(stream, added, weight, eps, dtype, last)
-        # The total is an output and stays in memory anyway; its two summands need not.
+        # Save the total, an output that stays in memory anyway, instead of its two summands.
         kept = (stream, added) if last else (total, None)
         ctx.save_for_backward(*kept, weight)
         ctx.eps = eps
@@ -125,7 +125,7 @@ class _AddNorm(torch.autograd.Function):
 def add_norm(
     stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """``stream + added``, undefined if this is the ``last`` norm, and its norm in ``dtype``."""
+    """``stream + added`` (undefined with ``last``), and its RMSNorm in ``dtype``."""
     stream = stream.contiguous()
     added = None if added is None else added.contiguous()
     if not torch.is_grad_enabled():

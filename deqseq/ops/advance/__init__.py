@@ -1,4 +1,4 @@
-"""Moving a state past the tokens that it consumes: recurrent states, and keys and values.
+"""Updating a state with the tokens that it consumes: a recurrent state, or keys and values.
 
 Shapes: B sequences, W tokens of the evaluation, H heads, P head dim, N state dim, K taps, C convolved
 channels; J key/value heads, S slots.
@@ -15,7 +15,7 @@ from deqseq.ops.mixer.ssd import ssd_advance
 Layers = tuple[tuple[Tensor, ...], ...]
 
 MOST_TOKENS = 64
-"""Tokens that Triton consumes one by one; more are faster as matrix products."""
+"""Most tokens for Triton, which consumes them one by one. For more tokens, matrix products are faster."""
 
 
 def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form: str) -> Layers:
@@ -24,7 +24,7 @@ def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form:
     Args:
         layers: per layer the convolution's tail (B, K-1, C) and the SSM state (B, H, P, N); may be changed in
             place.
-        traces: of the evaluation, per layer.
+        traces: per layer, the trace of the evaluation.
     """
     if _by_triton(traces[0].x.shape[1], form):
         from deqseq.ops.advance.triton import recurrent_
@@ -38,7 +38,7 @@ def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form:
 def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> tuple[Tensor, Tensor]:
     tail, ssm = layer
     taps = tail.shape[1]
-    # The last inputs consumed, of which some may be in the tail.
+    # The last inputs consumed, as indices into the tail followed by the new inputs.
     last = torch.arange(taps, device=tail.device) + count[:, None]
     if taps:
         last = last[..., None]
@@ -52,7 +52,7 @@ def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> t
 def keys_values(
     layers: Layers, traces: Sequence[tuple[Tensor, Tensor]], seen: Tensor, count: Tensor, form: str
 ) -> Layers:
-    """The layers' keys and values with the first ``count`` (B,) tokens in the slots after ``seen`` (B,).
+    """The layers' keys and values, with the first ``count`` (B,) tokens written from slot ``seen`` (B,) on.
 
     Args:
         layers: per layer keys and values (B, J, S, P); may be changed in place.
@@ -65,7 +65,7 @@ def keys_values(
         for (keys, values), (k, v) in zip(layers, traces, strict=True):
             append_(keys, values, k, v, seen, count)
         return layers
-    # Slot s takes the window's token s - seen, if that is one of the first ``count``.
+    # Slot s takes the window's token s - seen, if that token is one of the first ``count``.
     token = torch.arange(layers[0][0].shape[2], device=count.device) - seen[:, None]  # (B, S)
     write = ((token >= 0) & (token < count[:, None]))[:, None, :, None]
     source = token.clamp(0, width - 1)[:, None, :, None]

@@ -1,4 +1,4 @@
-"""Moving states on in place in Triton: sequences that consume nothing are neither read nor written.
+"""Updating states in place in Triton. Sequences that consume no token are neither read nor written.
 
 Shapes as in :mod:`deqseq.ops.advance`; G groups of heads.
 """
@@ -17,7 +17,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
                       C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                       SUMMED: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                       BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """The first H programs: a head's state each; the others: a block of the tail's channels each."""
+    """The first H programs update one head's state each, the other programs one block of the tail each."""
     h = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
     consumed = tl.load(count + i)
@@ -38,7 +38,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
         elif TAPS > 0:
             c = (h - H) * BC + tl.arange(0, BC)[None, :]
             k = tl.arange(0, BT)[:, None]
-            at = k + (consumed - TAPS).to(tl.int32)  # in the window; before it, in the tail
+            at = k + (consumed - TAPS).to(tl.int32)  # index in the window; if negative, in the tail
             real = (k < TAPS) & (c < C)
             kept = tail + i * TAPS * C + c
             new = tl.load(first + i * first_b + at * first_t + c, real & (at >= 0), 0.0).to(tl.float32)
@@ -47,12 +47,12 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
                     tl.float32
                 )
             new += tl.load(kept + (at + TAPS) * C, real & (at < 0), 0.0).to(tl.float32)
-            tl.debug_barrier()  # all is read before anything is written
+            tl.debug_barrier()  # read everything before writing anything
             tl.store(kept + k * C, new.to(tail.dtype.element_ty), real)
 
 
 def recurrent_(tail: Tensor, ssm: Tensor, trace: LayerTrace, count: Tensor) -> None:
-    """Move a layer's tail (B, K-1, C) and SSM state (B, H, P, N) past ``count`` (B,) tokens."""
+    """Update a layer's tail (B, K-1, C) and SSM state (B, H, P, N) with the first ``count`` (B,) tokens."""
     batch, heads, headdim, d_state = ssm.shape
     taps, channels = tail.shape[1:]
     first, second = trace.conv[0], trace.conv[-1]
@@ -84,7 +84,7 @@ def _append_kernel(keys, values, k, v, seen, count, S, k_b, k_j, k_t, v_b, v_j, 
 
 
 def append_(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, seen: Tensor, count: Tensor) -> None:
-    """Write the first ``count`` (B,) of k, v (B, J, W, P) to the slots (B, J, S, P) after ``seen`` (B,)."""
+    """Write ``count`` (B,) tokens of k, v (B, J, W, P) to the slots (B, J, S, P) from ``seen`` (B,) on."""
     batch, heads, slots, headdim = keys.shape
     launch(
         _append_kernel, (heads, batch), keys, values, k, v, seen, count, slots, *k.stride()[:3],

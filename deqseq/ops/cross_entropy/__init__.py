@@ -1,6 +1,6 @@
 """The loss of predicting the next token.
 
-Shapes: B sequences, L tokens, V vocabulary, V' >= V columns of an output layer that pads.
+Shapes: B sequences, L tokens, V vocabulary, V' >= V columns of a padded output layer.
 """
 
 from typing import Any, cast
@@ -16,10 +16,10 @@ def next_token_loss(
 ) -> Tensor:
     """Cross-entropy of token t + 1 given the logits of token t, in float32; equals transformers' loss.
 
-    The fused form keeps no copy of the logits, only two numbers a token.
+    For the backward pass, the fused form saves two numbers per token and no copy of the logits.
 
     Args:
-        logits: (B, L, V'). Columns from ``vocab_size`` on do not count and get no gradient.
+        logits: (B, L, V'). Columns from ``vocab_size`` on are ignored and get a gradient of zero.
         labels: (B, L) ids, not shifted; -100 is ignored. The plain form raises an error for other ids outside
             the vocabulary; the fused form, which cannot raise, returns NaN.
         num_items_in_batch: divisor of the sum over tokens; by default the number of targets.
@@ -28,7 +28,7 @@ def next_token_loss(
         ValueError: ``logits`` with fewer columns than ``vocab_size``; ``labels`` that are not (B, L).
     """
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"labels must be {tuple(logits.shape[:-1])} as logits, got {tuple(labels.shape)}")
+        raise ValueError(f"labels must have shape {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}")
     if logits.shape[-1] < vocab_size:
         raise ValueError(f"logits need at least vocab_size = {vocab_size} columns, got {logits.shape[-1]}")
     if kernels.implementation(logits) == "triton":

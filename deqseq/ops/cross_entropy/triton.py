@@ -15,8 +15,8 @@ from deqseq.kernels import device_of, first_derivative_only, launch
 
 IGNORED = -100
 
-# Padding columns are read and then left out. V' is a multiple of the numbers that one instruction loads; a
-# mask that ends at V would split loads into single numbers.
+# The kernels load padding columns and ignore them: V' is a multiple of a vector load's size, and a mask that
+# ends at V would split vector loads into scalar loads.
 
 
 @triton.jit

@@ -15,14 +15,14 @@ def mix(
     u: Tensor, weights: MixerWeights, injection: Tensor | None, state: tuple[Tensor, ...] | None,
     sizes: MixerSizes, form: str,
 ) -> tuple[Tensor, LayerTrace | None]:  # fmt: skip
-    """The mixer's output (B, W, D), and the trace that moves ``state`` on, if there is one.
+    """The mixer's output (B, W, D), and the trace for updating ``state`` (``None`` without a state).
 
     Args:
         u: (B, W, D).
         injection: (B, W, 2 E + 2 G N + H) added to the input projection.
         state: the convolution's tail (B, K-1, E + 2 G N) and the SSM state (B, H, P, N) before the first
             token; zeros by default.
-        form: the implementation. Triton's takes at most four taps; more are computed by torch.
+        form: the implementation. For more than four taps, torch computes instead of Triton.
     """
     if form == "triton" and weights.conv.shape[1] <= 4:
         from deqseq.ops.mixer.triton import mix as fused

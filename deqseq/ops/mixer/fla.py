@@ -12,7 +12,7 @@ from deqseq.ops.mixer import naive
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
-    """SiLU of the causal convolution. Plain PyTorch computes it where there is a tail."""
+    """SiLU of the causal convolution. Plain PyTorch computes it if there is a tail."""
     if tail is not None:
         return naive.convolve(x, weight, bias, tail)
     out = causal_conv1d(x.contiguous(), weight.to(x.dtype), bias.to(x.dtype), activation="silu")
@@ -24,7 +24,7 @@ def recur(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
     chunk: int,
 ) -> Tensor:  # fmt: skip
-    """The recurrence with its skip: gated linear attention with queries c, keys b and values step * x."""
+    """The recurrence plus skip * x, as gated linear attention with queries c, keys b and values step * x."""
     repeat = x.shape[2] // b.shape[2]
     q, k = (t.repeat_interleave(repeat, 2).contiguous() for t in (c, b))
     v = (x * step.to(x.dtype)[..., None]).contiguous()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deqseq.ops.mixer import naive
 
-CHUNK = 256  # the fastest for its kernels on an H100
+CHUNK = 256  # the fastest size for mamba_ssm's kernels on an H100
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
@@ -26,7 +26,7 @@ def recur(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
     chunk: int,
 ) -> Tensor:  # fmt: skip
-    """The recurrence with its skip."""
+    """The recurrence plus skip * x."""
     y: Tensor = mamba_chunk_scan_combined(
         x, step, decay, b, c, chunk_size=CHUNK, D=skip.float(), initial_states=state
     )

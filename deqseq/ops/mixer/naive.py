@@ -1,4 +1,4 @@
-"""The Mamba2 mixer in plain PyTorch, and the records that all forms take.
+"""The Mamba2 mixer in plain PyTorch, and the records that all implementations use.
 
 Shapes: B sequences, W tokens, D width, E = H P inner width, H heads, P head dim, N state dim, G groups of
 heads that share b and c, K taps, C channels.
@@ -15,7 +15,7 @@ from deqseq.ops.mixer.ssd import ssd
 
 
 class MixerSizes(NamedTuple):
-    """The sizes that the tensors alone do not tell."""
+    """The sizes that tensor shapes do not determine."""
 
     heads: int
     headdim: int
@@ -27,17 +27,17 @@ class MixerSizes(NamedTuple):
 
     @property
     def inner(self) -> int:
-        """E."""
+        """The inner width E."""
         return self.heads * self.headdim
 
     @property
     def conv_width(self) -> int:
-        """E + 2 G N."""
+        """The number of convolved channels, E + 2 G N."""
         return self.inner + 2 * self.n_groups * self.d_state
 
 
 class MixerWeights(NamedTuple):
-    """Effective weights, computed once a forward pass."""
+    """Effective weights, computed once per forward pass."""
 
     in_proj: Tensor  # (2 E + 2 G N + H, D): rows [gate, x, b, c, dt]
     conv: Tensor  # (E + 2 G N, K)
@@ -50,7 +50,7 @@ class MixerWeights(NamedTuple):
 
 
 class LayerTrace(NamedTuple):
-    """The inputs of an evaluation that move a layer's state on."""
+    """The values of an evaluation that are needed to update a layer's state."""
 
     conv: tuple[Tensor, ...]  # each (B, W, E + 2 G N); the convolution's input is their sum
     x: Tensor  # (B, W, H, P) inputs of the recurrence
@@ -63,7 +63,7 @@ def mix(
     u: Tensor, weights: MixerWeights, injection: Tensor | None, state: tuple[Tensor, ...] | None,
     sizes: MixerSizes, convolve: Callable[..., Tensor], recur: Callable[..., Tensor],
 ) -> tuple[Tensor, LayerTrace | None]:  # fmt: skip
-    """As :func:`deqseq.ops.mixer.mix`, with these forms of the convolution and the recurrence."""
+    """As :func:`deqseq.ops.mixer.mix`, with the given functions for the convolution and the recurrence."""
     projected = F.linear(u, weights.in_proj)
     if injection is not None:
         projected = projected + injection
@@ -110,9 +110,9 @@ def recur(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
     chunk: int,
 ) -> Tensor:  # fmt: skip
-    """The recurrence with its skip, y (B, W, H, P), of x (B, W, H, P); ``decay``, ``skip``: (H,).
+    """The recurrence plus skip * x: y (B, W, H, P) from x (B, W, H, P); ``decay``, ``skip``: (H,).
 
-    ``step``: (B, W, H) step sizes, float32 or better. The other arguments are those of
+    ``step``: (B, W, H) step sizes, at least float32. The other arguments are those of
     :func:`deqseq.ops.mixer.ssd.ssd`.
     """
     y = ssd(x * step.to(x.dtype)[..., None], step * decay, b, c, state, chunk)

@@ -1,8 +1,8 @@
-"""The Mamba2 mixer in Triton kernels that read the projection once.
+"""The Mamba2 mixer in Triton: four fused kernels between the two projections.
 
-Forward, between the two projections: one kernel adds the injection and convolves; one prepares step sizes;
-one runs the recurrence; one gates and normalises. The graph keeps only the mixer's input and the recurrence's
-output; the backward pass recomputes the rest, which saves memory.
+One kernel adds the injection and convolves; one computes step sizes; one runs the recurrence; one gates and
+normalises. The autograd graph keeps only the mixer's input and the recurrence's output; the backward pass
+recomputes the rest, which saves memory.
 """
 
 from typing import Any
@@ -18,15 +18,15 @@ from deqseq.ops.mixer.triton_gated_norm import gated_norm, gated_norm_backward
 from deqseq.ops.mixer.triton_recurrence import recurrence_options, scan, scan_backward, steps
 
 PART = 160 * 2**20
-"""Most bytes of the projection that a backward pass recomputes at a time. In all it needs about ten times as
-many."""
+"""Most bytes of the projection that a backward pass recomputes at a time. The recomputation needs about
+ten times this memory in total."""
 
 
 def _forward(
     u: Tensor, inj: Tensor | None, tail: Tensor | None, state: Tensor | None, sizes: MixerSizes,
     w: MixerWeights,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
-    """The mixer's output; projection, convolution and step sizes, for the trace; y, for the backward pass."""
+    """The output; projection, convolution and step sizes (for the trace); y and options (for backward)."""
     options = recurrence_options(sizes, u.shape[1], u.dtype)
     proj = F.linear(u, w.in_proj)
     convolved = convolve(proj, inj, w, tail, sizes)
@@ -41,13 +41,13 @@ class _Mix(torch.autograd.Function):
         ctx: Any, u: Tensor, inj: Tensor | None, tail: Tensor | None, state: Tensor | None, sizes: MixerSizes,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The mixer's output, then the projection, its convolution and the step sizes, for the trace."""
+        """The mixer's output and, for the trace, the projection, its convolution, the step sizes."""
         *out, y, options = _forward(u, inj, tail, state, sizes, MixerWeights(*weights))
         ctx.save_for_backward(u, inj, tail, state, y, *weights)
         ctx.sizes = sizes
         ctx.options = options
         ctx.mark_non_differentiable(*out[1:])
-        ctx.set_materialize_grads(False)  # no zeros for the outputs of the trace
+        ctx.set_materialize_grads(False)  # makes no zero gradients for the trace's outputs
         return tuple(out)
 
     @staticmethod
@@ -60,7 +60,7 @@ class _Mix(torch.autograd.Function):
         grad = grad.contiguous()
         batch, length, _ = u.shape
         d_proj, normed = u.new_empty(batch, length, w.in_proj.shape[0]), torch.empty_like(y)
-        rows = -(-batch // -(-d_proj.numel() * d_proj.itemsize // PART))  # parts of about one size
+        rows = -(-batch // -(-d_proj.numel() * d_proj.itemsize // PART))  # parts of about equal size
         sums: list[tuple[Tensor, ...]] = []
         for i in range(0, batch, rows):
             part = slice(i, i + rows)
@@ -84,7 +84,7 @@ def _recompute(
     inputs: list[Tensor | None], y: Tensor, grad: Tensor, outputs: tuple[Tensor, Tensor], w: MixerWeights,
     sizes: MixerSizes, options: dict[str, Any],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Backward of a part of the batch. It writes the projection's gradient and the normalised output.
+    """Backward pass of a part of the batch. Writes ``outputs``: the projection's gradient, the normalised y.
 
     Returns the gradients of the norm (E,), the convolution (W, 5) and the heads (3, H), summed over tokens.
     """
@@ -105,7 +105,7 @@ def _sum(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """sum over tokens of left (B, L, I) right (B, L, J)^T, (I, J)."""
+    """Outer products (I, J) of left (B, L, I) and right (B, L, J), summed over tokens."""
     return left.flatten(0, 1).t() @ right.flatten(0, 1)
 
 

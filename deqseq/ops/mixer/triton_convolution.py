@@ -1,6 +1,6 @@
 """The causal convolution of Mamba2 with injection and activation in Triton, forward and backward.
 
-Shapes: B sequences, L tokens, J columns of the projection [gate, x, b, c, dt], W convolved ones.
+Shapes: B sequences, L tokens, J columns of the projection [gate, x, b, c, dt], W convolved columns.
 """
 
 import torch
@@ -45,7 +45,7 @@ def _taps(weight, bias, c, real):
 def _conv_kernel(proj, inj, tail, weight, bias, out, L, J: tl.constexpr, W: tl.constexpr,
                  FIRST: tl.constexpr, HAS_INJ: tl.constexpr, HAS_TAIL: tl.constexpr, T: tl.constexpr,
                  C: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """T tokens in order. Every input is read once and stays in registers for the next three tokens."""
+    """Convolve T tokens in order. Each input is read once and kept in registers for the next three tokens."""
     c = tl.program_id(0) * C + tl.arange(0, C)
     first = tl.program_id(1) * T
     b = tl.program_id(2).to(tl.int64)
@@ -73,7 +73,7 @@ def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, shares, 
                           J: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, HAS_INJ: tl.constexpr,
                           HAS_TAIL: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
                           UNROLL: tl.constexpr):  # fmt: skip
-    """Gradients of the convolution's input, and of its weight and bias, summed over T tokens.
+    """Gradients of the convolution's input; and of its weight and bias, summed over T tokens.
 
     The three tokens after the block contribute to the gradients of its inputs only.
     """
@@ -136,7 +136,7 @@ def _grid(batch: int, length: int, width: int, unroll: int) -> tuple[tuple[int, 
 def convolve(
     proj: Tensor, inj: Tensor | None, w: MixerWeights, tail: Tensor | None, sizes: MixerSizes
 ) -> Tensor:
-    """SiLU of the causal convolution (B, L, W), of four taps, of proj + inj's columns x, b, c."""
+    """SiLU of the causal convolution, with four taps, of the columns x, b, c of proj + inj: (B, L, W)."""
     batch, length, columns = proj.shape
     out = proj.new_empty(batch, length, sizes.conv_width)
     grid, options = _grid(batch, length, sizes.conv_width, unroll=8)

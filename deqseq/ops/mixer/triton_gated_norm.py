@@ -60,7 +60,7 @@ def _gated_norm_backward_kernel(grad, y, proj, inj, weight, out, d_y, d_proj, d_
 
 
 def gated_norm(y: Tensor, proj: Tensor, inj: Tensor | None, weight: Tensor, sizes: MixerSizes) -> Tensor:
-    """RMSNorm(y * silu(gate)) (B, L, E), the gate being the first E columns of proj + inj."""
+    """RMSNorm(y * silu(gate)) (B, L, E), where gate is the first E columns of proj + inj."""
     out = torch.empty_like(y)
     rows, columns = proj.shape[0] * proj.shape[1], proj.shape[2]
     group = sizes.inner // sizes.norm_groups

@@ -1,9 +1,9 @@
 """The recurrence of Mamba2 (SSD; Dao & Gu, 2024, arXiv 2405.21060) in Triton, forward and backward.
 
-Forward: one program per head carries the state in registers from chunk to chunk. Backward: the states at the
-chunks' starts; their gradients, from the last chunk on; then the gradients inside every chunk, per head for x
-and the step sizes, and summed over a group's heads in registers, in a fixed order, for b and c. Sums of log
-decays have base 2 and restart with every chunk.
+Forward: one program per head carries the state in registers from chunk to chunk. Backward, in four kernels:
+the states at the chunks' starts; the states' gradients, from the last chunk to the first; the gradients of x
+and the step sizes per head and chunk; the gradients of b and c per chunk, summed over a group's heads in
+registers, in a fixed order. Log decays have base 2, and their cumulative sums restart in every chunk.
 
 Shapes: B sequences, L tokens, E inner width, H heads, P head dim, N state dim, G groups, W = E + 2 G N
 convolved channels [x, b, c], J columns of the projection, Q tokens of a chunk.
@@ -25,7 +25,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _steps_kernel(proj, inj, dt_bias, decay, step, total, L, J: tl.constexpr, H: tl.constexpr,
                   HAS_INJ: tl.constexpr, Q: tl.constexpr, BH: tl.constexpr):  # fmt: skip
-    """Step sizes (B, H, L), 0 behind the end, and sums of log2 decays (B, H, L) from the chunk's start."""
+    """Step sizes (B, H, L), and sums of log2 decays (B, H, L) from the start of each chunk."""
     b = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * Q + tl.arange(0, Q)[:, None]
     h = tl.arange(0, BH)[None, :]
@@ -45,7 +45,7 @@ def _steps_kernel(proj, inj, dt_bias, decay, step, total, L, J: tl.constexpr, H:
 
 @triton.jit
 def _load(ptr, row, column, rows, columns, stride: tl.constexpr, EVEN: tl.constexpr):
-    """A tile; zeros outside."""
+    """Load a tile; 0 beyond ``rows`` or ``columns``. EVEN: no tile extends beyond them."""
     if EVEN:
         return tl.load(ptr + row * stride + column)
     return tl.load(ptr + row * stride + column, (row < rows) & (column < columns), 0.0)
@@ -61,7 +61,7 @@ def _store(ptr, row, column, rows, columns, stride: tl.constexpr, v, EVEN: tl.co
 
 @triton.jit
 def _decays(sums, q):
-    """Decay from every token k of a chunk (columns) to every later one (rows); 0 to earlier ones."""
+    """Decay from every token of a chunk (columns) to itself and later tokens (rows); 0 to earlier tokens."""
     return tl.exp2(tl.where(q[:, None] >= q[None, :], sums[:, None] - sums[None, :], float("-inf")))
 
 
@@ -79,7 +79,7 @@ def _scan_kernel(conv, step, total, skip, before, y, L, HAS_STATE: tl.constexpr,
     p = tl.arange(0, BP)[None, :]
     through = tl.load(skip + h).to(tl.float32)
     state = tl.zeros((BN, BP), tl.float32)
-    if HAS_STATE:  # (P, N) there
+    if HAS_STATE:  # stored as (P, N)
         n1 = tl.arange(0, BN)[:, None]
         state += tl.load(before + (b * H + h) * P * N + p * N + n1, (p < P) & (n1 < N), 0.0).to(tl.float32)
     conv += b * L * W
@@ -155,7 +155,7 @@ def _state_gradients_kernel(conv, total, d_y, d_states, L, W: tl.constexpr, E: t
                             H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                             EVEN: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                             PRECISION: tl.constexpr):  # fmt: skip
-    """The gradient (N, P) of the state at the end of every chunk, from the last chunk on."""
+    """The gradient (N, P) of the state at the end of every chunk, from the last chunk to the first."""
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     g = h // (H // G)
@@ -192,8 +192,8 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
                         H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                         EVEN: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                         PRECISION: tl.constexpr):  # fmt: skip
-    """Gradients of one head in one chunk: of x and the step sizes' inputs, and the chunk's share of the
-    gradients of decay, skip and the step sizes' bias."""
+    """For one head and chunk: the gradients of x and of the step sizes before softplus, and the chunk's share
+    of the gradients of decay, skip and dt_bias."""
     h = tl.program_id(0)
     i = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -230,14 +230,14 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
     scores = (products * dt[None, :]).to(x.dtype)
     d_x = tl.dot(tl.trans(scores), out, d_x, input_precision=PRECISION)
     _store(d_conv + (b * L + start) * W + h * P, row, p, rest, P, W, d_x, EVEN)
-    pull = tl.dot(out, tl.trans(x), input_precision=PRECISION) * products  # over dt
+    pull = tl.dot(out, tl.trans(x), input_precision=PRECISION) * products  # without the factor dt
     by_column = tl.sum(pull, 0)
     by_row = tl.sum(pull * dt[None, :], 1)
     moved = left * tl.sum(x32 * into, 1)
     state = _load(states + slot, n1, p, N, P, P, EVEN)
     kept = tl.dot(c, state, input_precision=PRECISION)
     carried = tl.sum(out32 * kept, 1) * tl.exp2(sums)
-    # Step sizes: each scales its own input, and every decay from its token on.
+    # A step size scales its token's input and, by its decay, all contributions that pass its token.
     d_total = by_row + carried - (by_column + moved) * dt
     d_end = tl.exp2(end) * tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
     d_end += tl.sum(moved * dt, 0)
@@ -310,9 +310,9 @@ def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
 
 
 def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The constants for which every kernel of the recurrence is compiled."""
-    # Tokens of a chunk: as many as fit a multiprocessor, at most those of the sequence. Triton 3.6 compiles
-    # heads of 32 in chunks of 64 wrongly for Hopper (LOG.md).
+    """The compile-time constants of the recurrence's kernels."""
+    # Tokens of a chunk: as many as fit a multiprocessor; in a shorter sequence fewer, but at least 16.
+    # Triton 3.6 compiles heads of 32 in chunks of 64 wrongly for Hopper (LOG.md).
     wide = sizes.d_state >= 64 and sizes.headdim >= 64
     small = sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2
     chunk = min(16 if not small else 64 if wide else 32, max(16, triton.next_power_of_2(length)))
@@ -335,7 +335,7 @@ def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> di
 def steps(
     proj: Tensor, inj: Tensor | None, w: MixerWeights, sizes: MixerSizes, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Step sizes (B, H, L) and cumulative sums of log2 decays (B, H, L), which start anew in each chunk,
+    """Step sizes, and cumulative sums of log2 decays, which restart in each chunk; both (B, H, L)
     float32."""
     batch, length, columns = proj.shape
     step = torch.empty(batch, sizes.heads, length, device=proj.device, dtype=torch.float32)
@@ -352,7 +352,7 @@ def scan(
     convolved: Tensor, step: Tensor, total: Tensor, w: MixerWeights, state: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """The recurrence and its skip, y (B, L, E)."""
+    """The recurrence plus skip * x: y (B, L, E)."""
     batch, length, _ = convolved.shape
     y = convolved.new_empty(batch, length, options["E"])
     launch(

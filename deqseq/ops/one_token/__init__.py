@@ -1,6 +1,6 @@
-"""Whole blocks at one token a sequence: decoding. :mod:`deqseq.ops.one_token.triton` has the fused blocks.
+"""Whole blocks for one token per sequence (decoding), fused in :mod:`deqseq.ops.one_token.triton`.
 
-Their plain forms are the blocks of :mod:`deqseq.backbones`, which call the other operations one by one.
+The plain forms are the blocks of :mod:`deqseq.backbones`, which call the other operations one by one.
 Shapes: D width; H query heads, J key/value heads, P head dim.
 """
 
@@ -34,7 +34,7 @@ class SwiGLUWeights(NamedTuple):
 
 
 def applies(stream: Tensor, state: tuple[Tensor, ...] | None, choice: Choice) -> bool:
-    """Whether the fused blocks compute ``stream`` (B, W, D) after a layer's ``state``."""
+    """Whether the fused blocks can process ``stream`` (B, W, D) with a layer's ``state``."""
     return (
         state is not None
         and stream.shape[1] == 1

@@ -1,6 +1,6 @@
 """A few Triton kernels that compute a block for one token a sequence, for decoding.
 
-At such sizes a kernel's start and its first loads take most of its time, so each kernel does as much of the
+With so few tokens, a kernel's start and first loads take most of its time, so each kernel does as much of the
 work as possible.
 
 Shapes: B sequences, D inputs and N outputs of a projection; of Mamba2: E inner width, H heads, P head dim,
@@ -22,16 +22,16 @@ from deqseq.ops.mixer.triton_convolution import silu
 from deqseq.ops.one_token import AttentionWeights, Norm, SwiGLUWeights, ValueGateWeights
 
 _FEW = 132
-"""Programs that a GPU should get at least: the multiprocessors of an H100."""
+"""Fewest programs that occupy a GPU: the number of multiprocessors of an H100."""
 _ALONE = 1
-"""Most sequences for which a projection starts separate programs."""
+"""Largest batch for which a projection starts separate programs per sequence."""
 
 
 @triton.jit
 def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, eps, D: tl.constexpr,
                 N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                 HAS_PLUS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """BN outputs of one sequence. All loads are issued before the first exchange among threads."""
+    """Compute BN outputs of one sequence. All loads are issued before threads first exchange data."""
     b = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     if HAS_PLUS:
@@ -75,8 +75,8 @@ def _rows_kernel(x, added, norm, weight, times, plus, total, out, B, plus_stride
                  N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                  HAS_PLUS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """BN outputs of all sequences. The norm's scale of a row is known and applied at the end. With SCALED it
-    is computed first: in float16 unscaled factors could overflow."""
+    """Compute BN outputs of all sequences. The norm's scale of a row is computed and applied at the end. With
+    SCALED it is computed and applied first, because unscaled inputs could overflow in float16."""
     r = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     mine = tl.where(tl.program_id(0) == 0, B, 0)  # the first program stores the sum
@@ -144,7 +144,7 @@ def project(
         x, x if added is None else added, scale, weight.contiguous(),
         weight if times is None else times.contiguous(), x if plus is None else plus, total, out,
     ]  # fmt: skip
-    # One sequence needs no stride; passing it would compile a kernel for every value that it takes.
+    # One sequence needs no stride; passing it would compile a kernel for every value of the stride.
     stride = 0 if plus is None or batch == 1 else plus.stride(0)
     constants: dict[str, Any] = {
         "D": width, "N": columns, "HAS_ADDED": added is not None, "HAS_NORM": norm is not None,
@@ -172,7 +172,7 @@ def project(
 
 @triton.jit
 def _convolved(row, tail, weight, bias, c, real, W: tl.constexpr, K: tl.constexpr):
-    """SiLU of the convolution of channels c of the last token, in the row's type."""
+    """SiLU of the convolution of channels c at the current token, in the row's type."""
     v = tl.load(row + c, real, 0.0).to(tl.float32) * tl.load(weight + c * K + K - 1, real, 0.0).to(tl.float32)
     for k in tl.static_range(K - 1):
         before = tl.load(tail + k * W + c, real, 0.0).to(tl.float32)
@@ -215,7 +215,7 @@ def _mixer_kernel(row, tail, state, weight, bias, decay, dt_bias, skip, y, x_out
 def mixer_step(
     row: Tensor, w: MixerWeights, state: tuple[Tensor, ...], sizes: MixerSizes
 ) -> tuple[Tensor, LayerTrace]:
-    """y * silu(gate) (B, 1, E) of the projection (B, 1, J), and the trace.
+    """Compute y * silu(gate) (B, 1, E) from the projection (B, 1, J); also return the trace.
 
     Every head repeats the convolution of its group's b and c.
     """
@@ -239,7 +239,7 @@ def mamba2_block(
     stream: Tensor, added: Tensor | None, mixer: MixerWeights, mlp: ValueGateWeights | None,
     injection: Tensor | None, state: tuple[Tensor, ...], sizes: MixerSizes, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, LayerTrace]:  # fmt: skip
-    """A Mamba2 block with one group in its gated norm: the stream, what the block adds to it, the trace."""
+    """A Mamba2 block with one group in its gated norm. Returns stream, tensor to add to it, and trace."""
     stream, row = project(stream, mixer.in_proj, norm, added, plus=injection)
     y, trace = mixer_step(row, mixer, state, sizes)
     added = project(y, mixer.out_proj, (mixer.norm, sizes.norm_eps))[1]
@@ -252,7 +252,7 @@ def mamba2_block(
 
 @triton.jit
 def _rotated(x, cos, sin, p, P: tl.constexpr):
-    """Rotary positions on a head, in its type."""
+    """Apply rotary positions to a head, in its type."""
     first = p < P // 2
     v = tl.load(x + p, p < P, 0.0).to(tl.float32)
     other = tl.load(x + tl.where(first, p + P // 2, p - P // 2), p < P, 0.0).to(tl.float32)
@@ -262,8 +262,8 @@ def _rotated(x, cos, sin, p, P: tl.constexpr):
 @triton.jit
 def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, scale, H: tl.constexpr,
                       J: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr):  # fmt: skip
-    """Each of the BS rows keeps its own running softmax, so that threads exchange nothing in the loop over
-    blocks."""
+    """Attention of one head. Each of the BS rows has a separate running softmax, so threads exchange no data
+    in the loop over blocks."""
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     j = h // (H // J)
@@ -277,7 +277,7 @@ def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, sca
     q = _rotated(row + h * P, c, s, p, P).to(tl.float32) * scale
     k = _rotated(row + (H + j) * P, c, s, p, P)
     v = tl.load(row + (H + J + j) * P + p, p < P, 0.0)
-    top = tl.full((BS,), -1e30, tl.float32)  # finite: what is masked takes exp(-inf - top)
+    top = tl.full((BS,), -1e30, tl.float32)  # finite, so that masked scores have exp(-inf - top) = 0
     weight = tl.zeros((BS,), tl.float32)
     total = tl.zeros((BS, BP), tl.float32)
     for start in tl.range(0, filled, BS, num_stages=3):
@@ -310,7 +310,7 @@ def attention_step(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Attention of the projected token (B, 1, (H + 2 J) P) to the first ``seen`` (B,) slots and to itself.
 
-    Returns y (B, 1, H P), and keys and values (B, J, 1, P).
+    Returns y (B, 1, H P), and the token's keys and values (B, J, 1, P).
     """
     batch, keys, values = row.shape[0], *(t.contiguous() for t in state)
     _, kv_heads, slots, width = keys.shape
@@ -330,7 +330,7 @@ def llama_block(
     injection: Tensor | None, rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor,
     heads: int, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-    """A Llama block: the stream, what the block adds to it, and keys and values (B, J, 1, P)."""
+    """A Llama block. Returns stream, tensor to add to it, and the token's keys and values (B, J, 1, P)."""
     stream, row = project(stream, attention.qkv, norm, added, plus=injection)
     y, trace = attention_step(row, rotary, state, seen, heads)
     added = project(y, attention.out_proj)[1]

@@ -1,4 +1,4 @@
-"""Residuals of tokens, and what follows from them: which tokens converge, settle and freeze.
+"""The residuals of tokens, and which tokens converge, settle and freeze because of them.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
@@ -43,19 +43,19 @@ def settle(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Settle the tokens that are done and have only done tokens before them.
 
-    A token is done when it ``stops`` with a finite residual, when its budget is exhausted, or when it is not
-    finite and no finite token before it can still change it.
+    A token is done when it ``stops`` with a finite residual, when its budget is exhausted, or when its
+    residual is not finite and every earlier token is settled or not finite either.
 
     Args:
-        residual: (B, W) of this evaluation; of settled tokens, their last one.
-        converged: (B, W) bool, the tolerance is met.
-        stops: (B, W) bool, the policy lets the token settle.
-        settled: (B, W) bool, before this evaluation; padding counts as settled.
-        active: (B, W) bool, took part in this evaluation: the tokens that are not ``settled``.
-        iterations: (B, W) int64 evaluations of each token, this one included.
+        residual: (B, W) residual of this evaluation; for settled tokens, of their last evaluation.
+        converged: (B, W) bool, true if the token meets the tolerance.
+        stops: (B, W) bool, true if the policy lets the token settle.
+        settled: (B, W) bool, true if settled before this evaluation, and at padding.
+        active: (B, W) bool, the opposite of ``settled``: the tokens of this evaluation.
+        iterations: (B, W) int64, number of evaluations of each token, including this one.
         status: (B, W) int64 before this evaluation.
-        max_iter: evaluations that a token may take part in.
-        codes: statuses of tokens that settle converged, otherwise, and not finite.
+        max_iter: maximum number of evaluations per token.
+        codes: the statuses for tokens that converged, that did not converge, and that are not finite.
 
     Returns:
         ``settled``, ``status`` and ``frozen`` (B, W) bool: z must not move, because the token is settled or
@@ -67,9 +67,9 @@ def settle(
         return triton.settle(residual, converged, stops, settled, iterations, status, max_iter, codes)
     finite = torch.isfinite(residual)
     can_change = ~settled & finite
-    failed = ~finite & (can_change.cumsum(1) == 0)  # no finite token before it can change it
+    failed = ~finite & (can_change.cumsum(1) == 0)  # no earlier token can still make it finite
     done = settled | (stops & finite) | (iterations >= max_iter) | failed
-    # Settled tokens stay settled, also padding after tokens that are not.
+    # Settled tokens stay settled, including padding after unsettled tokens.
     settled = settled | ((~done).cumsum(1) == 0)
     code = torch.where(converged, codes[0], codes[1])
     code = torch.where(finite, code, codes[2])

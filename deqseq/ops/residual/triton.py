@@ -36,7 +36,7 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
 def residual(
     z: Tensor, fz: Tensor, judges: bool, atol: float = 0.0, rtol: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Residual and verdict of every token if it ``judges``; otherwise the two norms."""
+    """Every token's residual and verdict if ``judges`` is true, else the two norms."""
     z, fz = z.contiguous(), fz.contiguous()
     first = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
     second = torch.empty_like(first, dtype=torch.bool if judges else torch.float32)
@@ -63,7 +63,7 @@ def _settle_kernel(residual, converged, stops, settled, iterations, status, new_
     before = tl.load(settled + place, mask, 1).to(tl.int1)
     ends = tl.load(stops + place, mask, 1).to(tl.int1) & finite
     exhausted = tl.load(iterations + place, mask, 0) >= max_iter
-    # A value that is not finite is final once no finite token before it can still change it.
+    # A non-finite token is final if every earlier token is settled or not finite either.
     open_before = tl.where(before | ~finite, 0, 1)
     failed = ~finite & (tl.cumsum(open_before, 0) - open_before == 0)
     done = before | ends | exhausted | failed

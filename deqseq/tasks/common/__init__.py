@@ -1,1 +1,1 @@
-"""What tasks share: command lines, runs, the trainer, tables, figures and data."""
+"""Code that the tasks share: command lines, run folders, the trainer, tables, figures and data."""

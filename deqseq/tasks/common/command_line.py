@@ -24,7 +24,7 @@ Command = Callable[..., Any]
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Keeps the lines of descriptions."""
+    """Keeps line breaks in descriptions."""
 
 
 def main(

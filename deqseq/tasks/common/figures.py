@@ -1,4 +1,4 @@
-"""Figures of the tasks: one style, written as PNG."""
+"""Figures of the tasks, in one style, as PNG files."""
 
 import logging
 from collections.abc import Callable
@@ -26,19 +26,19 @@ def save_figure(
     size: tuple[float, float] = (8, 4),
     **options: Any,
 ) -> bool:
-    """Draw a figure and write it as a PNG, in one step; returns whether matplotlib is installed.
+    """Draw a figure and write it atomically as a PNG file; returns whether matplotlib is installed.
 
     Args:
-        draw: receives the axes, row by row.
-        size: inches.
-        options: of ``pyplot.subplots``.
+        draw: draws on the axes; they are listed row by row.
+        size: width and height in inches.
+        options: passed to ``pyplot.subplots``.
     """
     try:
         import matplotlib
     except ImportError:
         logger.warning("no figure without matplotlib: pip install 'deqseq[plots]'")
         return False
-    matplotlib.use("Agg")  # draws to files
+    matplotlib.use("Agg")  # draw to files, not to a screen
     from matplotlib import pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 PART = ".part"
-"""How names of files end that are still being written."""
+"""The end of the names of files that are still being written."""
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON in one step. NaN and infinity, which JSON does not have, become null."""
-    part = path.with_name(f"{path.name}{PART}")  # one name, so that the next write replaces a killed one's
+    part = path.with_name(f"{path.name}{PART}")  # the next write replaces what a killed one left
     with part.open("w") as file:
         file.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
         file.flush()

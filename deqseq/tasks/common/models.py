@@ -1,4 +1,4 @@
-"""Loads models and texts, and makes the options that a model is solved with."""
+"""Loads models and texts, and makes solve options for evaluation."""
 
 import codecs
 from collections.abc import Sequence
@@ -21,27 +21,27 @@ from deqseq.solvers import Picard
 from deqseq.tasks.common.tokenizer import first_line, is_local
 
 Window = int | None | Literal["model"]
-"""Tokens solved at a time; ``None``: all; ``"model"``: the model's own."""
+"""Number of tokens solved at a time. ``None``: all. ``"model"``: the window in the model's options."""
 
-# A cut may change the tokens beside it, so a text with a limit is read by so many tokens more.
+# Cutting a text may change the tokens near the cut, so a limited text is read this many tokens further.
 _SPARE = 64
 
 
 def quiet_transformers() -> None:
-    """Let transformers print errors only, and no progress bars for loading."""
+    """Make transformers log only errors, and show no progress bars when it loads models."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
 def load_model(name: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
-    """The model of a folder or of the hub, ready for evaluation.
+    """Load a model from a folder or the Hugging Face Hub, in evaluation mode.
 
     Args:
-        device: a GPU if there is one, by default.
-        dtype: ``"auto"``: the checkpoint's.
+        device: by default a GPU if there is one, else the CPU.
+        dtype: ``"auto"`` keeps the checkpoint's dtype.
 
     Raises:
-        ValueError: transformers cannot load it; the device does not exist.
+        ValueError: transformers cannot load the model, or the device does not exist.
     """
     if is_local(name) and not (Path(name) / "config.json").is_file():
         raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
@@ -50,7 +50,7 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         model.to(place)
     except Exception as error:
-        # transformers, the hub, safetensors and torch have many classes of errors.
+        # transformers, the hub, safetensors and torch raise many classes of errors.
         raise ValueError(f"the model {name} cannot be loaded: {first_line(error)}") from error
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # evaluation generates nothing, so no cache is needed
@@ -71,14 +71,14 @@ def check_fits(config: PreTrainedConfig) -> None:
 
 
 def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) -> Tensor:
-    """The tokens (N,) int64 of the files, one after the other, without special tokens; line ends are kept.
+    """The tokens of the files, concatenated: (N,) int64, without special tokens. Line ends are kept.
 
     Args:
-        limit: tokens to predict. N is then at most ``limit`` + 1, since the first token is not predicted. The
-            files are read only as far as needed.
+        limit: maximum number of tokens to predict. N is at most ``limit`` + 1, because the first token is not
+            predicted. The files are read only as far as needed.
 
     Raises:
-        ValueError: a file that does not exist or is not UTF-8.
+        ValueError: a file cannot be read, or is not UTF-8.
     """
     if limit is not None:
         check_count("limit", limit)
@@ -99,14 +99,14 @@ def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) 
 
 
 def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[int]:
-    """The first ``wanted`` tokens of a file, or all, the same as if the whole file were tokenised."""
+    """The first ``wanted`` tokens of the tokenised file (``None``: all). Reads only as much as they need."""
     data, found, ended = b"", [], False
     while not ended:
-        size = -1 if wanted is None else max(len(data), 8 * wanted)  # doubles the text every time
+        size = -1 if wanted is None else max(len(data), 8 * wanted)  # double the text every time
         piece = file.read(size)
         data += piece
         ended = len(piece) != size
-        text, _ = codecs.utf_8_decode(data, "strict", ended)  # leaves out a cut character
+        text, _ = codecs.utf_8_decode(data, "strict", ended)  # omits an incomplete last character
         found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if wanted is not None and len(found) >= wanted + _SPARE:
             break
@@ -116,7 +116,7 @@ def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[in
 def check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
     """Raise ``ValueError`` if a token is outside the model's vocabulary.
 
-    The tokenizer may have more tokens, such as one for padding: only those that occur matter.
+    Only tokens that occur are checked: the tokenizer may have more, such as one for padding.
     """
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     if tokens.numel() and (largest := int(tokens.max())) >= vocabulary:
@@ -127,13 +127,13 @@ def check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
 
 
 def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
-    """The implicit layer of a model; ``None`` for explicit ones."""
+    """The implicit layer of a model; ``None`` if the model is explicit."""
     found = (module for module in model.modules() if isinstance(module, ImplicitSequenceLayer))
     return next(found, None)
 
 
 def needed_layer(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
-    """The implicit layer of a model; ``ValueError``, which names ``what`` needs it, if there is none."""
+    """The implicit layer of a model; ``ValueError`` if there is none. ``what``: the feature that needs it."""
     layer = implicit_layer(model)
     if layer is None:
         raise ValueError(f"{what} is for implicit models, but this {type(model).__name__} is explicit")
@@ -144,19 +144,19 @@ def solve_options(
     model: torch.nn.Module, window: Window = "model", rtol: float | None = None, max_iter: int | None = None,
     damping: float | None = None,
 ) -> SolveOptions | None:  # fmt: skip
-    """The model's options of evaluation, some of them replaced; ``None`` for an explicit model.
+    """The model's evaluation options, with the given ones replaced; ``None`` for an explicit model.
 
-    A policy that is not a :class:`~deqseq.Residual` becomes one if ``rtol`` or ``max_iter`` is given, with
-    a tolerance of 1e-3 unless ``rtol`` is given.
+    If ``rtol`` or ``max_iter`` is given, :class:`~deqseq.Residual` replaces a policy of another class, with
+    1e-3 as the default of ``rtol``.
 
     Args:
-        window: tokens solved at a time.
-        rtol: relative residual.
-        max_iter: evaluations a token may take part in.
-        damping: of Picard's iteration, which replaces the model's solver.
+        window: number of tokens solved at a time.
+        rtol: tolerance on the relative residual.
+        max_iter: maximum number of evaluations of a token.
+        damping: replaces the model's solver by Picard's iteration with this damping.
 
     Raises:
-        ValueError: an explicit model with options; values out of range.
+        ValueError: an option is given for an explicit model, or a value is out of range.
     """
     if implicit_layer(model) is None and window == "model" and rtol is max_iter is damping is None:
         return None

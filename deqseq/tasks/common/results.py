@@ -16,11 +16,11 @@ import deqseq
 from deqseq.tasks.common.files import write_json
 
 Column = tuple[str, Callable[[Any], str]]
-"""A title, and how to write the cell of a row."""
+"""A column's title, and a function that returns the text of the cell of a row."""
 
 
 def table(columns: Sequence[Column], rows: Sequence[Any], form: str = "plain") -> str:
-    """The rows as text, a line each. ``form``: one of tabulate's formats."""
+    """The rows as a text table, one line per row. ``form``: one of tabulate's table formats."""
     cells = [[write(row) for _, write in columns] for row in rows]
     titles = [title for title, _ in columns]
     return tabulate(cells, titles, tablefmt=form, stralign="right", disable_numparse=True)
@@ -29,11 +29,12 @@ def table(columns: Sequence[Column], rows: Sequence[Any], form: str = "plain") -
 def column(
     name: str, form: str = "", title: str | None = None, of: Callable[[Any], Any] = lambda row: row
 ) -> Column:
-    """A column with an attribute of every row, formatted; ``-`` where the attribute is ``None``.
+    """A column with one attribute of every row; ``-`` where the attribute is ``None``.
 
     Args:
-        name: of the attribute; also the title unless ``title`` is given.
-        of: what to take the attribute from, given the row.
+        name: name of the attribute; also the title unless ``title`` is given.
+        form: format specification of the values, such as ``.2f``.
+        of: maps a row to the object with the attribute; by default the row itself.
     """
 
     def write(row: Any) -> str:
@@ -46,11 +47,11 @@ def column(
 class ResultFolder:
     """The folder of one report: REPORT.json and REPORT.png.
 
-    The folder is made when the results are written. A former result with the same settings is overwritten.
+    Writing results makes the folder and overwrites an earlier result with the same settings.
 
     Args:
-        settings: everything that the results depend on, as JSON has it.
-        force: write beside other files, and over a result with other settings.
+        settings: everything that the results depend on, as JSON types.
+        force: keep other files in the folder, and overwrite a result with other settings.
 
     Raises:
         ValueError: without ``force``, the folder holds other files or a result with other settings.
@@ -67,7 +68,7 @@ class ResultFolder:
             self._check()
 
     def write(self, rows: Sequence[Any], model: Any, **more: Any) -> None:
-        """Write the rows, a dataclass each, with the model's configuration and :func:`provenance`."""
+        """Write the rows (dataclasses), entries ``more``, the model's configuration, :func:`provenance`."""
         self.path.mkdir(parents=True, exist_ok=True)
         config = json.loads(model.config.to_json_string())
         made = {**self._head, "config": config, **provenance(model.device)}
@@ -98,7 +99,7 @@ class ResultFolder:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences of two mappings, in words."""
+    """The differences between two mappings, each as ``NAME OLD, now NEW``."""
     return [
         f"{name} {before.get(name)}, now {now.get(name)}"
         for name in {**before, **now}
@@ -107,7 +108,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions of the libraries in use, the machine and the date: recorded with every result."""
+    """Versions of the loaded libraries, the machine and the date, for the record of a result."""
     libraries = {name: sys.modules.get(name) for name in ("torch", "transformers", "lm_eval")}
     versions = {name: found.__version__ for name, found in libraries.items() if found}
     return {
@@ -118,7 +119,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def describe_machine(device: torch.device) -> str:
-    """The name of a GPU or of the processor."""
+    """The name of the GPU, or of the processor with PyTorch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""

@@ -1,4 +1,4 @@
-"""The folder of one training run: settings, checkpoints, and in the end the model. Run files."""
+"""The folder of one training run: its settings, its checkpoints and, at the end, the model."""
 
 import json
 import logging

@@ -1,6 +1,6 @@
 """Settings: keyword-only dataclasses, filled from YAML and command lines and checked by jsonargparse.
 
-The help of a field stands in the docstring of its class, under ``Args``.
+The docstring of a class has the help of its fields, under ``Args``.
 """
 
 import difflib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 else:
 
     def _whole(value: Any) -> int:
-        number = Decimal(str(value))  # 1e9 tokens
+        number = Decimal(str(value))  # accepts 1e9
         return int(number) if number == int(number) else math.nan
 
     def _number(rule: str, base: type, allowed: Callable[[Any], bool]) -> type:
@@ -61,14 +61,14 @@ Tree = dict[str, Any]
 
 
 def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
-    """The settings of class ``kind`` with the fields in ``tree``; text is converted to a number where the
-    field is numeric.
+    """Make settings of class ``kind`` from the fields in ``tree``. For numeric fields, text is converted to
+    numbers.
 
     Args:
-        prefix: what error messages put before a field's name.
+        prefix: text before a field's name in error messages.
 
     Raises:
-        ValueError: unknown or missing fields, values of another type or out of range.
+        ValueError: a field is unknown or missing, or a value has a wrong type or is out of range.
     """
     known = inspect.signature(kind).parameters
     for name in tree:
@@ -94,9 +94,9 @@ def unknown_field(name: str, known: Sequence[str]) -> str:
 
 
 def build_changed(kind: type[T], tree: Mapping[str, Any], changes: Mapping[str, Any]) -> T:
-    """As :func:`build`, with fields changed by dotted names, such as ``stages.0.until``.
+    """Like :func:`build`, after ``changes`` to fields with dotted names, such as ``stages.0.until``.
 
-    A part that is given by its name, such as ``backbone: llama``, becomes a mapping with that name.
+    To change an option of a part that is given by name, ``backbone: llama`` becomes ``{name: llama}`` first.
     """
     parameters = _parameters(kind).values()
     found = {p.name: deepcopy(p.default) for p in parameters if p.default is not p.empty} | dict(tree)
@@ -132,15 +132,15 @@ def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def yaml_value(text: str, what: str) -> Any:
-    """Read YAML in which ``1e-3`` is a number; the ``ValueError`` about other text begins with ``what``."""
+    """Read YAML, with ``1e-3`` as a number. ``what`` names the text in the error message."""
     try:
         return get_loader("yaml")(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{what} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def read_yaml(source: str, shipped: Path) -> Tree:
-    """The mapping in a YAML file, given by path or name in ``shipped``; ``ValueError`` if there is none."""
+    """The mapping in a YAML file: a path, or a name in ``shipped``; ``ValueError`` if it cannot be read."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         names = sorted(path.stem for path in shipped.glob("*.yaml"))
@@ -159,13 +159,13 @@ def read_yaml(source: str, shipped: Path) -> Tree:
 def add_parameters(
     parser: ArgumentParser, source: Callable[..., Any], required: bool = True, skip: Sequence[str] = ()
 ) -> None:
-    """Add the parameters of a function or dataclass to a parser; the docstring has their help.
+    """Add the parameters of a function or dataclass to a parser, with their help from the docstring.
 
-    Keyword-only parameters become options, the others positional arguments. A list takes several values. A
-    bool without a value means true, ``--no_NAME`` false.
+    Keyword-only parameters become options, other parameters positional arguments. A list takes several
+    values. ``--NAME`` without a value sets a bool to true, ``--no_NAME`` sets it to false.
 
     Args:
-        required: whether parameters without a default must be given.
+        required: whether options without a default must be given.
         skip: names of parameters to leave out.
     """
     hints, descriptions = get_type_hints(source), _descriptions(source)
@@ -182,7 +182,7 @@ def add_parameters(
         elif item is not None:
             kind, options["nargs"] = item, "+"
         elif kind == str | None:
-            kind = str  # the text "null" is text
+            kind = str  # keep the text "null" as text
         flags = list(dict.fromkeys([f"--{name.replace('_', '-')}", f"--{name}"]))
         if parameter.kind is not parameter.KEYWORD_ONLY:
             flags = [name]
@@ -194,7 +194,7 @@ def add_parameters(
 
 
 def one_line(error: Exception) -> str:
-    """What jsonargparse says of wrong arguments, in one line."""
+    """jsonargparse's message about wrong arguments, shortened to one line."""
     drop = r"Does not validate against any.*?Errors:|Given value[^\n]*|Not of type [^:]*: "
     drop += r"|- Expected a <class 'NoneType'>[^\n]*"
     text = re.sub(drop, "", str(error), flags=re.S)
@@ -212,7 +212,7 @@ def _parser(kind: type) -> ArgumentParser:
 
 
 def _checked(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Tree:
-    """The fields as plain data of their types."""
+    """Check the fields in ``tree`` and convert them to the types that class ``kind`` declares."""
     for name, hint in get_type_hints(kind).items():
         if name in tree and tree[name] is None and NoneType not in get_args(hint) and hint is not Any:
             raise ValueError(f"{prefix}{name} must not be null")
@@ -226,7 +226,7 @@ def _checked(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Tree:
 
 
 def plain(value: Any) -> Any:
-    """Numbers of jsonargparse's restricted types as int and float."""
+    """Convert numbers of jsonargparse's restricted types to int and float."""
     if isinstance(value, list):
         return [plain(one) for one in value]
     base = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
@@ -234,7 +234,7 @@ def plain(value: Any) -> Any:
 
 
 def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function or dataclass; fields with a factory have its result as default."""
+    """The parameters of a function or dataclass. A field's default may be its factory's result."""
     found = dict(inspect.signature(source).parameters)
     for f in fields(source) if is_dataclass(source) else ():
         if f.default_factory is not MISSING:
@@ -243,7 +243,7 @@ def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _item_type(hint: Any) -> Any:
-    """The type of a list's items, which the command line takes one by one; ``None`` for other types."""
+    """The item type of a list that the command line takes as several values; ``None`` for other types."""
     kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     first, *others = (kind for kind in kinds if kind is not NoneType)
     item = get_args(first)[0] if not others and get_origin(first) is list else None

@@ -1,4 +1,4 @@
-"""Tokenizers by name or file."""
+"""Loads tokenizers by name or file."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
 def load_tokenizer(model: str, source: str | None = None) -> Any:
-    """The tokenizer at ``source``, a file, folder or hub name, or the model's own; ``ValueError`` if none."""
+    """Load tokenizer ``source`` (file, folder or hub name; default ``model``); ``ValueError`` if it fails."""
     named = place = Path(source or model)
     hint = "name one with --tokenizer PATH"
     if place.is_dir() and not (place / "tokenizer_config.json").is_file():
@@ -24,7 +24,7 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
         )
     except Exception as error:
         raise ValueError(f"the tokenizer {place} cannot be loaded: {first_line(error)}; {hint}") from error
-    # A tokenizer.json does not say which token ends a text. lm-eval needs one for empty contexts.
+    # A tokenizer.json does not name the end-of-text token, which lm-eval needs for empty contexts.
     if tokenizer.eos_token is None:
         known = tokenizer.get_vocab()
         tokenizer.eos_token = next((token for token in _END_OF_TEXT if token in known), None)
@@ -37,6 +37,6 @@ def is_local(name: str) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
+    """The first line of an error's message, or the name of its class if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -239,7 +239,7 @@ def short_run_arguments(settings: Any, output: Path, save_steps: int) -> Trainin
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         bf16=settings.bf16,
-        use_cpu=not torch.cuda.is_available(),  # or bf16 is refused there
+        use_cpu=not torch.cuda.is_available(),  # without this, bf16 is refused on CPUs
         seed=settings.seed,
         adam_beta2=0.95,
         lr_scheduler_type="warmup_stable_decay",

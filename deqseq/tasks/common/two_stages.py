@@ -32,40 +32,40 @@ Settings = TypeVar("Settings", bound="TwoStageSettings")
 class TwoStageSettings:
     """A model, and its training in two stages.
 
-    The first stage unrolls iterations from zero and differentiates through them, which is cheap and finds the
-    task. The second one searches for the fixed point; a few phantom steps carry the gradient. Other policies
-    and gradient strategies receive those of these settings that they accept.
+    The first stage unrolls iterations from zero and differentiates through them, which is a cheap way to
+    learn the task. The second stage searches for the fixed point; the gradient goes through a few phantom
+    steps. Backbones, policies and gradient strategies receive only the settings that they accept.
 
     Args:
         backbone: name of any installed backbone, or a mapping {name: NAME, option: value}
-        explicit: train the explicit twin: the same stack applied once
-        d_model: width; this size and the following ones go to the backbones that take them
-        n_layer: blocks
-        d_state: state dimension of a head; Mamba2
-        expand: inner width divided by the width; Mamba2
-        headdim: width of a head, which sets the number of heads; Mamba2 and Llama
+        explicit: train the explicit twin, which applies the same stack once
+        d_model: width of the model
+        n_layer: number of blocks
+        d_state: state dimension of a head (Mamba2)
+        expand: inner width divided by d_model (Mamba2)
+        headdim: width of a head, which determines the number of heads (Mamba2 and Llama)
         solver: name of any installed solver, or a mapping {name: NAME, option: value}
-        gradient: the same for the gradient strategy of the fixed-point stage; phantom by default
-        convergence: the same for the policy of the search; residual by default
-        damping: damping of Picard's iteration; 1 is none. Other solvers take theirs in the mapping
+        gradient: gradient strategy of the fixed-point stage, given like solver; phantom by default
+        convergence: convergence policy of the search, given like solver; residual by default
+        damping: damping of Picard's iteration; 1 means none. Set other solvers' damping in the solver mapping
         steps: optimiser steps
-        batch_size: sequences of a step
+        batch_size: sequences per optimiser step
         learning_rate: highest rate; it warms up over 5 % of the steps and decays over the last 30 %
         weight_decay: weight decay of matrices
-        max_grad_norm: gradient clipping; 0 is none
+        max_grad_norm: gradients are clipped to this norm; 0 means no clipping
         label_smoothing: share of the target spread over all tokens, which keeps the logits from growing
         unrolled_share: share of the steps in the unrolled stage
         unrolled_iterations: iterations of the unrolled stage
-        tolerance: relative residual of the search in the fixed-point stage
-        max_iter: maximum number of evaluations of a token in a search in training
-        eval_max_iter: the same in evaluation
-        phantom_steps: steps that carry the gradient in the fixed-point stage
-        phantom_damping: damping of these steps
+        tolerance: tolerance of searches on the relative residual
+        max_iter: maximum number of evaluations of a token in a training search
+        eval_max_iter: maximum number of evaluations of a token in an evaluation search
+        phantom_steps: steps of the phantom gradient in the fixed-point stage
+        phantom_damping: damping of the phantom steps
         bf16: autocast to bfloat16 in training; weights stay float32
         seed: seed of weights and data
 
     Raises:
-        ValueError: a value out of its range, with the rule.
+        ValueError: a value is out of range; the message states the rule.
     """
 
     backbone: str | dict[str, Any] = "mamba2"
@@ -111,7 +111,7 @@ class TwoStageSettings:
         )
 
     def _curriculum(self, window: int | None = None, **unrolled: Any) -> Curriculum | None:
-        """The two stages; ``None`` for an explicit model. ``unrolled``: options of the unrolled strategy."""
+        """The two stages; ``None`` for an explicit model. ``unrolled``: more options of the first one."""
         if self.explicit:
             return None
         first = {"name": "unrolled", "iterations": self.unrolled_iterations, **unrolled}
@@ -136,8 +136,8 @@ class TwoStageSettings:
             return {"damping": self.damping, **found}
         if self.damping != type(self).damping:
             raise ValueError(
-                f"damping is Picard's, got {self.damping} with solver {found['name']}: other solvers take "
-                "theirs as {name: NAME, damping: D}"
+                f"damping is for picard, got {self.damping} with solver {found['name']}: give the damping of "
+                "other solvers as {name: NAME, damping: D}"
             )
         return found
 
@@ -151,7 +151,7 @@ class TwoStageSettings:
 
 
 def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple[Settings, Tree]:
-    """The settings of a finished run, and its records ``others``; ``ValueError`` if there is no such run."""
+    """The settings of a finished run, and the saved entries ``others``; ``ValueError`` if there is no run."""
     found = read_settings(path)
     also = {name: found.pop(name, None) for name in others}
     try:
@@ -163,7 +163,7 @@ def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple
 
 
 def _filled(registry: Registry[Any], part: str | Mapping[str, Any], **options: Any) -> Tree:
-    """The part as a mapping, with those of the options that it takes and does not set itself."""
+    """``part`` as a mapping, plus the ``options`` that it accepts and does not set."""
     own = {"name": part} if isinstance(part, str) else dict(part)
     taken = {name: value for name, value in options.items() if registry.takes(own, name)}
     return {"name": own.get("name"), **taken, **own}

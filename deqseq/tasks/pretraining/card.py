@@ -34,7 +34,7 @@ tokenizer = AutoTokenizer.from_pretrained("{place}")
 
 ## Scores
 
-Held-out perplexity of a token, in rows of {length} tokens: **{perplexity:.2f}** at the end.
+Held-out perplexity per token after training, in rows of {length} tokens: **{perplexity:.2f}**.
 
 {scores}
 
@@ -56,7 +56,7 @@ _COLUMNS = (
 def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -> None:
     """Write ``README.md`` and ``curves.png`` into the folder of a model.
 
-    ``record`` has ``log``, ``parameters`` and ``validation`` of the run.
+    ``record``: the run's ``log``, ``parameters`` (their number) and ``validation`` scores.
     """
     config = settings.config()
     plot_curves([(folder.parent.name, record["log"], settings)], folder / "curves.png")
@@ -80,7 +80,7 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
 
 
 def scores(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> dict[int, SimpleNamespace]:
-    """The evaluations during training, by step, without the last one, which is on all held-out rows."""
+    """The evaluations during training, by step; without the final evaluation on all held-out rows."""
     found: dict[int, SimpleNamespace] = {}
     for entry in log:
         if "eval_loss" in entry and entry["step"] not in found:
@@ -93,9 +93,9 @@ def scores(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> dict[int,
 
 
 def plot_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], RunSettings]], path: Path) -> bool:
-    """Draw losses and iterations of runs against tokens and against time; the held-out loss as points.
+    """Plot losses and iterations of runs against tokens and against time. Held-out losses are points.
 
-    ``runs`` has name, log and settings of each. Returns whether matplotlib is installed.
+    ``runs``: name, log and settings of every run. Returns whether matplotlib is installed.
     """
 
     def draw(axes: list[Any]) -> None:
@@ -111,7 +111,7 @@ def plot_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, Any]], RunSettin
                         options = {"color": f"C{color}", "label": label, "alpha": 0.8, "markersize": 4}
                         axis.plot(*zip(*found, strict=True), style, **options)
         axes[0].set(ylabel="loss, nats (points: held out)")
-        axes[2].set(ylabel="iterations of a token", xlabel="tokens", ylim=(0, None))
+        axes[2].set(ylabel="iterations per token", xlabel="tokens", ylim=(0, None))
         axes[3].set(xlabel="minutes of training")
         axes[0].legend()
 

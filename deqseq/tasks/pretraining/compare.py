@@ -19,13 +19,13 @@ _COLUMNS = (
 
 
 def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> None:
-    """Show held-out perplexity of runs at the end of their stages, and the tokens, time and iterations used.
+    """Print every run's held-out perplexity, tokens, time and iterations at the end of each stage.
 
-    Draws their curves against tokens and against time.
+    Plots the runs' losses and iterations against tokens and against time.
 
     Args:
         runs: folders of finished runs
-        output: PNG file of the curves
+        output: PNG file of the plot
     """
     lines, curves = [], []
     for folder in runs:
@@ -44,8 +44,9 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
 def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> list[SimpleNamespace]:
     """A row for each stage: its scores on the held-out rows, and the tokens, time and iterations used.
 
-    Times and tokens count from the beginning of the run, without evaluations and checkpoints. Tokens a second
-    and MFU (model FLOPs utilisation) are medians over the stage, GiB the most that was allocated on a GPU.
+    Tokens and minutes count from the beginning of the run; minutes exclude evaluations and checkpoints.
+    Tokens/s and MFU (model FLOPs utilisation) are medians over the stage. GiB is the peak memory allocated on
+    a GPU up to the end of the stage.
     """
     found, evaluated = [], scores(log, settings)
     for first, end in pairwise([0, *settings.stage_ends]):

@@ -100,7 +100,7 @@ class Data:
 
 
 def open_data(settings: RunSettings) -> Data:
-    """The data of a run; ``ValueError`` if there are none, too few or unfinished ones, or none held out."""
+    """The data of a run; ``ValueError`` if data are missing, too few or unfinished, or none are held out."""
     if settings.data is None:
         raise ValueError("no data: name a folder made by deqseq.tasks.prepare with --data FOLDER")
     if settings.stream is not None:

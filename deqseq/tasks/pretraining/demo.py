@@ -1,4 +1,4 @@
-"""The demo: small Llama and Mamba2 models, implicit and explicit, from a text file to a sample."""
+"""The demo: trains small Llama and Mamba2 models, implicit and explicit, and samples from them."""
 
 import subprocess
 import sys
@@ -28,10 +28,10 @@ _COLUMNS = (
 
 
 def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> None:
-    """Prepare, train, compare, sample and evaluate in folder ``output``; prints as it goes."""
+    """Prepare data, then train, compare, sample and evaluate models in folder ``output``; prints results."""
     start = time.perf_counter()
     if steps is not None and (steps < 5 or steps % 5):
-        raise ValueError(f"steps must be a multiple of 5, as the first stage has four fifths, got {steps}")
+        raise ValueError(f"steps must be a multiple of 5: the first stage takes 4/5 of them; got {steps}")
     changes = {} if steps is None else {"steps": steps, "eval_steps": steps // 5}
     output.mkdir(parents=True, exist_ok=True)
     texts = texts or [str(help_pages(output / "help.txt"))]
@@ -83,7 +83,7 @@ def _run(task: str, *arguments: Any) -> None:
 
 
 def help_pages(path: Path) -> Path:
-    """Write Python's own help pages, 0.7 MB of English, to ``path``."""
+    """Write Python's help pages, 0.7 MB of English, to ``path``; returns ``path``."""
     path.write_text("\n".join(text for _, text in sorted(topics.items())))
     return path
 
@@ -101,7 +101,7 @@ def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
     )  # fmt: skip
     try:
         made.train(list(texts), trainer)
-    except Exception as error:  # the library raises bare exceptions
+    except Exception as error:  # tokenizers raises bare exceptions
         raise ValueError(f"no tokenizer can be trained on {', '.join(texts)}: {error}") from error
     made.save(str(path))
     return path

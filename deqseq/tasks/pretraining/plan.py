@@ -1,4 +1,4 @@
-"""Estimates of a run without running it: sizes, steps, FLOPs and memory; draws the schedule."""
+"""Estimates a run's size, steps, FLOPs and memory without training, and draws its schedule."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,23 +23,23 @@ from deqseq.tasks.pretraining.watch import PEAK, Flops, graph_evaluations
 
 _GIB = 2**30
 _FUSED = {"mamba2": 0.15}
-"""Activations that our kernels keep for the backward pass, as a share of those of plain PyTorch.
+"""Memory of the activations that our kernels save for the backward pass, divided by plain PyTorch's.
 
-Measured on the 130M model in the free stage on one H100: 22.5 GiB in all, of which 17 are activations; plain
-PyTorch keeps 118.
+Measured on the 130M model in the free stage on one H100: 17 GiB of activations (of 22.5 GiB in all), and
+118 GiB in plain PyTorch.
 """
 
 
 @dataclass
 class StagePlan:
-    """One stage, or all of an explicit run."""
+    """Costs of one stage, or of a whole run without stages."""
 
     first: int  # optimiser steps, counted from 1
     last: int
-    evaluations: int  # of f in a forward pass, at most
-    with_graph: int  # of them, those that the backward pass goes through
-    flops: float  # of the stage, if every search takes all its evaluations
-    activations: float  # estimated bytes in memory at a time
+    evaluations: int  # maximum number of evaluations of f in a forward pass
+    with_graph: int  # the part of ``evaluations`` that the backward pass goes through
+    flops: float  # FLOPs of the stage if every search uses its maximum number of evaluations
+    activations: float  # estimated bytes of activations and logits on a device
 
 
 def plan_stages(settings: RunSettings) -> list[StagePlan]:
@@ -47,9 +47,9 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
     config = settings.config()
     flops = Flops(config, settings.length)
     saved = saved_bytes(config, settings.length) * settings.activation_budget
-    if settings.bf16:  # on a GPU, then
+    if settings.bf16:  # assumes a GPU
         saved *= 0.5 * _FUSED.get(config.backbone["name"], 1)
-    logits = 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)  # and their gradient
+    logits = 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)  # with their gradient
     curriculum = settings.curriculum()
     stages = [None] if curriculum is None else curriculum.stages
     found = []
@@ -66,7 +66,7 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
 
 
 def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]:
-    """The most evaluations of the search, and the evaluations with a graph."""
+    """The maximum number of evaluations in the search, and the number of evaluations with a graph."""
     if not config.implicit:
         return 0, 1
     strategy = gradients.create(config.gradient if stage is None else stage.gradient)
@@ -75,9 +75,9 @@ def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]
 
 
 def saved_bytes(config: ImplicitConfig, length: int) -> float:
-    """Bytes that plain PyTorch keeps for the backward pass of one evaluation of one row, in float32.
+    """Bytes that plain PyTorch saves for the backward pass of one evaluation on one row, in float32.
 
-    Counted on tensors without data. Weights do not count.
+    Counted on fake tensors, without weights and the context's shared tensors.
     """
     sizes: dict[int, int] = {}
 
@@ -119,8 +119,8 @@ def describe(settings: RunSettings, processes: int = 1) -> str:
         ("data", _data(settings)),
         ("steps", f"{settings.total_steps:,} of {settings.batch_tokens:,} tokens = {accumulation} x {size} "
                   f"rows x {processes} processes"),
-        ("learning rate", f"{settings.learning_rate:g}: up over {settings.warmup_steps:,} steps, down over "
-                          f"the last {settings.decay_steps:,} to {settings.min_learning_rate:g}"),
+        ("learning rate", f"{settings.learning_rate:g}: rises over {settings.warmup_steps:,} steps, falls "
+                          f"over the last {settings.decay_steps:,} to {settings.min_learning_rate:g}"),
     ]  # fmt: skip
     for number, stage in enumerate(stages, 1):
         searched = stage.evaluations - stage.with_graph
@@ -129,7 +129,7 @@ def describe(settings: RunSettings, processes: int = 1) -> str:
             f"evaluations at most, {stage.flops:.3g} FLOPs at most, activations about "
             f"{stage.activations / _GIB:.1f} GiB"
         ))  # fmt: skip
-    held_by = {"one copy a GPU": 12.0 * parameters}
+    held_by = {"one copy per GPU": 12.0 * parameters}
     if processes > 1:
         held_by[f"sharded over {processes}"] = 12 * parameters / processes
     total = sum(stage.flops for stage in stages)
@@ -140,14 +140,14 @@ def describe(settings: RunSettings, processes: int = 1) -> str:
         lines.append((f"memory, {name}", f"about {peak / _GIB:.1f} GiB: weights {weights / _GIB:.1f}, "
                       f"gradients and AdamW {held / _GIB:.1f}, the rest activations"))  # fmt: skip
     note = (
-        "Activations: those of one evaluation in plain PyTorch (our Mamba2 kernels keep 15 % of them), times "
-        "evaluations with a graph and rows at a time, plus the logits and their gradient."
+        "Activations: those of one evaluation in plain PyTorch (our Mamba2 kernels keep 15 %) x evaluations "
+        "with a graph x per_device_batch_size, plus the logits and their gradient."
     )
     return f"{tabulate(lines, tablefmt='plain', colalign=('right', 'left'))}\n{note}"
 
 
 def _data(settings: RunSettings) -> str:
-    """Where the data are and how many rows are held out, or why they are not ready."""
+    """The place of the data and the number of held-out rows, or why the data is not ready."""
     if not isinstance(settings.data, str):
         return "none yet" if settings.data is None else f"streamed from {settings.data.get('dataset')}"
     try:
@@ -159,7 +159,7 @@ def _data(settings: RunSettings) -> str:
 
 
 def learning_rates(settings: RunSettings) -> tuple[list[int], list[float]]:
-    """Steps, and the learning rate at each by the run's own scheduler."""
+    """Steps at regular intervals, and the learning rate of the run's scheduler at each."""
     one = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=settings.learning_rate)
     rate = get_wsd_schedule(
         one, settings.warmup_steps, settings.decay_steps, settings.total_steps, decay_type="1-sqrt",

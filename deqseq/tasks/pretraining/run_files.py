@@ -1,6 +1,6 @@
 """Run files: YAML with the fields of :class:`RunSettings`.
 
-``base: NAME`` takes over those fields of another file that a file does not set itself. The command line
+With ``base: NAME``, a file inherits the fields that it does not set from another run file. The command line
 changes any field by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
 """
 
@@ -15,7 +15,7 @@ RUNS = Path(__file__).parent / "runs"
 
 
 def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettings:
-    """The settings of a run file, or of a shipped one by its name, with fields changed by dotted names.
+    """The settings of a run file, given by path or shipped name. ``changes``: values by dotted field name.
 
     ``NAME-explicit`` is the explicit twin of ``NAME``. Wrong names and values raise ``ValueError``.
     """
@@ -27,12 +27,12 @@ def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettin
 
 
 def shipped() -> list[str]:
-    """Names of the run files that come along."""
+    """Names of the run files in this package."""
     return sorted(path.stem for path in RUNS.glob("*.yaml"))
 
 
 def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
-    """A run file with its bases below it; ``above``: the files whose base it is."""
+    """The fields of a run file and its bases. ``above``: the files that inherit from this one."""
     if source in above:
         raise ValueError(f"run files must not be their own base: {' -> '.join((*above, source))}")
     name = source.removesuffix("-explicit")
@@ -49,6 +49,6 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
 
 
 def _steps_or_tokens(tree: Tree, changes: Mapping[str, Any]) -> Tree:
-    """``tree`` without the one of steps and tokens that ``changes`` replace by the other."""
+    """``tree`` without ``steps`` if ``changes`` sets ``tokens``, without ``tokens`` if it sets ``steps``."""
     gone = [a for a, b in (("steps", "tokens"), ("tokens", "steps")) if changes.get(b) is not None]
     return {name: value for name, value in tree.items() if name not in gone}

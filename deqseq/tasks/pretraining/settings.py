@@ -1,4 +1,4 @@
-"""The settings of a run: what is trained, on what, and how."""
+"""The settings of a pretraining run: model, data and training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deqseq.tasks.common.settings import (
     check_types,
 )
 
-# Models take seconds to import: not before the arguments are right.
+# Importing models takes seconds, so at run time it waits until other checks have passed.
 if TYPE_CHECKING:
     from deqseq.causal_lm import ImplicitConfig
     from deqseq.curriculum import Curriculum
@@ -30,49 +30,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Everything that determines a pretrained model, and settings without influence on it: ``RESUMES``.
+    """All settings of a run. Those in ``RESUMES`` do not determine the model and may change on resuming.
 
     Args:
-        model: options of ImplicitConfig, or a preset: mamba2-130m, llama-1.3b; {preset: NAME, ...} changes
-            one. Any installed backbone and solver goes by its name
-        explicit: train the explicit twin: the same stack applied once, no stages
-        data: folder made by deqseq.tasks.prepare; or {dataset: NAME, subset, split, validation_split, files,
-            column, tokenizer}, a Hugging Face dataset to stream
-        documents: joined means that rows run on across documents, separate that tokens see their own document
-            only
-        length: tokens of a row
-        tokens: tokens to train on; or give steps
-        steps: optimiser steps; or give tokens
-        passes: how often the data may be used; more tokens are refused
-        batch_tokens: tokens of an optimiser step, over all processes
-        per_device_batch_size: rows in memory at a time
+        model: preset such as mamba2-130m; {preset: NAME, ...} to change its options; or a mapping of
+            ImplicitConfig's options
+        explicit: train the explicit twin, which applies the same stack once, without stages
+        data: folder made by deqseq.tasks.prepare; or a Hugging Face dataset to stream, as {dataset: NAME,
+            subset, split, validation_split, validation_share, files, column, tokenizer}
+        documents: with joined, tokens also see earlier documents in their row; with separate, only their own
+            document
+        length: tokens per row
+        tokens: tokens to train on; give either tokens or steps
+        steps: optimiser steps; give either steps or tokens
+        passes: maximum number of passes over the data
+        batch_tokens: tokens per optimiser step, over all processes
+        per_device_batch_size: rows that a process has in memory at a time
         learning_rate: highest learning rate
         min_learning_rate: learning rate at the end
-        warmup_share: share of the steps in which the rate rises linearly
-        decay_share: share of the steps, the last ones, in which it falls as 1 - sqrt
-        weight_decay: weight decay of matrices; not of norms, biases, A, D, dt and lengths of rows
-        beta1: AdamW's
-        beta2: AdamW's
-        max_grad_norm: gradient clipping
-        stages: list of {until, gradient, convergence, eval_convergence, window}; until is a share of the
-            training, {tokens: N} or {steps: N}
-        start_from: model folder or checkpoint to take the weights from; the optimiser starts afresh
+        warmup_share: share of the steps over which the learning rate rises linearly
+        decay_share: share of the steps, at the end, over which the learning rate falls as 1 - sqrt
+        weight_decay: weight decay of matrices; norms, biases, A, D, dt and weight-norm gains do not decay
+        beta1: beta1 of AdamW
+        beta2: beta2 of AdamW
+        max_grad_norm: gradients are clipped to this norm
+        stages: list of {until, gradient, convergence, eval_convergence, window}; until is the end of a stage,
+            as a share of the training, {tokens: N} or {steps: N}
+        start_from: model folder or checkpoint to load the weights from, with a new optimiser state
         bf16: autocast to bfloat16; weights stay float32
-        compile: compile the blocks (Llama)
-        activation_budget: share of the activations that compiled blocks keep; the cheap ones are recomputed
+        compile: compile the blocks with torch.compile; not for Mamba2
+        activation_budget: share of the activations that compiled blocks keep; cheap ones are recomputed first
         recompute: recompute every evaluation in the backward pass (activation checkpointing)
         seed: seed of weights and order of the rows
-        workers: processes that read rows
+        workers: processes that load rows
         log_steps: steps between lines of the log
-        eval_steps: steps between evaluations; also at the end of every stage
-        eval_rows: rows of the held-out split in these evaluations; null means all
-        save_steps: steps between checkpoints; also at the end of every stage
-        keep: checkpoints to keep, at least 2
-        spectral_every: lines of the log between estimates of the spectral radius; 0 means none
-        report_to: tensorboard, wandb, ...: a name the Trainer knows; or none
+        eval_steps: steps between evaluations; every stage also ends with an evaluation
+        eval_rows: held-out rows in an evaluation during training; null means all
+        save_steps: steps between checkpoints; every stage also ends with a checkpoint
+        keep: number of checkpoints to keep, at least 2
+        spectral_every: lines of the log between estimates of the spectral radius; 0 means no estimates
+        report_to: where the Trainer reports the log: tensorboard, wandb, ..., or none
 
     Raises:
-        ValueError: a value out of its range, or that does not fit the others, with the rule.
+        ValueError: a value is out of range or contradicts another; the message states the rule.
     """
 
     model: str | dict[str, Any]
@@ -112,24 +112,24 @@ class RunSettings:
     def __post_init__(self) -> None:
         check_types(self)
         if self.stream and self.eval_rows is None:
-            raise ValueError("eval_rows must be a number where the data is a stream, got None")
+            raise ValueError("eval_rows must be a number if the data is streamed, got None")
         if (self.tokens is None) == (self.steps is None):
             raise ValueError(f"give either tokens or steps, got {self.tokens} and {self.steps}")
         whole = max(1, round(self.batch_tokens / self.length)) * self.length
         for wrong, rule in (
-            (self.length < 2, f"length must be at least 2, a token and its successor, got {self.length}"),
-            (self.batch_tokens % self.length, f"batch_tokens must be whole rows of length = {self.length} "
-             f"tokens, got {self.batch_tokens}; {whole} would be"),
-            (self.total_steps < 1, f"tokens must fill a batch of {self.batch_tokens} tokens at least once, "
+            (self.length < 2, f"length must be at least 2, a token and the next one, got {self.length}"),
+            (self.batch_tokens % self.length, f"batch_tokens must be a multiple of length = {self.length}, "
+             f"got {self.batch_tokens}; the nearest is {whole}"),
+            (self.total_steps < 1, f"tokens must be at least batch_tokens = {self.batch_tokens}, "
              f"got {self.tokens}"),
             (self.min_learning_rate > self.learning_rate, "min_learning_rate must be in (0, learning_rate = "
              f"{self.learning_rate:g}], got {self.min_learning_rate:g}"),
-            (self.warmup_share + self.decay_share > 1, "warmup_share and decay_share must not be more than 1 "
-             f"together, got {self.warmup_share} and {self.decay_share}"),
+            (self.warmup_share + self.decay_share > 1, "warmup_share and decay_share must add up to at "
+             f"most 1, got {self.warmup_share} and {self.decay_share}"),
             (self.activation_budget == 0, "activation_budget must be in (0, 1], got 0"),
-            (self.activation_budget < 1 and not self.compile, "activation_budget is kept by compiled blocks: "
-             "set compile: true, or 1.0"),
-            (self.keep < 2, "keep must be at least 2, the last checkpoint and one being written, "
+            (self.activation_budget < 1 and not self.compile, "activation_budget below 1 needs compiled "
+             "blocks: set compile: true, or activation_budget: 1.0"),
+            (self.keep < 2, "keep must be at least 2: the last checkpoint, and the one being written; "
              f"got {self.keep}"),
         ):  # fmt: skip
             if wrong:
@@ -137,8 +137,8 @@ class RunSettings:
         for number, (begin, end) in enumerate(pairwise([0, *self.stage_ends])):
             if end <= begin:
                 raise ValueError(
-                    f"stages.{number} would have none of {self.total_steps} steps: it ends with step {end}, "
-                    f"and {begin} are over before it"
+                    f"stages.{number} would have none of {self.total_steps} steps: it would begin after step "
+                    f"{begin} and end with step {end}"
                 )
         import torch
 
@@ -149,13 +149,13 @@ class RunSettings:
         name = model.config.backbone["name"]
         if self.compile and (name == "mamba2" or not hasattr(model.model.layer.backbone, "layers")):
             raise ValueError(
-                f"compile is for backbones with layers and without kernels of their own, such as llama, "
+                f"compile needs a backbone that has layers and has no kernels of its own, such as llama, "
                 f"got {name}"
             )
 
     @property
     def stream(self) -> StreamSettings | None:
-        """The fields of ``data`` where it is a dataset that streams."""
+        """The fields of ``data`` if it is a dataset to stream, else ``None``."""
         return build(StreamSettings, self.data, "data.") if isinstance(self.data, dict) else None
 
     @property
@@ -175,7 +175,7 @@ class RunSettings:
         return round(self.decay_share * self.total_steps)
 
     def accumulation(self, processes: int) -> int:
-        """Batches of a process in an optimiser step; ``ValueError`` if its rows do not divide among them."""
+        """Gradient accumulation steps; ``ValueError`` if the rows do not divide into batches of processes."""
         rows, size = self.rows_per_step, self.per_device_batch_size
         together = processes * size
         if rows % together == 0:
@@ -185,13 +185,15 @@ class RunSettings:
             f"into {processes} processes x per_device_batch_size = {size}"
         )
         if rows % processes == 0:
-            raise ValueError(f"{message}: {_near_divisors(rows // processes, size)} rows at a time would")
-        other = f"{_near_divisors(rows // size, processes)} processes would, or " if rows % size == 0 else ""
+            raise ValueError(
+                f"{message}: use per_device_batch_size {_near_divisors(rows // processes, size)}"
+            )
+        other = f"{_near_divisors(rows // size, processes)} processes, or " if rows % size == 0 else ""
         whole = max(1, round(rows / together)) * together * self.length
-        raise ValueError(f"{message}: {other}batch_tokens = {whole}")
+        raise ValueError(f"{message}: use {other}batch_tokens = {whole}")
 
     def config(self) -> ImplicitConfig:
-        """The model's configuration, at the end of training."""
+        """The model's configuration at the end of training, with the options of the last stage."""
         from huggingface_hub.errors import StrictDataclassError
 
         from deqseq.causal_lm import ImplicitConfig
@@ -207,11 +209,11 @@ class RunSettings:
                     options[name] = getattr(last, name)
         try:
             return ImplicitConfig(**options)
-        except StrictDataclassError as error:  # no ValueError
+        except StrictDataclassError as error:  # not a subclass of ValueError
             raise ValueError(" ".join(str(error).split())) from error
 
     def curriculum(self) -> Curriculum | None:
-        """The stages, which end at shares of the steps; ``None``: as the model is throughout."""
+        """The stages, with their ends as shares of the steps; ``None`` if the run has no stages."""
         from deqseq.curriculum import Curriculum, Stage
 
         if self.explicit or not self.stages or not model_options(self.model).get("implicit", True):
@@ -225,7 +227,7 @@ class RunSettings:
 
     @property
     def stage_ends(self) -> list[int]:
-        """The last step of every stage; without stages, that of the run."""
+        """The last step of every stage; without stages, the last step of the run."""
         curriculum = self.curriculum()
         stages = [] if curriculum is None else curriculum.stages
         return [round(stage.until * self.total_steps) for stage in stages] or [self.total_steps]
@@ -259,7 +261,7 @@ RESUMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """The fields of ``data`` where it is a dataset that streams."""
+    """The fields of ``data`` if it is a dataset to stream."""
 
     dataset: str
     subset: str | None = None
@@ -272,7 +274,7 @@ class StreamSettings:
 
 
 def model_options(model: str | Mapping[str, Any]) -> Tree:
-    """The options of :class:`ImplicitConfig` that ``model`` in a run file means."""
+    """The options of :class:`ImplicitConfig` for the field ``model`` of a run file; looks up its preset."""
     from deqseq.causal_lm import presets
 
     options = {"preset": model} if isinstance(model, str) else dict(model)
@@ -284,18 +286,18 @@ def model_options(model: str | Mapping[str, Any]) -> Tree:
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """``under`` with what ``over`` says, mapping by mapping."""
+    """A copy of ``under``, updated recursively with the entries of ``over``."""
     result = deepcopy(dict(under))
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        # Options of a part that goes by another name are another part's.
+        # If ``over`` names another part, such as another solver, the part in ``under`` is dropped.
         both = both and value.get("name") in (None, result[key].get("name"))
         result[key] = merged(result[key], value) if both else deepcopy(value)
     return result
 
 
 def _near_divisors(number: int, wanted: int) -> str:
-    """The three divisors of ``number`` that are nearest to ``wanted``, in words."""
+    """The three divisors of ``number`` nearest to ``wanted``, as text."""
     fits = sorted((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
     *head, last = map(str, sorted(fits[:3]))
     return f"{', '.join(head)} or {last}" if head else last

@@ -1,4 +1,4 @@
-"""Measures training: speed, FLOPs, the spectral radius, and warnings about solves.
+"""Measures speed, FLOPs and the spectral radius in training, and warns about solves that get worse.
 
 Shapes: L tokens, D width.
 """
@@ -21,7 +21,7 @@ from deqseq.regularisation import spectral_radius
 from deqseq.tasks.common.models import needed_layer
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Peak FLOP/s in dense bfloat16, by a part of the device's name."""
+"""Peak FLOP/s in dense bfloat16; keys: part of the device's name."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -31,13 +31,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Flops:
-    """Floating-point operations of a model on one row of ``length`` tokens.
+    """FLOPs of a model in a forward pass on one row of ``length`` tokens.
 
-    ``evaluation`` has those of one evaluation of f, ``rest`` those done once a forward pass: injection and
-    output layer.
+    PyTorch's FLOP counter runs the plain implementation on fake tensors. It counts matrix products,
+    convolutions and full attention (not only the causal half), but no element-wise operations.
 
-    PyTorch counts them while the plain implementation runs without data. Matrix products, convolutions and
-    attention count, element-wise work does not. Attention counts in full, not only its causal half.
+    Attributes:
+        evaluation: FLOPs of one evaluation of f.
+        rest: FLOPs of the injection and the output layer, which run once per forward pass.
     """
 
     def __init__(self, config: ImplicitConfig, length: int) -> None:
@@ -54,27 +55,27 @@ class Flops:
         self.rest = once.get_total_flops() + 2 * length * config.hidden_size * config.vocab_size
 
     def step(self, evaluations: float, with_graph: float) -> float:
-        """FLOPs of a training step on one row; a backward pass takes twice those of the forward pass.
+        """FLOPs of a training step on one row; a backward pass costs twice its forward pass.
 
-        It goes through ``with_graph`` of the evaluations of f. Recomputation does not count.
+        The backward pass goes through ``with_graph`` evaluations of f. Recomputation does not count.
         """
         return self.evaluation * (evaluations + 2 * with_graph) + 3 * self.rest
 
 
 def graph_evaluations(gradient: GradientStrategy | None) -> int:
-    """Evaluations of f that the backward pass goes through; one for an explicit model."""
+    """Number of evaluations of f that the backward pass goes through; 1 for an explicit model."""
     return int(getattr(gradient, "steps", getattr(gradient, "iterations", 1)))
 
 
 class Speed(TrainerCallback):
-    """Tokens a second and model FLOPs utilisation, over the time spent training.
+    """Measures tokens per second and model FLOPs utilisation over the time spent training.
 
-    Evaluations and checkpoints do not count. ``elapsed`` has the seconds of training so far, those before an
-    interruption included.
+    Evaluations and checkpoints do not count. ``elapsed``: seconds of training so far, including those before
+    an interruption.
 
     Args:
         rows: number of rows, of ``length`` tokens each, per process and step.
-        peak: FLOP/s of a device; ``None`` if unknown.
+        peak: peak FLOP/s of a device; ``None`` if unknown.
     """
 
     def __init__(self, flops: Flops, rows: int, length: int, processes: int, peak: float | None) -> None:
@@ -85,11 +86,11 @@ class Speed(TrainerCallback):
         self.skip()
 
     def skip(self) -> None:
-        """Do not count the time since the last step."""
+        """Restart the clock without adding the time since the last ``count`` or ``skip``."""
         self._since = time.perf_counter()
 
     def count(self) -> None:
-        """Count the time up to now."""
+        """Add the time since the last ``count`` or ``skip``."""
         passed = time.perf_counter() - self._since
         self._seconds += passed
         self.elapsed += passed
@@ -109,7 +110,7 @@ class Speed(TrainerCallback):
     on_save = on_evaluate
 
     def read(self, evaluations: float, with_graph: float) -> dict[str, float]:
-        """Speed since the last call, given the mean evaluations of f in a forward pass."""
+        """Speed since the last call, given the mean number of evaluations of f in a forward pass."""
         self.count()
         seconds, steps = self._seconds, self._steps
         self._seconds, self._steps = 0.0, 0
@@ -126,9 +127,9 @@ _WINDOW = 10
 
 
 class Advice:
-    """Warns once if solves get worse, and says what to try. Every stage has its own.
+    """Warns if solves get worse, and suggests what to try. Gives each warning once per stage.
 
-    Compares the first and the second half of the last ten lines of the log.
+    Compares the means over the older and the newer half of the last ten lines of the log.
     """
 
     def __init__(self) -> None:
@@ -136,10 +137,10 @@ class Advice:
         self._given: set[str] = set()
 
     def read(self, logs: Mapping[str, float], tolerance: float | None) -> list[str]:
-        """New warnings after another line of the log.
+        """Read another line of the log; returns new warnings.
 
         Args:
-            tolerance: of the search; ``None`` for a fixed number of iterations.
+            tolerance: tolerance of the search; ``None`` for a fixed number of iterations.
         """
         if "residual" not in logs:
             return []
@@ -148,19 +149,19 @@ class Advice:
             return []
         before, now = torch.tensor(self._lines, dtype=torch.float64).view(2, -1, 2).mean(1).tolist()
         found = {}
-        # A few iterations from zero, as in the bounded stage, need not reach the equilibrium.
+        # A few iterations from zero, as in the bounded stage, need not converge: allow a larger residual.
         large = 0.3 if tolerance is None else max(0.1, 2 * tolerance)
         if now[0] > large and now[0] > 0.98 * before[0]:
             found["residual"] = (
                 f"the residual does not fall: {before[0]:.3f}, then {now[0]:.3f}. f hardly contracts: damp "
                 "the solver (--model.solver '{name: picard, damping: 0.7}'), lower the learning rate, or "
-                "search longer before the gradient (stages.N.convergence)"
+                "allow more iterations (stages.N.convergence)"
             )
         if now[1] > 0.1 and now[1] > before[1] + 0.02:
             found["unsettled"] = (
                 f"more and more tokens do not settle: {before[1]:.0%}, then {now[1]:.0%}. Raise max_iter, "
-                "loosen rtol, damp the solver, or lower the learning rate: go back to the last checkpoint at "
-                "which they did"
+                "loosen rtol, damp the solver, or lower the learning rate, and start_from a checkpoint "
+                "before the increase"
             )
         new = [text for name, text in found.items() if name not in self._given]
         self._given |= set(found)
@@ -173,6 +174,6 @@ def model_radius(model: nn.Module, input_ids: Tensor, z: Tensor) -> float:
     with torch.no_grad():
         embed: Any = model.get_input_embeddings()  # type: ignore[operator]
         context = layer.backbone.prepare(embed(input_ids))
-    generator = torch.Generator(z.device).manual_seed(0)  # leaves the run's own random numbers alone
+    generator = torch.Generator(z.device).manual_seed(0)  # leaves the run's random state unchanged
     radius = spectral_radius(lambda u: layer.backbone(u, context), z.float(), 8, generator)
     return radius.mean().item()

@@ -1,4 +1,4 @@
-"""The data of language modelling: documents, shards of their tokens, rows of a fixed length."""
+"""Data for language modelling: documents, shards of tokens, and rows with a fixed number of tokens."""
 
 from deqseq.tasks.common.corpus.holdout import HoldOut, Split
 from deqseq.tasks.common.corpus.rows import StreamedRows, TokenFolder

@@ -1,6 +1,6 @@
-"""Where documents come from: plain text, JSONL, parquet, datasets of the hub.
+"""Sources of documents: plain text, JSONL, parquet and datasets of the Hugging Face Hub.
 
-A source yields its documents in a fixed order and can start at any of them, so long work can be resumed.
+A source yields its documents in a fixed order and can start at any document, so work can be resumed.
 """
 
 import codecs
@@ -14,27 +14,27 @@ from typing import Any, BinaryIO, NamedTuple
 from deqseq.tasks.common.corpus.storage import expanded, is_compressed, is_remote, local_stamp, opened, stamp
 from deqseq.tasks.common.tokenizer import first_line
 
-# Fewest bytes of a piece of a file; the most are twice as many. That is about a thousand tokens. Pieces are
-# held out as a whole, so small ones give a single book a validation split.
+# Minimum bytes in a piece of a file, about 1000 tokens; the maximum is twice this. Each piece is held out or
+# trained on as a whole. Pieces are small so that even a single book gets a validation split.
 _PIECE = 4096
 
 
 class Document(NamedTuple):
-    """A document, or a piece of a document that is a whole file."""
+    """A document. If a whole file is one document, a piece of that file."""
 
     text: str  # never empty
     ends: bool  # whether the document ends here; otherwise the next piece continues it
-    next: int  # where its source continues: the offset in a file, or the number of a row
+    next: int  # where its source continues: a byte offset in a file, or a row number
     size: int  # bytes in the source
 
 
 class TextFile:
-    """A plain text file, UTF-8. If it is one document, it is cut into pieces of 4 to 8 KiB.
+    """A plain text file in UTF-8. If the whole file is one document, it is read in pieces of 4 to 8 KiB.
 
     Args:
         path: local, or remote with its protocol; compressed if it ends in .gz, .zst, .xz, .bz2 or .zip.
-        documents: the unit that is a document: ``"file"``; ``"blank"``, a block between blank lines; or
-            ``"line"``.
+        documents: what one document is: ``"file"``, the whole file; ``"blank"``, a block between blank lines;
+            ``"line"``, a line.
 
     Attributes:
         size: bytes of text; ``None`` if the file is compressed or remote.
@@ -57,11 +57,11 @@ class TextFile:
         self.size = None if is_compressed(path) or is_remote(path) else self.stored
 
     def describe(self) -> dict[str, Any]:
-        """Plain data that differs between sources, and after a source has changed."""
+        """Plain data that identifies the source. It changes when a local file changes."""
         return {**self._stamp, "documents": self.kind}
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """The documents from ``start`` on, which is 0 or some document's ``next``."""
+        """The documents from ``start`` on. ``start`` is 0 or the ``next`` of a document."""
         with opened(self.path) as file:
             if start == 0 and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
                 start = len(codecs.BOM_UTF8)
@@ -90,13 +90,13 @@ class TextFile:
         return place if place < self.stored else None
 
     def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-        """The parts of the file, and whether a document ends after each."""
+        """Each part of the file, and whether a document ends after it."""
         if self.kind == "file":
             return _pieces(file)
         return ((part, True) for part in (file if self.kind == "line" else _paragraphs(file)))
 
     def _text(self, data: bytes, start: int) -> str:
-        """The document in ``data``, which begins at offset ``start``."""
+        """The document in ``data``, the bytes from offset ``start`` on; empty if they hold no document."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -108,7 +108,7 @@ class TextFile:
 
 
 class JsonLines(TextFile):
-    """A file with a JSON object on every line, whose ``column`` is a document."""
+    """A file with a JSON object on every line. The object's field ``column`` is a document."""
 
     def __init__(self, path: str, column: str = "text") -> None:
         super().__init__(path, "line")
@@ -130,11 +130,11 @@ class JsonLines(TextFile):
 
 
 class DatasetRows:
-    """The rows of a dataset that the datasets library streams; ``column`` has the document.
+    """The rows of a dataset, streamed with the datasets library. ``column`` contains the document.
 
     Args:
-        name: on the hub, a local folder, or a format such as "parquet", "json" and "text" with files.
-        files: data files, if the name does not say which.
+        name: dataset on the Hugging Face Hub, local folder, or file format such as "parquet" or "json".
+        files: data files to read; by default those of the dataset or folder ``name``.
 
     Attributes:
         stored: bytes of the files; 0 if unknown.
@@ -178,7 +178,7 @@ class DatasetRows:
                 number += 1
                 if text:
                     yield Document(text, True, number, len(text.encode()))
-        except Exception as error:  # the library has many classes of errors
+        except Exception as error:  # datasets raises many classes of errors
             raise ValueError(f"row {number} of {self.name} cannot be read: {first_line(error)}") from error
 
 
@@ -190,8 +190,8 @@ def sources(
     paths: Sequence[str], documents: str = "file", column: str = "text", dataset: str | None = None,
     subset: str | None = None, split: str = "train",
 ) -> list[Source]:  # fmt: skip
-    """The sources that a command line names: files, read as their suffixes say, or a ``dataset``, whose data
-    files ``paths`` then are. Wrong names raise ``ValueError``.
+    """The sources that a command line names: ``dataset`` with data files ``paths``, or without a ``dataset``
+    the files ``paths``, each read by its suffix. Wrong names raise ``ValueError``.
     """
     if not paths and dataset is None:
         raise ValueError("nothing to read: name text files, or a --dataset")
@@ -202,12 +202,12 @@ def sources(
     if dataset is not None:
         return [DatasetRows(dataset, subset, split, paths, column)]
     if subset is not None or split != "train":
-        raise ValueError("subset and split are of a --dataset, and none is named")
+        raise ValueError("subset and split need a --dataset, but none is named")
     return [_file(path, documents, column) for path in paths]
 
 
 def _file(path: str, documents: str, column: str) -> Source:
-    plain = TextFile(path, documents)  # checks that the file is there
+    plain = TextFile(path, documents)  # checks that the file exists
     ending = (Path(path).with_suffix("") if is_compressed(path) else Path(path)).suffix.lower()
     if ending == ".parquet":
         rows = DatasetRows("parquet", files=[path], column=column)
@@ -224,17 +224,17 @@ def stream(name: str, subset: str | None = None, split: str = "train", files: Se
         return datasets.load_dataset(
             name, subset, split=split, data_files=list(files) or None, streaming=True
         )
-    except Exception as error:  # the library, the hub and file systems have many classes of errors
+    except Exception as error:  # datasets, the hub and file systems raise many classes of errors
         raise ValueError(f"the dataset {name} cannot be loaded: {first_line(error)}") from error
 
 
 def text_of(row: Any, column: str) -> str:
-    """The text of a row, which may be empty; ``ValueError`` if ``column`` has none."""
+    """The text of a row, possibly empty; ``ValueError`` if the row has no text in ``column``."""
     text = row.get(column) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
-        has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "it is no object"
+        has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "the row is no JSON object"
         raise ValueError(f"no text in the column {column!r}: {has}")
-    return text.encode(errors="replace").decode()  # half a surrogate pair, which JSON allows, becomes ?
+    return text.encode(errors="replace").decode()  # JSON allows half a surrogate pair: make it ?
 
 
 def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
@@ -266,7 +266,7 @@ def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
 
 
 def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Sizes and times of a dataset's files, which show that they have changed: of its data files, or of all
-    files of a local folder."""
+    """Paths, sizes and modification times of ``files``, or else of all files in folder ``name``. They show
+    whether a dataset has changed."""
     inside = (path for path in Path(name).rglob("*") if path.is_file())
     return [local_stamp(path) for path in [*map(Path, files)] or sorted(inside)]

@@ -1,4 +1,4 @@
-"""Text to token ids, at the speed of the tokenizers library."""
+"""Converts text to token ids with the tokenizers library."""
 
 import copy
 import hashlib
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-# The place before a single space between two words.
+# Matches the position before a single space between two words.
 _CUT = re.compile(r"(?= \S)(?<=\S)")
-# Characters tokenised at once. Much longer parts take a fifth more time, and more memory.
+# Minimum characters in a part of a text. Much longer parts take 20 % more time, and more memory.
 _LONG = 4096
 # Text that some tokenizers tokenise differently if it is cut between words.
 _PROBE = (
@@ -22,34 +22,34 @@ _PROBE = (
 )
 # Normalisers that work on characters or on words, never across a space.
 _NEAR = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "ByteLevel"}
-# Limit on the characters of cached words: about a million English words, or 300 MB.
+# The cache of words is emptied above this many characters: about a million English words, or 300 MB.
 _REMEMBERED = 2**23
 
 
 class Encoder:
-    """Token ids of texts, without special tokens before or after them.
+    """Converts texts to token ids, without special tokens before or after a text.
 
-    Most tokenizers first cut a text between words. For these, every word is tokenised once and then looked
-    up, which halves the time. Other tokenizers get whole texts.
+    Most tokenizers first cut a text between words. For these, a cache keeps the ids of every word, which
+    halves the time. Other tokenizers get whole texts.
 
     Args:
-        tokenizer: of transformers, backed by the tokenizers library.
-        remember: look words up. That holds Python's lock, so it is faster only with up to three threads.
+        tokenizer: a tokenizer of transformers, backed by the tokenizers library.
+        remember: cache words. Look-ups hold Python's lock, so the cache saves time only up to three threads.
 
     Attributes:
-        vocab_size: one more than the largest id, added tokens included.
-        end_of_text: the id that ends a document.
+        vocab_size: the largest id plus one, added tokens included.
+        end_of_text: the id of the token that ends a document.
         dtype: little-endian uint16 if every id fits, else uint32.
 
     Raises:
-        ValueError: a tokenizer without a tokenizer.json or without an end of text.
+        ValueError: the tokenizer has no tokenizer.json, or no end-of-text token.
     """
 
     def __init__(self, tokenizer: Any, remember: bool = True) -> None:
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ValueError(
-                f"the tokenizer {name} has no tokenizer.json: only those that have one are fast enough"
+                f"the tokenizer {name} has no tokenizer.json: use a fast tokenizer, which has one"
             )
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -81,7 +81,7 @@ class Encoder:
         return [np.concatenate([np.array(next(encoded), self.dtype) for _ in own]) for own in parts]
 
     def _cuts_between_words(self) -> bool:
-        """Whether tokenising the words of a text one by one gives the tokens of the text."""
+        """Whether tokenising a text word by word gives the same tokens as tokenising the whole text."""
         form = json.loads(self._backend.to_str())
         over = [t for t in form["added_tokens"] if re.search(r"\S ", t["content"]) or t["rstrip"]]
         if any(not token["special"] for token in over):
@@ -93,7 +93,7 @@ class Encoder:
         return list(chain.from_iterable(parts)) == self._encode([_PROBE])[0]
 
     def _knowing(self, words: Collection[str]) -> dict[str, list[int]]:
-        """The ids of at least these words."""
+        """The cache of ids by word, with at least these words."""
         if self._known_characters > _REMEMBERED:
             self._known, self._known_characters = {}, 0
         known = self._known  # another thread may replace the attribute
@@ -111,7 +111,7 @@ class Encoder:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A text in parts of at least ``_LONG`` characters, cut between words."""
+    """Cut a text between words into parts of at least ``_LONG`` characters; the last may be shorter."""
     start = 0
     while found := _CUT.search(text, start + _LONG):
         yield text[start : found.start()]

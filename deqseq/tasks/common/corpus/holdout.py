@@ -11,13 +11,13 @@ SALT = "deqseq"
 
 @dataclass(frozen=True)
 class HoldOut:
-    """A random share of the documents, chosen by a hash of their text.
+    """Holds out a random share of the documents, chosen by a hash of their text.
 
-    Equal texts are always on the same side: in shards and streams, as duplicates, on every machine. A larger
-    share includes every document of a smaller one.
+    Equal texts are always in the same split: in shards and streams, as duplicates, on every machine. With a
+    larger share, the documents held out at a smaller share are still held out.
 
     Args:
-        share: of the documents, in [0, 1).
+        share: share of the documents to hold out, in [0, 1).
     """
 
     share: float = 0.001
@@ -27,6 +27,6 @@ class HoldOut:
             raise ValueError(f"the share held out for validation must be in [0, 1), got {self.share}")
 
     def split(self, text: str) -> Split:
-        """The side of a document."""
+        """The split of a document."""
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=SALT.encode()).digest()
         return "validation" if int.from_bytes(digest, "big") < self.share * 2**64 else "train"

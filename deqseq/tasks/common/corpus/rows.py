@@ -89,7 +89,7 @@ class TokenFolder:
             raise ValueError(f"{file} is corrupted (its checksum is not the manifest's): {again}")
 
     def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
-        """A split in rows of ``length`` tokens, without the rest; ``ValueError`` if it has less than one."""
+        """A split in rows of ``length`` tokens; ``ValueError`` if it is shorter than one row."""
         shards = self._shards(split)
         files = {self.path / shard.file: shard.tokens for shard in shards}
         rows = TokenRows(files, self._manifest.head["dtype"], length, _separator(documents, self.end_of_text))
@@ -106,7 +106,7 @@ class TokenFolder:
 
 
 class TokenRows(Dataset[Row]):
-    """Rows of files that are one run of tokens: a row may begin in one file and end in the next.
+    """Rows from files that are read as one sequence: a row may begin in one file and end in the next.
 
     A row is read on access. No file stays open, so there may be more files than a process may open.
 

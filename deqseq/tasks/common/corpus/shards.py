@@ -1,4 +1,4 @@
-"""The folder of token shards: its manifest, how it is written so that it can be interrupted, what is checked.
+"""The folder of token shards: its manifest, its checks, and how writing survives an interruption.
 
 A shard is a run of tokens of one split, little-endian uint16 or uint32 without a header. ``manifest.json``
 lists the finished shards and what they were made from; other files do not count. A shard gets its final name
@@ -34,7 +34,7 @@ _HEAD = {"tokenizer", "dtype", "sources", "hold_out", "shard_tokens"}
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens, in which so many documents end."""
+    """One file of tokens. ``documents``: how many documents end in it."""
 
     file: str
     split: Split

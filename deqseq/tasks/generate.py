@@ -16,17 +16,17 @@ from deqseq.tasks.common import command_line
 from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, PositiveInt
 
-# Cheap to dear, from the 256-colour table: green, yellow, orange, red.
+# For few to many iterations, from the 256-colour table: green, yellow, orange, red.
 SHADES = (34, 70, 106, 142, 178, 208, 196)
-# Tokens whose text fits below a figure.
+# Maximum number of tokens whose text fits below a figure.
 _FEW = 64
 
 Show = Callable[[str, int | None], str]
-"""How to print a token's text and its iterations; ``None``: it was chosen, but not solved."""
+"""Formats a token's text with its iterations; ``None``: the token was generated but not solved."""
 
 
 class _Watch:
-    """Keeps how every token was solved: the forward hook of a model."""
+    """A forward hook that records how every token was solved."""
 
     def __init__(self) -> None:
         self.iterations: list[int] = []
@@ -41,8 +41,8 @@ class _Watch:
 class _SolvedStreamer:
     """Streams tokens with the iterations they took.
 
-    The prompt's tokens are known when they are solved; a new token is solved in the call after the one
-    that chose it, so it is printed one call later.
+    A call of the model generates a new token, and only the next call solves it. So a new token is printed
+    one call later.
     """
 
     def __init__(self, tokenizer: Any, watch: _Watch, show: Show) -> None:
@@ -52,13 +52,13 @@ class _SolvedStreamer:
         self.text = ""
 
     def put(self, value: torch.Tensor) -> None:
-        """Take in the prompt (1, L), or the next token (1,)."""
+        """Receive the prompt (1, L) or the next token (1,)."""
         self.tokens.extend(value.flatten().tolist())
         for iterations in self.watch.iterations[self.printed : len(self.tokens)]:
             self._print(iterations)
 
     def end(self) -> None:
-        """Print the last token, which is not solved because none follows."""
+        """Print the last token, which is not solved because no token follows."""
         while self.printed < len(self.tokens):
             self._print(None)
         sys.stdout.write("\n")
@@ -67,22 +67,21 @@ class _SolvedStreamer:
         self.printed += 1
         text = str(self.tokenizer.decode(self.tokens[: self.printed]))
         added = ""
-        if not text.endswith("\ufffd"):  # a part of a character, which comes with its last part
+        if not text.endswith("\ufffd"):  # else the character needs further tokens
             added, self.text = text[len(self.text) :], text
         sys.stdout.write(self.show(added, iterations))
         sys.stdout.flush()
 
 
 def in_colour(text: str, iterations: int | None, budget: int) -> str:
-    """Text in the shade of its iterations; a line break is shown as a visible character, so that its shade
-    can be seen."""
+    """Text in the shade of its iterations. Line breaks are marked with ⏎, which makes their shade visible."""
     if iterations is None:
         return text
     return _shaded(text.replace("\n", "⏎\n"), shade_of(iterations, budget))
 
 
 def in_lines(text: str, iterations: int | None) -> str:
-    """One line a token: its iterations, and its text in quotes."""
+    """One line per token: its iterations, and its text in quotes."""
     return f"{'-' if iterations is None else iterations:>10}  {text!r}\n"
 
 
@@ -93,7 +92,7 @@ def shade_of(iterations: int, budget: int) -> int:
 
 
 def legend(budget: int) -> str:
-    """The shades with the iterations that they stand for."""
+    """One line with every shade and its range of iterations."""
     parts = []
     for shade, group in groupby(range(1, budget + 1), lambda n: shade_of(n, budget)):
         first, *rest = group
@@ -132,37 +131,37 @@ def generate(
     plot: Path | None = None,
     device: str | None = None,
 ) -> None:
-    """Continue a prompt; prints the text as it is made.
+    """Continue a prompt and print the text while it is generated.
 
     Args:
         model: folder or hub name of a model with its tokenizer
         prompt: text to continue; read from standard input if left out
-        tokenizer: tokenizer.json, folder or hub name, if not with the model
-        max_new_tokens: tokens to add
+        tokenizer: tokenizer.json, folder or hub name; the model's by default
+        max_new_tokens: maximum number of tokens to generate
         temperature: sample at this temperature; 0 takes the likeliest token
-        top_p: sample from the likeliest share P only; from all by default
+        top_p: sample from the most likely tokens with total probability P; from all tokens by default
         seed: seed of the sampling
-        rtol: relative residual to solve to, instead of the model's; the iterations allowed stay, so allow
-            more for a smaller one
-        max_iter: iterations a token may take, instead of the model's
-        initial_guess: where a token's search starts: at zero, or at the equilibrium of the token before; the
+        rtol: relative residual to solve to; the model's by default. max_iter does not change: raise it for a
+            smaller residual
+        max_iter: maximum number of iterations per token; the model's by default
+        initial_guess: where a token's search starts: at zero, or at the previous token's equilibrium; the
             model's by default
-        show_iterations: colour each token by its iterations and sum them up below the text; not on a
-            terminal, or with NO_COLOR set: one line a token, its iterations before it
-        plot: PNG file to draw iterations and residual of every token
-        device: where to run, such as cpu; a GPU if there is one by default
+        show_iterations: colour each token by its iterations and print a summary below the text. If the
+            output is not a terminal or NO_COLOR is set, print a line per token with its iterations instead
+        plot: PNG file for a figure of every token's iterations and residual
+        device: device to run on, such as cpu; by default a GPU if there is one
     """
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"--top-p must be in (0, 1], got {top_p}")
     if top_p is not None and temperature == 0:
-        raise ValueError("--top-p is for sampling: give a --temperature above 0 with it")
+        raise ValueError("--top-p is for sampling only: also give a --temperature above 0")
     if plot is not None:
         if plot.suffix.lower() != ".png":
             raise ValueError(f"--plot must end in .png, got {plot}")
         if plot.is_dir():
             raise ValueError(f"{plot} is a folder, name a file")
         command_line.check_folder(plot.parent)
-    # transformers takes seconds to import: not before the arguments are right.
+    # transformers takes seconds to import, so check the arguments first.
     from transformers.generation.streamers import TextStreamer
 
     from deqseq.tasks.common import models
@@ -199,7 +198,7 @@ def generate(
             streamer = _SolvedStreamer(vocabulary, watch, show)
     torch.manual_seed(seed)
     options: dict[str, Any] = {} if solve is None else {"solve": solve}
-    if temperature > 0:  # from all tokens: transformers leaves out all but 50 unless told
+    if temperature > 0:  # top_k=0: all tokens; transformers' default is the 50 most likely
         options |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": 0}
     found = network.generate(
         tokens.input_ids, attention_mask=tokens.attention_mask, max_new_tokens=max_new_tokens,
@@ -214,20 +213,20 @@ def generate(
 
 
 def summary(watch: _Watch) -> str:
-    """One line on the work done."""
+    """One line: tokens solved, iterations per token and share converged."""
     count = len(watch.iterations)
     converged = sum(code == Status.CONVERGED for code in watch.status)
     return (
-        f"{count} tokens solved, all but the last, which was only chosen; iterations a token: mean "
+        f"{count} tokens solved (all except the last); iterations per token: mean "
         f"{sum(watch.iterations) / count:.1f}, least {min(watch.iterations)}, most {max(watch.iterations)}; "
         f"converged: {converged / count:.1%}"
     )
 
 
 def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Path) -> bool:
-    """Iterations and residual of every token, as a PNG; returns whether one was written.
+    """Draw iterations and residual of every token as a PNG; returns whether it was written.
 
-    The first ``prompt`` tokens are the prompt's. Few ``texts`` are written on the axis.
+    The first ``prompt`` tokens are the prompt's. If there are few, ``texts`` label the axis.
     """
 
     def drawn(axes: list[Any]) -> None:
@@ -240,7 +239,7 @@ def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Pa
         below.set_ylabel("relative residual")
         log_scale(above.yaxis, 2)
         log_scale(below.yaxis)
-        above.set_ylim(bottom=0.8)  # so that a single iteration is a bar too
+        above.set_ylim(bottom=0.8)  # a token with one iteration also gets a bar
         for axis in axes:
             axis.axvline(prompt - 0.5, color="black", linestyle=":", label="end of the prompt")
         above.legend()

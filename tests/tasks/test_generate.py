@@ -228,7 +228,7 @@ def test_wrong_input(model: str, arguments: list[str], said: str, capsys: pytest
         (["--temperature", "inf"], "temperature must be a finite number >= 0"),
         (["--temperature", "1", "--top-p", "nan"], "top_p"),
         (["--temperature", "1", "--top-p", "1.5"], "--top-p must be in (0, 1]"),
-        (["--top-p", "0.5"], "--top-p is for sampling: give a --temperature"),
+        (["--top-p", "0.5"], "--top-p is for sampling only: also give a --temperature"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

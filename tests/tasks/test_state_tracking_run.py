@@ -226,13 +226,13 @@ def test_command_line_from_training_to_figures(tmp_path: Path, capsys: pytest.Ca
     csv = str(tmp_path / "S3=9.csv")
     assert main(["data", csv, "--sequences", "5"]) == 0
     assert main(["data", csv, "--check"]) == 0
-    assert "5 sequences of 9, all products right" in capsys.readouterr().out
+    assert "5 sequences of 9, all products are right" in capsys.readouterr().out
     assert main(["evaluate", str(tmp_path / "run"), "--csv", csv]) == 0
     (row,) = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
     assert row["csv"] == csv and row["tolerance"] is None
     other = str(Path(csv).replace(tmp_path / "S3=10.csv"))
     assert main(["data", other, "--check"]) == 2
-    assert "must hold sequences of 10, they are of 9" in capsys.readouterr().err
+    assert "must hold sequences of 10 tokens, got 9" in capsys.readouterr().err
     as_large = str(tmp_path / "Z6=4.csv")
     assert main(["data", as_large, "--sequences", "2"]) == 0
     assert main(["evaluate", str(tmp_path / "run"), "--csv", as_large]) == 2

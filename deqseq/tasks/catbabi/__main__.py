@@ -25,8 +25,8 @@ from deqseq.tasks.common.settings import PositiveFinite, PositiveInt, build_chan
 Split = Literal["train", "valid", "test"]
 
 _ABOUT = """\
-CatbAbI: the twenty bAbI tasks as streams of stories with questions and answers in line. A model reads 200
-tokens at a time and carries its state; in qa mode it learns the answers, in lm mode every token."""
+CatbAbI: the twenty bAbI tasks as streams of stories that contain questions and answers. A model reads 200
+tokens at a time and keeps its state. In qa mode it learns to predict the answers, in lm mode every token."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Any] = {"build": _build, "train": _train, "evaluate": _evaluate, "compare": _compare}
     return command_line.main(
         "python -m deqseq.tasks.catbabi", _ABOUT, commands, arguments,
-        interrupted="train goes on from its last checkpoint", log_level=logging.INFO,
+        interrupted="train resumes from its last checkpoint with the same command", log_level=logging.INFO,
     )  # fmt: skip
 
 
@@ -48,13 +48,13 @@ def _build(
     revision: str | None = None,
     drop_last: bool = False,
 ) -> None:
-    """Encode bAbI's files, or a Hugging Face dataset: ten seconds for the largest form.
+    """Encode bAbI's files or a Hugging Face dataset. The largest version takes ten seconds.
 
     Args:
         output: folder to write
-        data_dir: folder of qa1_train.txt to qa20_test.txt
+        data_dir: folder with the files qa1_train.txt to qa20_test.txt
         dataset: Hugging Face dataset, such as facebook/babi_qa; give this or --data-dir
-        config: form of the dataset, to which -qa1 to -qa20 are added
+        config: configuration of the dataset, without its suffix -qa1 to -qa20
         revision: revision of the dataset, such as refs/convert/parquet
         drop_last: leave out the last story of every file, as the original publication's data does
     """
@@ -75,8 +75,8 @@ def _train(
 ) -> None:
     """Train a model in a folder.
 
-    The defaults are the paper's settings, hours on a GPU; docs/catbabi.md has smaller ones. Run the same
-    command again to go on after an interruption.
+    The defaults are the paper's settings, which take hours on a GPU; docs/catbabi.md has smaller ones. Run
+    the same command again to resume after an interruption.
 
     Args:
         output: folder of the run
@@ -97,18 +97,18 @@ def _evaluate(
     batch_size: PositiveInt = 256,
     window: PositiveInt | None = None,
 ) -> None:
-    """Read a split once: accuracy of the answers, by task; perplexity in lm mode.
+    """Measure the accuracy of the answers by task, and in lm mode the perplexity, on a split.
 
-    Reads the tasks that the run was trained on. Writes RUN/evaluation/SPLIT.json.
+    Uses the tasks that the run was trained on. Writes RUN/evaluation/SPLIT.json.
 
     Args:
         run: folder of a finished run
-        split: splits to read
-        data: folder that build made; the run's by default
-        tolerance: relative residual; the model's by default
-        max_iter: maximum number of evaluations of a token; the model's by default
-        batch_size: streams
-        window: tokens solved at a time; all by default. The answers are the same
+        split: splits to evaluate
+        data: folder written by the build command; the run's data by default
+        tolerance: relative residual to solve to; the model's by default
+        max_iter: maximum number of evaluations per token; the model's by default
+        batch_size: number of streams that are read in parallel
+        window: tokens solved at a time; the model's by default. All windows give the same answers
     """
     trained = load_run(run)
     model, settings, _ = trained
@@ -128,14 +128,14 @@ def _evaluate(
 
 
 def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("runs/catbabi-compare")) -> None:
-    """Show evaluated runs of the same data and tasks side by side, by task, and draw them.
+    """Compare evaluated runs of the same data and tasks, task by task, in a table and a figure.
 
-    Writes the table as JSON and a figure of bars by task, and names the tasks on which one run is above
-    another.
+    Writes the table as JSON and the figure as a bar chart. Lists the tasks on which an implicit run is better
+    than an explicit run.
 
     Args:
         runs: folders of evaluated runs
-        split: split that they were evaluated on
+        split: split that the runs were evaluated on
         output: folder for results
     """
     rows = [compare.read(run, split) for run in runs]
@@ -146,7 +146,7 @@ def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("ru
     print(compare.tables(rows))
     for name, others in above.items():
         for other, tasks in others.items():
-            print(f"{name} is above {other} on {len(tasks)} tasks: {', '.join(map(str, tasks)) or 'none'}")
+            print(f"{name} beats {other} on {len(tasks)} tasks: {', '.join(map(str, tasks)) or 'none'}")
     output.mkdir(parents=True, exist_ok=True)
     record = {"split": split, "runs": {name: asdict(e) for name, e in rows}, "above": above}
     write_json(output / "compare.json", record)

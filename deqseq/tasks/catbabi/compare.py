@@ -24,7 +24,7 @@ _SUMMARY: tuple[Column, ...] = (
 
 
 def save(found: Evaluation, run: Path, **more: Any) -> None:
-    """Write the evaluation of a run as JSON, with ``more`` about how it was made."""
+    """Write a run's evaluation as JSON, with the fields ``more``, which describe how it was made."""
     file = _file(run, found.split)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {**asdict(found), **more})
@@ -35,10 +35,10 @@ def _file(run: str | Path, split: str) -> Path:
 
 
 def read(run: str | Path, split: str) -> Named:
-    """The name of a run's folder, and its evaluation as :func:`save` wrote it.
+    """The name of a run's folder, and its evaluation from the file that :func:`save` wrote.
 
     Raises:
-        ValueError: no evaluation there, or one that cannot be read.
+        ValueError: the evaluation does not exist or cannot be read.
     """
     try:
         found = json.loads(_file(run, split).read_text())
@@ -64,7 +64,7 @@ def check_comparable(rows: Sequence[Named]) -> None:
 
 
 def tables(rows: Sequence[Named]) -> str:
-    """A table with a line for every task and a column for every evaluation, then one of the means."""
+    """A table of accuracy with a line per task and a column per evaluation, then a summary table."""
 
     def accuracy(name: str, found: Evaluation) -> Column:
         shares = found.accuracy_by_task
@@ -79,7 +79,7 @@ def _tasks(rows: Sequence[Named]) -> list[int]:
 
 
 def better(rows: Sequence[Named]) -> dict[str, dict[str, list[int]]]:
-    """For every implicit run, by name, and every explicit run: the tasks on which the implicit is better."""
+    """The tasks on which implicit runs are better than explicit runs: ``{implicit: {explicit: tasks}}``."""
     implicit, explicit = (
         {name: e.accuracy_by_task for name, e in rows if (e.iterations is None) == is_explicit}
         for is_explicit in (False, True)

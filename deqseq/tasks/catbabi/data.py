@@ -1,9 +1,9 @@
 """CatbAbI as tensors: built, saved, and read in streams.
 
-A story is ``<eos>`` and its words. Stories stand end to end, so ``<eos>`` follows a story's last word, and
-the target of every token is the token after it.
+A story is ``<eos>`` followed by its words. Stories are concatenated, so ``<eos>`` also follows a story's last
+word. The target of every token is the next token.
 
-Shapes: N tokens of all stories, S stories, B streams, L tokens of a cut.
+Shapes: N tokens of all stories, S stories, B streams, L tokens of a cut (a piece of every stream).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Stories:
     """Stories of one split.
 
     Attributes:
-        tokens: (N,) int16, stories end to end, each with its ``<eos>`` in front.
-        lengths: (S,) int64, tokens of each.
-        tasks: (S,) int64, 1 to 20.
+        tokens: (N,) int16, the concatenated stories; each starts with ``<eos>``.
+        lengths: (S,) int64, number of tokens of each story.
+        tasks: (S,) int64, task of each story, 1 to 20.
     """
 
     tokens: Tensor
@@ -53,28 +53,28 @@ class Stories:
 
     @cached_property
     def edges(self) -> Tensor:
-        """(S + 1,) int64, where the stories begin, then where the last one ends."""
+        """(S + 1,) int64: the index of each story's first token, then N."""
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     def take(self, index: Tensor) -> Stories:
-        """The stories ``index`` (int64), in that order."""
+        """The stories at the indices ``index`` (int64), in this order."""
         lengths = self.lengths[index]
         moved = self.edges[index] - (lengths.cumsum(0) - lengths)
         source = torch.arange(int(lengths.sum())) + moved.repeat_interleave(lengths)
         return Stories(self.tokens[source], lengths, self.tasks[index])
 
     def of_tasks(self, tasks: Sequence[int] | None) -> Stories:
-        """The stories of some tasks; ``None``: of all."""
+        """The stories of these tasks; all stories if ``tasks`` is ``None``."""
         if tasks is None:
             return self
         return self.take(torch.isin(self.tasks, torch.tensor(tasks)).nonzero()[:, 0])
 
     def shuffled(self, generator: torch.Generator) -> Stories:
-        """All stories in another order."""
+        """All stories in random order."""
         return self.take(torch.randperm(len(self), generator=generator))
 
     def runs(self, streams: int) -> list[int]:
-        """Where to cut the tokens into ``streams`` runs of whole stories of about equal length."""
+        """The ``streams`` + 1 edges that split the tokens into about equal runs of whole stories."""
         wanted = torch.arange(streams + 1) * (len(self.tokens) / streams)
         middles = (self.edges[1:] + self.edges[:-1]) / 2
         edges: list[int] = self.edges[torch.searchsorted(middles, wanted)].tolist()
@@ -101,7 +101,7 @@ class CatBabi:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal data."""
+        """A checksum of the vocabulary and all splits: equal for equal data."""
         parts = [self.vocabulary_sum, *(self.manifest["splits"][s]["sha256"] for s in SPLITS)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
@@ -109,18 +109,18 @@ class CatBabi:
 def build(
     read: Callable[[str, int], list[Story]], output: str | Path, drop_last: bool = False
 ) -> dict[str, Any]:
-    """Encode what ``read`` returns for every split and task; returns the manifest, which has the counts.
+    """Encode the stories ``read(split, task)`` of all splits and tasks; returns the manifest with the counts.
 
-    Writes a safetensors file a split, ``vocabulary.json`` and ``manifest.json`` to folder ``output``.
+    Writes one safetensors file per split, ``vocabulary.json`` and ``manifest.json`` to folder ``output``.
     ``drop_last`` leaves out the last story of every split of every task, as the original publication does.
 
     Raises:
-        ValueError: the folder holds something else; no stories; errors of ``read``.
+        ValueError: the folder holds other files; a split has no stories; errors of ``read``.
     """
     output = Path(output)
     ours = {"manifest.json", "vocabulary.json", *(f"{split}.safetensors" for split in SPLITS)}
     if output.exists() and (not output.is_dir() or any(f.name not in ours for f in output.iterdir())):
-        raise ValueError(f"{output} holds other files than a built CatbAbI: name another folder")
+        raise ValueError(f"{output} holds other files than CatbAbI data: name another folder")
     read_stories = {
         split: [(task, story) for task in TASKS for story in read(split, task)[: -1 if drop_last else None]]
         for split in SPLITS
@@ -157,7 +157,7 @@ def load(folder: str | Path) -> CatBabi:
     """The data that :func:`build` saved in ``folder``.
 
     Raises:
-        ValueError: no data there, or files that have changed.
+        ValueError: ``folder`` holds no such data, or a file has been changed.
     """
     folder = Path(folder)
     try:
@@ -179,18 +179,18 @@ def load(folder: str | Path) -> CatBabi:
 class StoryStreams(IterableDataset[Batch]):
     """Endless training batches: B streams of shuffled stories, cut into pieces of L tokens.
 
-    A stream's next cut continues its last one, so a model can carry its state. Every pass over the data
-    shuffles all stories and deals them to the streams in runs, which follow the runs of the pass before
-    without a gap. Batches depend on the settings alone, whatever ``start`` is.
+    A stream's next piece continues its last piece, so a model can carry its state. Every pass over the data
+    shuffles all stories, splits them into B runs and appends one run to each stream. ``start`` is the number
+    of the first batch to yield; it does not change the contents of the batches.
 
     Args:
-        stories: what to read.
-        question: only the targets of this token count; ``None``: all do.
+        stories: stories to read.
+        question: token whose targets get a loss (the others are ``IGNORE_INDEX``); ``None``: all targets.
         batch_size, cut: B and L.
-        seed: of the orders.
+        seed: seed of the shuffles.
 
     Raises:
-        ValueError: sizes below 1; fewer stories than streams; a cut longer than a stream's share of a pass.
+        ValueError: sizes below 1; fewer stories than streams; a cut longer than a stream's share of the data.
     """
 
     def __init__(self, stories: Stories, question: int | None, batch_size: int, cut: int, seed: int) -> None:
@@ -208,7 +208,7 @@ class StoryStreams(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.seed)
         rows = [self.stories.tokens[:0]] * self.batch_size
-        index = 0  # of the next batch
+        index = 0  # number of the next batch
         while True:
             stories = self.stories.shuffled(generator)
             edges = stories.runs(self.batch_size)
@@ -216,7 +216,7 @@ class StoryStreams(IterableDataset[Batch]):
                 torch.cat([row, stories.tokens[start:end]])
                 for row, (start, end) in zip(rows, pairwise(edges), strict=True)
             ]
-            cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # one more token is the last target
+            cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # the last target needs one more token
             for i in range(max(0, self.start - index), cuts):
                 piece = torch.stack([row[i * self.cut : (i + 1) * self.cut + 1] for row in rows]).long()
                 inputs, labels = piece[:, :-1].contiguous(), piece[:, 1:].contiguous()
@@ -230,8 +230,8 @@ class StoryStreams(IterableDataset[Batch]):
 def once(stories: Stories, batch_size: int, cut: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield batches that contain every token of the stories once: inputs, targets and tasks (B, L) int64.
 
-    Each batch is the next piece of B parallel streams of shuffled stories. After the end of a shorter stream
-    its targets are ``IGNORE_INDEX``.
+    Each batch is the next piece of B parallel streams of shuffled stories. After a shorter stream
+    has ended, its targets are ``IGNORE_INDEX``.
     """
     stories = stories.shuffled(torch.Generator().manual_seed(0))
     edges = stories.runs(min(batch_size, len(stories)))
@@ -241,7 +241,7 @@ def once(stories: Stories, batch_size: int, cut: int) -> Iterator[tuple[Tensor, 
         return pad_sequence(runs, batch_first=True, padding_value=padding)
 
     inputs = streams(stories.tokens, 0)
-    targets = streams(stories.tokens.roll(-1), IGNORE_INDEX)  # the very first token is <eos>, the last target
+    targets = streams(stories.tokens.roll(-1), IGNORE_INDEX)  # the last target is the first token, <eos>
     tasks = streams(stories.tasks.repeat_interleave(stories.lengths), 0)
     for start in range(0, inputs.shape[1], cut):
         x, y, task = (values[:, start : start + cut].long() for values in (inputs, targets, tasks))

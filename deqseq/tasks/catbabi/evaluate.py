@@ -1,7 +1,4 @@
-"""Evaluation on CatbAbI: reads a whole split once, in streams, and carries the state from cut to cut.
-
-Shapes: B streams, L tokens of a cut, V vocabulary.
-"""
+"""Evaluation on CatbAbI: reads a split once, in streams, and carries the state from piece to piece."""
 
 import math
 import time
@@ -27,17 +24,18 @@ from deqseq.tasks.common.two_stages import load_settings
 
 @dataclass
 class Evaluation:
-    """One model on one split. Shares are in [0, 1].
+    """The result of one model on one split. Shares are in [0, 1].
 
     Attributes:
         split: train, valid or test.
         data: fingerprint of the data.
-        tokens, questions: how many were read and asked.
+        tokens, questions: number of tokens and number of questions in the stories.
         accuracy: share of the questions that were answered right.
-        accuracy_by_task: the same by task number, for tasks with questions.
-        perplexity: of all tokens; ``None`` for a model that was trained on answers only.
-        iterations, residual, converged: means over tokens of the search; ``None`` for an explicit model.
-        seconds: of the whole evaluation.
+        accuracy_by_task: accuracy by task number, for tasks with questions.
+        perplexity: over all tokens; ``None`` for a model that was trained on answers only.
+        iterations, residual, converged: evaluations per token, relative residual and share converged, means
+            over tokens; ``None`` for an explicit model.
+        seconds: duration of the whole evaluation.
     """
 
     split: str
@@ -54,9 +52,9 @@ class Evaluation:
 
 
 class Run(NamedTuple):
-    """A trained model, its settings, and the ``fingerprint`` and ``vocabulary`` of its data.
+    """A trained model, its settings, and the checksums ``fingerprint`` and ``vocabulary`` of its data.
 
-    Older runs did not record the checksum of their vocabulary: it is ``None``.
+    ``trained_on["vocabulary"]`` is ``None`` for older runs, which did not record it.
     """
 
     model: ImplicitForCausalLM
@@ -68,7 +66,7 @@ def load_run(path: str | Path) -> Run:
     """The finished run in folder ``path``.
 
     Raises:
-        ValueError: no run there, one of another kind or not finished, or a checkpoint that cannot be read.
+        ValueError: ``path`` holds no finished CatbAbI run, or its checkpoint cannot be read.
     """
     settings, trained_on = load_settings(TrainSettings, path, "fingerprint", "vocabulary")
     model: Any = load_model(str(path))
@@ -80,13 +78,13 @@ def evaluate(
     run: Run, data: CatBabi, split: str = "test", batch_size: int = 256, solve: SolveOptions | None = None,
     progress: bool = False,
 ) -> Evaluation:  # fmt: skip
-    """Read the split's stories of the run's tasks once, in ``batch_size`` streams, and compare answers.
+    """Read a split's stories of the run's tasks once, in ``batch_size`` streams, and score the answers.
 
-    The run sets the mode, tasks, cut and type. ``solve``: options of the solves; the model's by default.
+    The run's settings give mode, tasks, cut and dtype. ``solve``: solve options; the model's by default.
 
     Raises:
-        ValueError: another vocabulary; no such split, or one without questions of the run's tasks; a batch
-            size below 1.
+        ValueError: ``data`` has another vocabulary than the run; an unknown split, or a split without
+            questions of the run's tasks; a batch size below 1.
     """
     model, settings, trained_on = run
     if trained_on["fingerprint"] != data.fingerprint and trained_on["vocabulary"] != data.vocabulary_sum:
@@ -104,7 +102,7 @@ def evaluate(
     model.eval()
     backbone = model.model.layer.backbone
     solves = SolveStatistics()
-    answers = torch.zeros(2, len(TASKS) + 1, dtype=torch.int64, device=model.device)  # right, asked
+    answers = torch.zeros(2, len(TASKS) + 1, dtype=torch.int64, device=model.device)  # right, questions
     loss = torch.zeros((), dtype=torch.float64, device=model.device)
     about = math.ceil(len(stories.tokens) / (min(batch_size, len(stories)) * settings.cut))
     start = time.perf_counter()

@@ -25,11 +25,11 @@ class TrainSettings(TwoStageSettings):
     The defaults are the paper's, as far as they are known.
 
     Args:
-        data: folder that `build` made
-        mode: what is learned: qa, the answers; lm, every token
-        tasks: train on these tasks only, of 1 to 20
-        batch_size: streams
-        cut: tokens of a stream in a step; the state is carried from cut to cut
+        data: folder written by the build command
+        mode: tokens to learn: only the answers (qa) or all tokens (lm)
+        tasks: train only on these tasks, numbers from 1 to 20; all by default
+        batch_size: number of parallel streams
+        cut: tokens of each stream per step; the next step continues from the state
         checkpoint: recompute unrolled iterations in the backward pass: less memory, more time
     """
 
@@ -70,5 +70,5 @@ class TrainSettings(TwoStageSettings):
         return self._config(vocab_size, pad_token_id=0, eos_token_id=1)
 
     def curriculum(self) -> Curriculum | None:
-        """The two stages; ``None`` for an explicit model."""
+        """The unrolled and the fixed-point stage; ``None`` for an explicit model."""
         return self._curriculum(checkpoint=self.checkpoint)

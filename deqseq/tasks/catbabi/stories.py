@@ -19,8 +19,9 @@ Story = list[str]
 def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
     """The stories of one task in a folder of bAbI's files.
 
-    Files are named ``qa1_train.txt`` or ``qa1_single-supporting-fact_train.txt``. A line is a number, 1
-    where a story begins, and a statement, or a question with its answer and supporting facts between tabs.
+    Files are named ``qa1_train.txt`` or ``qa1_single-supporting-fact_train.txt``. A line is a
+    number (1 in a story's first line) and a statement or question. Tabs separate a question, its answer
+    and its supporting facts.
 
     Raises:
         ValueError: no such folder or file, two files for the task, a line of another form.
@@ -30,14 +31,14 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
     found = sorted(Path(folder).glob(f"qa{task}_*{split}.txt"))
     if len(found) != 1:
         raise ValueError(
-            f"{folder} must hold one file qa{task}_{split}.txt, found {len(found)}: take bAbI's en-valid-10k"
+            f"{folder} must hold one file qa{task}_{split}.txt, found {len(found)}: use bAbI's en-valid-10k"
         )
     stories: list[Story] = []
     for place, line in enumerate(found[0].read_text(encoding="utf-8").splitlines(), 1):
         number, _, text = line.strip().partition(" ")
         if not number.isdigit() or not text or (number != "1" and not stories):
             raise ValueError(
-                f"{found[0]}, line {place}: must be a number and a sentence, from 1 on, got {line!r}"
+                f"{found[0]}, line {place}: must be a number, from 1 on, and a sentence, got {line!r}"
             )
         if number == "1":
             stories.append([])
@@ -47,10 +48,10 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
 
 
 def read_dataset(name: str, config: str, split: str, task: int, revision: str | None = None) -> list[Story]:
-    """The stories of one task in a dataset of the hub, or a folder of that form.
+    """The stories of one task in a dataset on the hub, or in a local folder of the same form.
 
-    Its configuration ``CONFIG-qa1`` has splits train, validation and test; a row has a ``story`` of lines
-    with a ``text`` and an ``answer``, which is empty for statements, as in ``facebook/babi_qa``.
+    The form is that of ``facebook/babi_qa``: configuration ``CONFIG-qa1`` has splits train, validation and
+    test. A row's ``story`` is a list of lines with ``text`` and ``answer``; statements have an empty answer.
 
     Raises:
         ValueError: ``datasets`` cannot load it, or its rows have another form.
@@ -64,7 +65,7 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
             name, f"{config}-qa{task}", split={"valid": "validation"}.get(split, split), revision=revision
         )
     except Exception as error:  # datasets and the hub have many classes of errors
-        raise ValueError(f"{name} has no {config}-qa{task}, {split}, that can be loaded: {error}") from error
+        raise ValueError(f"{name}: cannot load {config}-qa{task}, split {split}: {error}") from error
     try:
         return [[word for line in _lines(row["story"]) for word in _words(*line)] for row in rows]
     except (KeyError, TypeError) as error:
@@ -75,7 +76,7 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
 
 
 def _lines(story: Any) -> Iterable[tuple[str, str]]:
-    """Texts and answers, given as a list of mappings or, by ``datasets``, as a mapping of lists."""
+    """Pairs (text, answer) of a story: a list of mappings or, from ``datasets``, a mapping of lists."""
     if isinstance(story, dict):
         return zip(story["text"], story["answer"], strict=True)
     return ((line["text"], line["answer"]) for line in story)

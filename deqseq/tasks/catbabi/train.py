@@ -1,7 +1,4 @@
-"""Training on CatbAbI: streams of stories, the state carried from cut to cut.
-
-Shapes: B streams, L tokens of a cut, V vocabulary.
-"""
+"""Training on CatbAbI in streams of stories; the state is carried from piece to piece."""
 
 import logging
 from dataclasses import asdict
@@ -28,18 +25,18 @@ _STATE = "streams.pt"
 
 
 def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM:
-    """Train in folder ``output``; an interrupted run is resumed from its last checkpoint.
+    """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
-    Writes a checkpoint every ``save_steps`` steps; in the end the model (``config.json``,
-    ``model.safetensors``). Beside it stand ``settings.json`` and ``training.json`` (seconds, and the log). A
-    finished run is loaded, not repeated.
+    Writes a checkpoint every ``save_steps`` steps, at the end the model (``config.json``,
+    ``model.safetensors``), and ``settings.json`` and ``training.json`` (seconds, and a log). A finished run
+    is loaded, not trained again.
 
     Raises:
-        ValueError: ``output`` holds another run; data that are not there, or too few.
+        ValueError: ``output`` holds another run; the data are missing or too small.
     """
     data = load(settings.data)
     identity = {**asdict(settings), "fingerprint": data.fingerprint, "vocabulary": data.vocabulary_sum}
-    # The data may have moved. Older runs did not record the vocabulary, which the fingerprint covers.
+    # The data folder may have moved. Older runs have no ``vocabulary``, but the fingerprint includes it.
     folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
     if folder.finished:
         logger.info("%s is trained already", folder.path)
@@ -55,14 +52,14 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
             arguments, stream, settings.label_smoothing, model=model, curriculum=settings.curriculum()
         )
         trainer.train_in(folder)
-    found: Any = load_model(str(folder.path))  # not the trainer's, whose forward stays under its autocast
+    found: Any = load_model(str(folder.path))  # the trainer's model keeps the trainer's autocast
     return found
 
 
 class StreamTrainer(AlignedTrainer):
-    """Trainer that carries the state from batch to batch, without its gradient.
+    """Trainer that carries the state, without a gradient, from batch to batch.
 
-    Backbones that keep a slot for every token (attention) carry only the cut before, as Transformer-XL does.
+    If a backbone has a slot per token (attention), only the last piece is carried, as in Transformer-XL.
     Checkpoints contain the state, so a resumed run equals an uninterrupted one.
     """
 
@@ -80,7 +77,7 @@ class StreamTrainer(AlignedTrainer):
         return result
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean over labels that count; zero if a batch has none."""
+        """The mean over labels that are not ``IGNORE_INDEX``; zero if there are none."""
         total = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="sum")
         return total / (labels != IGNORE_INDEX).sum().clamp_min(1)
 

@@ -1,6 +1,6 @@
 """The command line: ``python -m deqseq.tasks.evaluate {perplexity,length,iterations,duality,downstream}``.
 
-The libraries of models are imported once the arguments are right: help and mistakes do not wait for them.
+Imports transformers only after the arguments have been checked, so that help and errors are fast.
 """
 
 import sys
@@ -14,9 +14,9 @@ from deqseq.tasks.common.settings import PositiveFinite, PositiveInt
 from deqseq.tasks.evaluate.downstream import TASKS, check_tasks, local_files
 
 _ABOUT = """\
-Evaluate a causal language model: a folder or a name on the hub, implicit, explicit, or any other that
-transformers' AutoModelForCausalLM loads. Each report prints a table; --output DIR keeps it as JSON, with a
-figure.
+Evaluate a causal language model, given as a folder or a name on the hub: an implicit or explicit model, or
+any other that transformers' AutoModelForCausalLM loads. Each report prints a table; --output DIR also writes
+JSON and a figure.
 
   python -m deqseq.tasks.evaluate perplexity runs/model --text test.txt --length 2048 --output runs/ppl"""
 
@@ -30,19 +30,19 @@ class _Report:
     Args:
         model: folder of a model, or its name on the hub
         tokenizer: tokenizer.json, folder or name on the hub; the model's by default
-        rtol: relative residual to solve to, the model's by default; the iterations allowed stay, so allow
-            more for a smaller one
+        rtol: relative residual to solve to; the model's by default. The maximum number of iterations does
+            not change: raise it for a smaller residual
         batch_size: sequences solved together; does not change results
-        device: cpu, cuda, cuda:1 ...; a GPU if there is one by default
+        device: cpu, cuda, cuda:1 ...; by default a GPU if there is one
         dtype: type of the weights; auto is the checkpoint's
-        output: folder for the report as JSON with a figure; a former result with the same settings is
-            overwritten, any other only with --force
-        force: write beside other files, and over a result with other settings
-        text: plain text files, UTF-8; several are read one after the other
+        output: folder for the report (JSON and a figure). Overwrites an earlier result with the same
+            settings; overwrites other results only with --force
+        force: allow other files in the output folder, and overwrite a result with other settings
+        text: plain text files in UTF-8; the tokens of several files are concatenated
         limit: predict this many tokens; all by default
-        length: tokens of a sequence
-        window: tokens solved at a time: 'all', 1 for one by one, a number, or 'model', the model's own
-        max_iter: iterations that a token may take; the model's by default
+        length: tokens per sequence
+        window: tokens solved at a time: a number, 'all', or 'model' for the model's own window
+        max_iter: maximum number of iterations per token; the model's by default
     """
 
     model: str
@@ -74,10 +74,10 @@ class _TextReport(_Report):
 
 @dataclass(kw_only=True)
 class Perplexity(_TextReport):
-    """Perplexity of a text, by position too, and what solving it took.
+    """Perplexity of a text, overall and by position, and the iterations and time that it took.
 
-    The text is cut into sequences of one length; every token but the first is predicted once and weighs the
-    same.
+    The text is cut into sequences of one length. Every token except the first of the text is predicted once;
+    all have the same weight.
     """
 
     length: PositiveInt = 2048
@@ -87,12 +87,12 @@ class Perplexity(_TextReport):
 
 @dataclass(kw_only=True)
 class Length(_TextReport):
-    """The same text in sequences of several lengths: does the model work beyond its training length?
+    """Perplexity of a text in sequences of several lengths: does the model work beyond its training length?
 
-    The figure shows, by position, how much the loss of the same tokens changes against the first length.
+    The figure also shows, by position, how the loss of the same tokens differs from the first length's.
 
     Args:
-        length: tokens of a sequence; longer ones go in smaller batches
+        length: tokens per sequence; longer sequences run in smaller batches
     """
 
     length: list[PositiveInt] = field(default_factory=lambda: [2048, 4096, 8192, 16384])
@@ -102,10 +102,10 @@ class Length(_TextReport):
 
 @dataclass(kw_only=True)
 class Iterations(_TextReport):
-    """The same text with 1, 2, 4 ... iterations: what does more computing at test time buy?
+    """Perplexity of a text after 1, 2, 4 ... iterations: does more computation at test time help?
 
-    For implicit models. All tokens do exactly that many; with --rtol or a window, at most that many. The last
-    row is the model's own policy.
+    For implicit models. Every token does exactly the given number of iterations; with --rtol or a window, at
+    most this number. The last row has the model's own policy.
 
     Args:
         iterations: numbers of iterations
@@ -118,10 +118,10 @@ class Iterations(_TextReport):
 
 @dataclass(kw_only=True)
 class Duality(_TextReport):
-    """The same text in several windows: does solving all tokens together say what one by one says?
+    """Predictions in several windows: are they the same if tokens are solved together or one by one?
 
-    For implicit models. Compares the predictions with those of the first window. They agree as well as --rtol
-    asks for, if --max-iter lets all tokens converge.
+    For implicit models. Compares every window with the first window. A smaller --rtol makes the predictions
+    agree better, if --max-iter lets all tokens converge.
     """
 
     length: PositiveInt = 2048
@@ -133,13 +133,13 @@ class Duality(_TextReport):
 class Downstream(_Report):
     """LAMBADA, HellaSwag, PIQA, ARC, WinoGrande and OpenBookQA through lm-eval, zero-shot.
 
-    Needs pip install 'deqseq[eval]'. The average takes each task's usual metric.
+    Needs pip install 'deqseq[eval]'. The average uses each task's usual metric.
 
     Args:
         tasks: tasks to run
-        data_dir: folder of JSONL files in the original or the hub's schema, with the tasks' own names; from
-            the hub by default
-        limit: documents of each task; all by default
+        data_dir: folder of JSONL files named after the tasks, in the original or the hub's schema; by default
+            the data come from the hub
+        limit: documents per task; all by default
     """
 
     window: Window = "model"

@@ -1,7 +1,7 @@
 """Downstream tasks through EleutherAI's lm-eval, with data from the hub or from JSONL files.
 
-Prompts, choices and metrics are those of lm-eval's own tasks, with one exception, recorded in ``own_prompt``:
-a file of HellaSwag may lack the fields that lm-eval builds its prompts from.
+Prompts, choices and metrics are lm-eval's, with one exception: if a HellaSwag file lacks fields of lm-eval's
+prompt, the prompt is the context alone, and ``own_prompt`` says so.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Task:
 
     Attributes:
         folder: folder of lm-eval's task files.
-        pattern: name of the local file, as a glob.
-        metric: the metric in the average; for ``acc_norm``, log-likelihoods are per character of the choice.
-        chance: the metric of a random guess (four choices, which nearly all questions of ARC have).
-        prompt: field of a document with the text to continue.
-        choices: fields with the choices.
-        answer: field with the right choice; ``None`` if the text itself has it.
-        options: the choices of a document, by the values that ``answer`` takes.
-        convert: converts the schema of the original release to that of the hub.
+        pattern: glob pattern of the local file's name.
+        metric: the metric in the average; ``acc_norm`` divides log-likelihoods by the choices' characters.
+        chance: the metric of a random guess; ARC's assumes four choices, as in nearly all its questions.
+        prompt: document field with the text to continue.
+        choices: document fields with the choices.
+        answer: document field with the right choice; ``None`` if the prompt contains the answer.
+        options: returns a document's choices as a dictionary; keys: the possible values of ``answer``.
+        convert: converts a document from the original release's schema to the hub's.
     """
 
     folder: str
@@ -61,13 +61,13 @@ class Task:
 
 @dataclass
 class TaskScore:
-    """One task. Standard errors are lm-eval's.
+    """The score on one task. Standard errors are lm-eval's.
 
     Attributes:
-        source: the local file, or the name on the hub.
+        source: the local file, or the dataset's name on the hub.
         metric, main, main_stderr: the metric in the average, its value and standard error.
         chance: value of the metric for a random guess.
-        own_prompt: describes prompts that are not lm-eval's; otherwise ``None``.
+        own_prompt: describes the prompts if they are not lm-eval's, else ``None``.
     """
 
     task: str
@@ -87,7 +87,7 @@ class TaskScore:
 
 
 def _question(name: str) -> Callable[[Doc], Doc]:
-    """From ``question: {stem, choices: [{text, label}]}`` to ``{name: stem, choices: {text, label}}``."""
+    """Convert ``question: {stem, choices: [{text, label}]}`` to ``{name: stem, choices: {text, label}}``."""
 
     def convert(doc: Doc) -> Doc:
         question = doc.get("question")
@@ -126,21 +126,21 @@ TASKS = {
 }  # fmt: skip
 
 
-# Fields that lm-eval builds the prompts of HellaSwag from. Some selections of the data lack them.
+# lm-eval builds HellaSwag's prompts from these fields. Some copies of the data lack them.
 _ACTIVITY = ("activity_label", "ctx_a", "ctx_b")
 
 
 def check_tasks(names: Sequence[str]) -> None:
-    """Raise ``ValueError`` if a name is there twice."""
+    """Raise ``ValueError`` if a name occurs twice."""
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"each task counts once in the average, but {', '.join(repeated)} is given again")
 
 
 def local_files(names: Sequence[str], folder: str | Path) -> dict[str, Path]:
-    """The tasks' files in a folder; of several files for a task, the one with most lines.
+    """The file of each task in ``folder``; if several files match, the file with the most lines.
 
     Raises:
-        ValueError: a task without a file.
+        ValueError: a task has no file.
     """
     chosen = {}
     for name in names:
@@ -150,7 +150,7 @@ def local_files(names: Sequence[str], folder: str | Path) -> dict[str, Path]:
         chosen[name] = max(found, key=lambda path: path.read_bytes().count(b"\n"))
         if len(found) > 1:
             every = ", ".join(path.name for path in found)
-            logger.warning("%s: of %s, the longest is taken, %s", name, every, chosen[name].name)
+            logger.warning("%s: found %s; using the longest, %s", name, every, chosen[name].name)
     return chosen
 
 
@@ -166,7 +166,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
             continue
         try:
             docs.append(_read_doc(TASKS[name], line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three inside a field
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # last three: a malformed field
             said = error if isinstance(error, ValueError) else repr(error)
             raise ValueError(f"{path}, line {number}: no document of {name}: {said}") from error
     if not docs:
@@ -175,7 +175,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
 
 
 def _read_doc(task: Task, line: bytes) -> Doc:
-    """One document, with its answer in the hub's form. lm-eval counts other forms as wrong or raises."""
+    """One document, with its answer in the hub's form. lm-eval scores other forms as wrong, or fails."""
     doc = json.loads(line.decode())
     if not isinstance(doc, dict):
         raise ValueError(f"it must be a JSON object, got {doc!r}")
@@ -198,14 +198,14 @@ def _read_doc(task: Task, line: bytes) -> Doc:
 
 
 def _own_prompt(name: str, docs: Sequence[Doc]) -> str | None:
-    """The field ``own_prompt`` of the task's score."""
+    """The value of :attr:`TaskScore.own_prompt` for these documents."""
     if name != "hellaswag" or all(isinstance(doc.get(field), str) for doc in docs for field in _ACTIVITY):
         return None
-    return f"the context alone, for documents lack {', '.join(_ACTIVITY)}"
+    return f"the context alone, because documents lack {', '.join(_ACTIVITY)}"
 
 
 def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> dict[str, Any]:
-    """lm-eval's task of this ``definition``, over the documents of a file."""
+    """lm-eval's task from the file ``definition``, with ``docs`` as its data."""
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -213,7 +213,7 @@ def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> 
     fields = TASKS[name].fields + ([*_ACTIVITY] if name == "hellaswag" and not own_prompt else [])
     kept = [{field: doc[field] for field in fields} for doc in docs]
 
-    # lm-eval cannot change tasks that it knows by name, so this reads the task's definition.
+    # lm-eval cannot change the data of its own tasks by name, so load the definition and change it.
     return {
         **load_yaml(definition),
         "dataset_path": str(path),
@@ -239,16 +239,16 @@ def evaluate_tasks(
     model: PreTrainedModel, tokenizer: Any, names: Sequence[str] = tuple(TASKS),
     files: Mapping[str, Path] | None = None, limit: int | None = None, batch_size: int = 8,
 ) -> list[TaskScore]:  # fmt: skip
-    """Zero-shot scores of the model, solved with its own options (``layer.eval_solve``).
+    """Zero-shot scores. Implicit models are solved with their own options (``layer.eval_solve``).
 
     Args:
         names: names in :data:`TASKS`.
-        files: files of the tasks, from :func:`local_files`; from the hub by default.
-        limit: documents of each task; all by default.
+        files: each task's file, from :func:`local_files`; by default the data come from the hub.
+        limit: documents per task; all by default.
 
     Raises:
-        ValueError: a task twice; malformed files; data that the hub does not have; tokens outside the
-            model's vocabulary; lm-eval is not installed.
+        ValueError: a task twice; malformed files; data missing on the hub; tokens outside the model's
+            vocabulary; lm-eval is not installed.
     """
     from deqseq.tasks.common.tokenizer import first_line
 
@@ -259,7 +259,7 @@ def evaluate_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ValueError(f"downstream tasks need lm-eval: pip install 'deqseq[eval]' ({error})") from error
-    # Index only the folders needed: there are some thousand task files.
+    # lm-eval has thousands of task files: index only the folders needed.
     own = Path(lm_eval.__file__).parent / "tasks"
     folders = [own / part for part in sorted({TASKS[name].folder for name in names})]
     manager = TaskManager(include_path=folders, include_defaults=False)
@@ -268,19 +268,19 @@ def evaluate_tasks(
     if files is not None:
         index = manager.task_index
         tasks = [_over_docs(name, docs[name], files[name], index[name].yaml_path) for name in names]
-    # Resample in this process: processes forked from one that runs torch can hang.
+    # Bootstrap in this process: processes forked from one that runs torch can hang.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
-    screen = sys.stderr  # for the progress bar of the requests
+    screen = sys.stderr  # shows the progress bar
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # lm-eval and datasets print
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # hides output
             lm = _watched(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size), screen)
             loaded = manager.load(tasks)
-            # simple_evaluate would also look for git and list the machine's packages.
+            # simple_evaluate would also call git and list the machine's packages.
             found: Any = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     except OSError as error:
-        raise ValueError(f"no data from the hub: {first_line(error)}; or give --data-dir") from error
+        raise ValueError(f"no data from the hub: {first_line(error)}: try --data-dir") from error
     return [_read(name, found, _own_prompt(name, docs.get(name, ()))) for name in names]
 
 
@@ -302,12 +302,12 @@ def _read(name: str, found: dict[str, Any], own_prompt: str | None) -> TaskScore
 
 def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
     """A warning for each task whose prompts are not lm-eval's."""
-    said = "warning: {}: the prompt is not lm-eval's but {}. The score does not compare with those of lm-eval"
+    said = "warning: {}: the prompt is not lm-eval's but {}. Do not compare the score with lm-eval's"
     return [said.format(s.task, s.own_prompt) for s in scores if s.own_prompt is not None]
 
 
 def _watched(lm: Any, screen: TextIO) -> Any:
-    """lm-eval's model: checks all tokens before it scores any, and shows its progress bar on ``screen``."""
+    """Make ``lm`` check all tokens before it scores any, and show its progress bar on ``screen``."""
     from deqseq.tasks.common.models import check_tokens
 
     compute = lm._loglikelihood_tokens

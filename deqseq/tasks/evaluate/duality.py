@@ -22,15 +22,15 @@ from deqseq.tasks.evaluate.perplexity import Search, batches, exponential, losse
 
 # Rows of logits compared at once, in float32.
 _ROWS = 1024
-# Tokens listed for the largest differences.
+# Number of tokens listed: those with the largest differences.
 _WORST = 5
 
 
 @dataclass
 class Difference:
-    """A token on which a window and the first disagree; ``sequence`` and ``position`` count from 1.
+    """A token whose logits differ between one window and the first window.
 
-    ``max_logit_diff`` is the largest absolute difference of a logit.
+    ``sequence`` and ``position`` count from 1. ``max_logit_diff``: largest absolute difference of its logits.
     """
 
     sequence: int
@@ -46,17 +46,17 @@ class Difference:
 
 @dataclass(kw_only=True)
 class Agreement(Search):
-    """One window against the first.
+    """A comparison of one window with the first window.
 
     Attributes:
-        tokens: compared.
+        tokens: number of tokens compared.
         agreement: share of tokens with the same most likely next token.
-        max_logit_diff, mean_logit_diff: absolute differences of logits.
-        kl: Kullback-Leibler divergence of this window's prediction from the first's, nats a token.
-        perplexity: of the text, in this window.
-        seconds: of the model.
-        worst: the tokens with the largest differences. Windows may disagree on a token that has converged in
-            both: a residual is the size of the last step, and a slow search may still be far from its end.
+        max_logit_diff, mean_logit_diff: largest and mean absolute difference of logits.
+        kl: mean Kullback-Leibler divergence KL(first window || this window), nats per token.
+        perplexity: perplexity of the text in this window.
+        seconds: time in the model and the loss.
+        worst: the tokens with the largest differences. A token may differ although it converged in both
+            windows: a residual measures the last step, and a slow search may be far from the fixed point.
     """
 
     tokens: int
@@ -70,7 +70,7 @@ class Agreement(Search):
 
 
 class _Comparison:
-    """Differences from the first window, added up over batches."""
+    """Differences between one window and the first window, summed over batches."""
 
     def __init__(self, options: SolveOptions) -> None:
         self.options = options
@@ -79,7 +79,7 @@ class _Comparison:
         self.nll = 0.0
         self.worst: list[Difference] = []
         self._sequences = 0
-        self._sums = torch.zeros(3, dtype=torch.float64)  # same, mean over V of |difference|, divergence
+        self._sums = torch.zeros(3, dtype=torch.float64)  # same argmax, mean |difference|, divergence
 
     def add(self, out: Any, first: Any) -> None:
         """Add the model's output on one batch, in this window and in the first."""
@@ -108,12 +108,12 @@ class _Comparison:
         self.worst = sorted(self.worst, key=lambda found: -found.max_logit_diff)[:_WORST]
 
     def read(self, tokens: int) -> Agreement:
-        """The means over ``tokens``."""
+        """The result: means over the number of ``tokens``."""
         same, mean, divergence = (self._sums / tokens).tolist()
         return Agreement(
             **search_fields(self.options, self.solves), tokens=tokens, agreement=same,
             max_logit_diff=self.worst[0].max_logit_diff, mean_logit_diff=mean,
-            kl=max(0.0, divergence),  # rounding may give less for equal predictions
+            kl=max(0.0, divergence),  # rounding may make it negative if predictions are equal
             perplexity=exponential(self.nll / tokens), seconds=self.seconds,
             worst=[found for found in self.worst if found.max_logit_diff > 0],
         )  # fmt: skip
@@ -124,11 +124,11 @@ def compare_windows(
     model: PreTrainedModel, tokens: Tensor, length: int, windows: Sequence[Window],
     policy: ConvergencePolicy | None = None, batch_size: int = 8,
 ) -> list[Agreement]:  # fmt: skip
-    """Solve ``tokens`` (N,), in sequences of ``length``, in every window and compare with the first.
+    """Solve ``tokens`` (N,), in sequences of ``length``, in every window; compare each with the first window.
 
     Args:
-        windows: at least two.
-        policy: of all windows; the model's evaluation policy by default.
+        windows: windows to compare, at least two.
+        policy: convergence policy in all windows; the model's evaluation policy by default.
 
     Raises:
         ValueError: fewer than two windows, or one below 1; the model is explicit; tokens outside the
@@ -152,21 +152,21 @@ def compare_windows(
             start = time.perf_counter()
             out = run(model, inputs, comparison.options)
             comparison.nll += losses(out.logits, targets).sum().item()
-            comparison.seconds += time.perf_counter() - start  # reading the loss waits for the device
+            comparison.seconds += time.perf_counter() - start  # item() has waited for the device
             first = out if first is None else first
             comparison.add(out, first)
     return [comparison.read(len(tokens) - 1) for comparison in comparisons]
 
 
 def unconverged(found: Sequence[Agreement]) -> list[str]:
-    """A warning if tokens did not converge: their predictions need not agree."""
+    """A warning if tokens did not converge, because their predictions may differ between windows."""
     short = [a for a in found if a.converged is not None and a.converged < 1]
     if not short:
         return []
     shares = ", ".join(f"{1 - (a.converged or 0):.2%} in window {a.window}" for a in short)
     return [
-        f"warning: tokens that have not converged after {short[0].budget} iterations: {shares}. They "
-        "need not agree: raise --max-iter, or loosen --rtol"
+        f"warning: tokens that have not converged after {short[0].budget} iterations: {shares}. "
+        "Their predictions may differ between windows: raise --max-iter or --rtol"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Perplexity of a text: over all of it, by position, by length and by the iterations allowed.
+"""Perplexity of a text: overall, by position, by length and by number of iterations.
 
 Shapes: N tokens of a text, S sequences, B of them in a batch, L tokens in each, V vocabulary.
 """
@@ -24,17 +24,17 @@ from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import check_tokens, needed_layer, solve_options
 
-# Rows of logits converted to float32 at a time: a copy of all would double the memory.
+# Rows of logits converted to float32 at a time: a copy of all rows would need too much memory.
 _ROWS = 4096
 _FIRST_BUCKET = 16
 
 
 @dataclass
 class Positions:
-    """The tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
+    """Means over the tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
-    ``change`` is the mean difference of their negative log-likelihoods (nll) from those in sequences of the
-    first length; ``None`` at the first length. Standard errors assume independent tokens.
+    ``nll`` is the negative log-likelihood. ``change`` is ``nll`` minus the same tokens' nll at the first
+    length; ``None`` at the first length. Standard errors assume independent tokens.
     """
 
     first: int
@@ -54,11 +54,11 @@ class Search:
 
     Attributes:
         window: tokens solved at a time, or ``"all"``.
-        policy, budget: the convergence policy, and the most evaluations a token could take part in.
-        iterations: evaluations a token took part in, mean.
-        residual: relative, mean over tokens.
-        converged: share of tokens that met the tolerance; ``None`` for policies without one.
-        passes_per_batch: calls of f over a window, mean over batches.
+        policy, budget: the convergence policy, and its maximum number of evaluations per token.
+        iterations: evaluations per token until its search ended, mean over tokens.
+        residual: relative residual, mean over tokens.
+        converged: share of tokens that met the tolerance; ``None`` for policies without a tolerance.
+        passes_per_batch: calls of f per batch, mean; each call evaluates one window.
     """
 
     window: int | str | None
@@ -86,13 +86,13 @@ def search_fields(solve: SolveOptions | None, solves: SolveStatistics) -> dict[s
 
 @dataclass(kw_only=True)
 class Score(Search):
-    """A text under one model, cut into sequences of one length and solved in one way.
+    """The score of a text under one model, at one sequence length and with fixed solve options.
 
     Attributes:
-        tokens: predicted, which is all but the first.
+        tokens: number of predicted tokens: all except the first.
         nll: mean negative log-likelihood of a predicted token.
-        seconds, tokens_per_second: of the model and the loss.
-        by_position: tokens 1 to 16 of their sequences, 17 to 32, 33 to 64 and so on.
+        seconds, tokens_per_second: time and speed of the model and the loss.
+        by_position: means over the positions 1 to 16, 17 to 32, 33 to 64 and so on.
     """
 
     length: int
@@ -105,24 +105,25 @@ class Score(Search):
 
 
 def exponential(nll: float) -> float:
-    """``exp`` that is infinite where it overflows."""
+    """``exp(nll)``; infinite if it overflows."""
     return torch.tensor(nll, dtype=torch.float64).exp().item()
 
 
 def batches(tokens: Tensor, length: int, batch_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and the tokens that follow them, each (B, L): every token of (N,) but the first is a target.
+    """Batches of inputs and targets, each (B, L). A target is the next token of ``tokens`` (N,).
 
-    If the text does not divide, the last batch is one shorter sequence.
+    Every token except the first is a target once. If ``length`` does not divide N - 1, the last batch is one
+    shorter sequence.
 
     Raises:
-        ValueError: fewer tokens than one sequence and the token after it; sizes below 1.
+        ValueError: fewer than ``length`` + 1 tokens; sizes below 1.
     """
     check_count("length", length)
     check_count("batch_size", batch_size)
     if len(tokens) <= length:
         raise ValueError(
             f"the text has {len(tokens)} tokens; one sequence of length {length} needs {length + 1}, "
-            "for its last token predicts one more: give more text (or raise --limit), or a smaller length"
+            "because its last token predicts the next: give more text (or raise --limit) or a smaller length"
         )
     whole = (len(tokens) - 1) // length * length
     inputs, targets = (
@@ -136,7 +137,7 @@ def run(model: PreTrainedModel, inputs: Tensor, solve: SolveOptions | None) -> A
     """The model's output on ``inputs`` (B, L).
 
     Raises:
-        ValueError: more positions than the model has.
+        ValueError: sequences longer than the model supports.
     """
     options: dict[str, Any] = {} if solve is None else {"solve": solve}
     try:
@@ -146,7 +147,7 @@ def run(model: PreTrainedModel, inputs: Tensor, solve: SolveOptions | None) -> A
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood (B, L) float64, on the CPU, of ``targets`` (B, L) under (B, L, V)."""
+    """Negative log-likelihood (B, L) float64, on the CPU, of ``targets`` (B, L) under ``logits``."""
     parts = zip(
         logits.flatten(0, 1).split(_ROWS), targets.to(logits.device).flatten().split(_ROWS), strict=True
     )
@@ -161,17 +162,17 @@ def score(
 ) -> list[Score]:  # fmt: skip
     """Perplexity of ``tokens`` (N,) in sequences of each of the ``lengths``.
 
-    Every token but the first is predicted once, whatever the length, so lengths compare. The effect of a
-    position on the loss is smaller than the differences between the few tokens that stand there. So
-    ``by_position`` also reports how the loss of the same tokens changes compared with the first length.
+    Every token except the first is predicted once at every length, so the lengths are comparable. Few tokens
+    share a position, and their losses differ by more than the effect of the position. So ``by_position`` also
+    reports how the loss of the same tokens differs from their loss at the first length.
 
     Args:
-        batch_size: sequences of the shortest length in a batch. Longer sequences come in smaller batches, of
-            as many tokens. Results do not depend on it.
-        solve: options of the solves; the model's by default.
+        batch_size: sequences per batch at the shortest length. Longer sequences run in smaller batches with
+            about as many tokens. Does not change results.
+        solve: solve options; the model's by default.
 
     Raises:
-        ValueError: tokens outside the vocabulary; as :func:`batches` and :func:`run`.
+        ValueError: tokens outside the vocabulary; see also :func:`batches` and :func:`run`.
     """
     model.eval()
     solve = solve_options(model) if solve is None else solve
@@ -206,7 +207,7 @@ def score(
 
 
 def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
-    """Means of what was measured for every token (N - 1,), by its place in its sequence."""
+    """Means of the values in ``measured``, each (N - 1,), by the token's position in its sequence."""
     position = torch.arange(len(measured["nll"])) % length
     doublings = max(0, math.ceil(math.log2(length / _FIRST_BUCKET)))
     edges = [0, *(min(length, _FIRST_BUCKET * 2**i) for i in range(doublings + 1))]
@@ -228,13 +229,13 @@ def score_by_budget(
     model: PreTrainedModel, tokens: Tensor, length: int, budgets: Sequence[int],
     solve: SolveOptions | None = None, rtol: float | None = None, batch_size: int = 8,
 ) -> list[Score]:  # fmt: skip
-    """The same sequences with several numbers of iterations; last, with the model's own policy.
+    """Score the same text with each number of iterations in ``budgets``, and last with the model's policy.
 
-    All tokens do exactly that many iterations together. In a smaller window, or with a tolerance ``rtol``,
-    they do at most that many, because a window slides only when tokens settle.
+    Without a window and ``rtol``, every token does exactly this number of iterations. With a window or a
+    tolerance ``rtol``, it does at most this number, because a window slides only when tokens settle.
 
     Raises:
-        ValueError: the model is explicit; a budget below 1; as :func:`score`.
+        ValueError: the model is explicit; a budget below 1; see also :func:`score`.
     """
     options = solve or needed_layer(model, "a number of iterations").eval_solve
     own = options.convergence

@@ -1,4 +1,4 @@
-"""Figures of the reports: each function draws the rows of one report on axes, one below the other."""
+"""Figures of the reports: each function draws the rows of one report on axes that lie one below another."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from deqseq.tasks.evaluate.downstream import TaskScore
 from deqseq.tasks.evaluate.duality import Agreement
 from deqseq.tasks.evaluate.perplexity import Score, exponential
 
-# Fewest tokens in a mean over positions that is drawn.
+# A mean over fewer tokens is not drawn.
 _ENOUGH = 30
 
 
 def positions(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Perplexity and, on a second axis, iterations against position, for one score."""
+    """Draw perplexity and, on the second axis if there is one, iterations by position, for one score."""
     shown = [p for p in scores[0].by_position if p.tokens >= _ENOUGH]
     last = [p.last for p in shown]
     low, high = ([exponential(p.nll + s * (p.nll_stderr or 0)) for p in shown] for s in (-1, 1))
@@ -29,7 +29,7 @@ def positions(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Perplexity against the length; by position, the change of the same tokens against the first length."""
+    """Draw perplexity by length, and by position how the same tokens' loss differs from the first length."""
     axes[0].plot([s.length for s in scores], [s.perplexity for s in scores], "o-")
     axes[0].set(xlabel="length of the sequences", ylabel="perplexity")
     log_scale(axes[0].xaxis, 2)
@@ -47,7 +47,7 @@ def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def budgets(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Perplexity and residual against the iterations done; the last score is the model's own."""
+    """Draw perplexity and residual by mean iterations; the last score is that of the model's own policy."""
     *limited, own = scores
     for axis, measure in zip(axes, ("perplexity", "residual"), strict=True):
         axis.plot([s.iterations for s in limited], [getattr(s, measure) for s in limited], "o-")
@@ -60,7 +60,7 @@ def budgets(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def windows(axes: list[Any], found: Sequence[Agreement]) -> None:
-    """Divergence from the first window, and iterations of a token, by window."""
+    """Draw the divergence from the first window and the mean iterations per token, by window."""
     names = [str(a.window) for a in found]
     place = range(len(found))
     # A logarithmic axis has no zero, so windows without a difference, such as the first, get no point.
@@ -79,7 +79,7 @@ def windows(axes: list[Any], found: Sequence[Agreement]) -> None:
 
 
 def tasks(axes: list[Any], scores: Sequence[TaskScore]) -> None:
-    """The metric of every task that enters the average, with its standard error, and chance."""
+    """Draw each task's metric in the average, with its standard error, and the chance level."""
     place = range(len(scores))
     error = [s.main_stderr or 0.0 for s in scores]
     axes[0].bar(place, [s.main for s in scores], yerr=error, capsize=3)

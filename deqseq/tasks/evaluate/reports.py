@@ -45,9 +45,9 @@ _TASKS: list[Column] = [
 
 @dataclass
 class _Found:
-    """What a report has measured: the rows of its table, notes below it, and ``more`` for the JSON file.
+    """The results of a report: rows of a table, notes printed below it, and ``more`` for the JSON file.
 
-    ``draw`` draws the rows on so many ``panels``.
+    ``draw(axes, rows)`` draws the rows on ``panels`` axes.
     """
 
     rows: Sequence[Any]
@@ -60,7 +60,7 @@ class _Found:
 
 
 def report(options: Any) -> None:
-    """Make the report that ``options`` asks for: an instance of a class of the command line."""
+    """Make a report. ``options`` is an instance of one of the command line's report classes."""
     name = type(options).__name__.lower()
     tokenizer = load_tokenizer(options.model, options.tokenizer)
     tokens = read_tokens(options.text, tokenizer, options.limit) if hasattr(options, "text") else None
@@ -87,7 +87,7 @@ def report(options: Any) -> None:
 
 
 def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
-    """The options, with the values used where they leave the choice to the model or the machine."""
+    """The options. Defaults that the model or the machine sets are replaced by the values used."""
     unrecorded = ("model", "output", "force", "files")
     found = {name: value for name, value in vars(options).items() if name not in unrecorded}
     found["tokenizer"] = options.tokenizer or options.model

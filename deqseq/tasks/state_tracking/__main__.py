@@ -27,11 +27,11 @@ from deqseq.tasks.state_tracking.study import conduct
 from deqseq.tasks.state_tracking.train import train
 
 _ABOUT = """\
-State tracking: read elements of a group, say after each what their product so far is.
+State tracking: read elements of a group and predict, after each one, the product so far.
 
-The word problem of A5 (60 elements) is out of reach of linear recurrences and of attention of a fixed
-depth; one implicit layer learns it. Sequences draw the identity with probability p, so the share of
-tokens that matter is 1 - p."""
+Linear recurrences and attention of fixed depth cannot solve the word problem of A5 (60 elements) at all
+lengths; one implicit layer learns it. A token is the identity with probability p, so a share 1 - p of the
+tokens changes the product."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     return command_line.main(
         "python -m deqseq.tasks.state_tracking", _ABOUT, commands, arguments,
-        interrupted="train and study go on from their last checkpoint, with the same command",
+        interrupted="train and study resume from their last checkpoint with the same command",
         log_level=logging.INFO,
     )  # fmt: skip
 
@@ -57,13 +57,13 @@ def _train(
 ) -> None:
     """Train a model in a folder.
 
-    The defaults are those of the demo: A5 at length 16, minutes on a laptop. With --run they are those of a
-    file: a5xm, the paper's task at full size, takes minutes on a GPU. Run the same command again to go on
-    after an interruption.
+    The defaults are the demo's settings: A5 at length 16, which takes minutes on a laptop. --run reads other
+    defaults from a file: a5xm, the paper's task at full size, takes minutes on a GPU. Run the same command
+    again to resume after an interruption.
 
     Args:
         output: folder of the run
-        run: YAML file with other defaults of the fields below, or the name of a shipped one: a5xm
+        run: YAML file with other defaults for the fields below, or the name of a shipped file: a5xm
         save_steps: steps between checkpoints
     """
     defaults = {} if run is None else read_yaml(run, RUNS)
@@ -88,45 +88,45 @@ def _evaluate(
     csv: str | None = None,
     output: Path | None = None,
 ) -> None:
-    """Test the model of a folder at any length, in any window; writes JSON and a figure.
+    """Test a trained model at any length and in any window. Writes JSON and a figure.
 
-    Tests on fresh sequences, or on a CSV file of the word-problem benchmark. Every length is tested in every
-    window.
+    Tests on new random sequences, or on a CSV file of the word-problem benchmark. Every length is tested in
+    every window.
 
     Args:
         run: folder of a finished run
-        length: tokens of a sequence; 1x and 4x the length of training by default
-        window: tokens solved at a time: 'all', 1 for one by one, or a number. The answer is the same; the
-            work is not
+        length: tokens per sequence; by default 1x and 4x the training length
+        window: number of tokens solved at a time, or 'all'. Windows give the same answers at different cost
         sequences: number of sequences
         seed: seed of the sequences
         identity_probability: probability of the identity; as in training by default
-        tolerance: relative residual; the model's by default
-        max_iter: maximum number of evaluations of a token; the model's by default
-        damping: damping of Picard's iteration, in (0, 1]; 1 is none; the model's solver by default
+        tolerance: relative residual to solve to; the model's by default
+        max_iter: maximum number of evaluations per token; the model's by default
+        damping: solve with Picard's iteration and this damping, in (0, 1] (1: none); the model's solver by
+            default
         batch_size: sequences solved together
-        csv: test on this file instead
-        output: folder for results, which replace those in it; RUN/evaluation by default
+        csv: CSV file to test on instead of new sequences
+        output: folder for results; overwrites earlier results; RUN/evaluation by default
     """
     model, settings = load(run)
     name = "explicit" if settings.explicit else "implicit"
     search = {"tolerance": tolerance, "max_iter": max_iter, "damping": damping}
     if settings.explicit and any(value is not None for value in search.values()):
-        raise ValueError("an explicit model is not solved: it takes no tolerance, max-iter or damping")
+        raise ValueError("an explicit model has no solver: it takes no tolerance, max-iter or damping")
     windows = [None] if settings.explicit else [None if tokens == "all" else tokens for tokens in window]
     folder = output or run / "evaluation"
     asked = {**search, "csv": csv} | ({} if csv else {"sequences": sequences, "seed": seed})
     options: dict[str, Any] = {**search, "batch_size": batch_size, "progress": True}
     rows: list[tuple[str, Evaluation]] = []
 
-    def keep(found: Evaluation) -> None:  # at once: the next test may take an hour
+    def keep(found: Evaluation) -> None:  # saves at once: the next test may take an hour
         rows.append((name, found))
         save(rows, folder / "evaluation.json", **asked)
 
     if csv:
         group = algebra_of_csv(csv)
         if group.name != settings.algebra.name:
-            raise ValueError(f"{csv} is of {group.name}, the model of {settings.group}")
+            raise ValueError(f"{csv} has products in {group.name}, but the model learned {settings.group}")
         tokens, targets, _ = read_csv(csv, group)
         for size in windows:
             keep(evaluate(model, tokens, targets, size, **options))
@@ -149,21 +149,21 @@ def _data(
 ) -> None:
     """Write word problems in the benchmark's CSV format, or check such a file.
 
-    Writes sequences and their running products as GROUP=LENGTH.csv; with --check, verifies every product.
+    Writes sequences and their running products as GROUP=LENGTH.csv. With --check, verifies all products.
 
     Args:
-        file: CSV file, named like A5=20.csv: the group, and tokens of a sequence
-        check: verify instead of writing
+        file: CSV file; its name gives the group and the tokens per sequence, such as A5=20.csv
+        check: verify the file instead of writing it
         sequences: number of sequences
-        identity_probability: probability of the identity; the share of hard tokens is one minus it
+        identity_probability: probability that a token is the group's identity; other tokens are hard
         seed: seed of the sequences
     """
     group, length = algebra_of_csv(str(file)), int(file.stem.rpartition("=")[2])
     if check:
         tokens, _, _ = read_csv(file, group)
         if tokens.shape[1] != length:
-            raise ValueError(f"{file} must hold sequences of {length}, they are of {tokens.shape[1]}")
-        print(f"{file}: {len(tokens)} sequences of {tokens.shape[1]}, all products right")
+            raise ValueError(f"{file} must hold sequences of {length} tokens, got {tokens.shape[1]}")
+        print(f"{file}: {len(tokens)} sequences of {tokens.shape[1]}, all products are right")
         return
     if file.exists():
         raise ValueError(f"{file} exists: choose another name")

@@ -1,8 +1,8 @@
 """Finite groups and monoids as Cayley tables, and running products in them.
 
 A token is the index of an element. Permutations are 0-based tuples and multiply as functions,
-``(a·b)(i) = a[b[i]]``: the right factor acts first. Products of algebras number their elements
-left-major, so in ``A4xZ5`` the element ``(a, z)`` has index ``5·a + z``.
+``(a·b)(i) = a[b[i]]``: the right factor acts first. Direct products number their
+elements with the left factor first: in ``A4xZ5`` the element ``(a, z)`` has index ``5·a + z``.
 
 Shapes: B batch, L tokens, N elements.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_ELEMENTS = 5040
-"""Largest vocabulary allowed: S7, whose table of 25 million entries takes 200 MB."""
+"""Largest number of elements allowed: that of S7, whose table of 25 million entries takes 200 MB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +28,14 @@ class Algebra:
     """A finite monoid, often a group, given by its Cayley table.
 
     Attributes:
-        name: how :func:`algebra` spells it, for example ``"A5xM"``.
+        name: name that :func:`algebra` accepts, for example ``"A5xM"``.
         elements: the N elements in token order: permutations as 0-based tuples, integers for
             Z_n, letters for M, tuples of components for products.
         table: (N, N) int64 on the CPU; ``table[a, b]`` is the index of a·b.
         factors: the factors of a direct product from left to right, empty otherwise.
         identity: index of the identity, which is the first element.
 
-    Compared and hashed by identity, so that derived tables can be cached.
+    Objects are compared and hashed by ``id()``, not by content, so that ``functools.cache`` accepts them.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Algebra:
 
     @cached_property
     def parts(self) -> tuple[Tensor, Tensor]:
-        """The group part and the monoid part, as indices of elements: int64, on the CPU, sorted.
+        """Indices of the elements of the group part and of the monoid part: int64, on the CPU, sorted.
 
-        Elements of the first are the identity in every factor that is not a group, those of the second in
-        every factor that is one. Every element is the product of one of each, with index ``group + monoid``,
-        because indices are left-major.
+        Elements of the group part are the identity in every factor that is not a group. Elements of the
+        monoid part are the identity in every factor that is a group. Every element of the algebra is a
+        product of one element of each part; its index is the sum of their indices.
         """
         group = monoid = torch.zeros(1, dtype=torch.int64)
         for factor in self.factors or (self,):
@@ -70,14 +70,14 @@ class Algebra:
 
     @cached_property
     def chance(self) -> float:
-        """Accuracy of a guess late in a sequence: one over the size of the smallest ideal.
+        """Accuracy of a guess late in a sequence: one divided by the size of the smallest ideal.
 
-        Long products end there. It is the whole of a group; in ``A5xM``, the 60 elements whose part in M is
-        its zero.
+        Long random products lie in this ideal. The ideal of a group is the whole group. The ideal of
+        ``A5xM`` has the 60 elements whose part in M is X, the absorbing element.
         """
         if self.is_group:
             return 1 / len(self)
-        # The product of all elements lies in the ideal.
+        # The product of all elements lies in the smallest ideal.
         inside = reduce(lambda a, b: int(self.table[a, b]), range(len(self)))
         return 1 / len(self.table[self.table[:, inside]].unique())
 
@@ -87,11 +87,11 @@ def _permutation_group(name: str, n: int) -> Algebra:
 
     even_only = name[0] == "A"
     elements = torch.tensor([p for p in permutations(range(n)) if not even_only or Permutation(p).is_even])
-    # Read as numbers in base n, permutations in lexicographic order are sorted.
+    # In lexicographic order, the keys (permutations read as numbers in base n) are sorted.
     place_values = n ** torch.arange(n - 1, -1, -1)
     keys = (elements * place_values).sum(dim=1)
     table = torch.empty(len(elements), len(elements), dtype=torch.int64)
-    for row, left in zip(table, elements, strict=True):  # by rows, to keep intermediates small
+    for row, left in zip(table, elements, strict=True):  # row by row, to save memory
         row.copy_(torch.searchsorted(keys, (left[elements] * place_values).sum(dim=1)))
     return Algebra(name, tuple(map(tuple, elements.tolist())), table)
 
@@ -136,9 +136,9 @@ def _build(names: tuple[str, ...]) -> Algebra:
 
 
 def algebra(name: str) -> Algebra:
-    """The algebra of that name. It is built once and shared, so treat it as read-only.
+    """The algebra called ``name``. It is built once and shared, so treat it as read-only.
 
-    Known are the cyclic groups ``Z60`` …, the symmetric groups ``S5`` … (permutations in
+    Known names are the cyclic groups ``Z60`` …, the symmetric groups ``S5`` … (permutations in
     lexicographic order), the alternating groups ``A5`` … (even permutations in lexicographic
     order), the four-element aperiodic monoid ``M``, and direct products of any number of these,
     joined by ``x`` or ``_x_``: ``A5xM`` has 240 elements.
@@ -165,19 +165,19 @@ def _flat_table(algebra: Algebra, device: torch.device) -> Tensor:
 def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     """Running products ``y[:, 0] = x[:, 0]``, ``y[:, t] = y[:, t-1] · x[:, t]``.
 
-    A scan in two levels: chunks of about √L tokens are scanned in parallel, then the chunks' products;
-    then each chunk is multiplied by the product of the chunks before it. That takes 2√L sequential table
-    look-ups instead of L, for twice the work. Never waits for the device.
+    A scan in two levels: chunks of about √L tokens are scanned in parallel, then the chunks' total products
+    are scanned. Last, each chunk is multiplied by the product of all earlier chunks. This needs about 2√L
+    sequential table look-ups instead of L, and twice the work. The host never waits for the device.
 
     ``tokens``: (B, L) integers in [0, N), with B and L positive; the range is not checked. Returns (B, L)
-    int64 on their device.
+    int64 on the same device.
     """
     n, (batch, length) = len(algebra), tokens.shape
     table = _flat_table(algebra, tokens.device)
     steps = math.isqrt(length - 1) + 1  # tokens in a chunk: √L rounded up
     chunks = -(-length // steps)
     padded = F.pad(tokens.to(torch.int32), (0, steps * chunks - length), value=algebra.identity)
-    # Positions come first and the batch is contiguous, so each step reads and writes one block.
+    # Shape (steps, chunks, B), contiguous: each step of the scan reads and writes one block.
     products = padded.view(batch, chunks, steps).permute(2, 1, 0).contiguous()
 
     def scan(rows: Tensor) -> None:

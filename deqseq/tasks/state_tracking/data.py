@@ -1,7 +1,7 @@
-"""Word problems: random tokens with all their running products, on the fly and in files.
+"""Word problems: random tokens and their running products, sampled on the fly or stored in files.
 
 Targets are aligned with their inputs: ``target[t] = input[0] · … · input[t]``, so training uses
-plain cross-entropy and shifts nothing.
+plain cross-entropy without a shift.
 
 Shapes: B batch, L tokens, S sequences, N elements.
 """
@@ -37,7 +37,7 @@ def sample(
     The group part of a token (all factors that are groups, taken together) is the identity with
     probability ``identity_probability`` and otherwise uniform over the other elements. So the share of hard
     tokens, which move the group's state, is ``1 - identity_probability``. Factors that are not groups are
-    uniform; without any group the probability has no effect.
+    uniform. If no factor is a group, the probability has no effect.
 
     Raises:
         ValueError: sizes below 1, or a probability outside [0, 1].
@@ -58,13 +58,13 @@ def sample(
         uniform -= choice
         token = monoid.index_select(0, choice.flatten())
     if len(group) > 1:
-        # Map [p, 1) to [1, n), the other elements; all below p becomes 0, the identity. For p = 1 there is
-        # no number above p, so the scale does not matter.
+        # Map [0, p) to 0, which is the identity, and [p, 1) to the others, [1, n). If p = 1, [p, 1) is
+        # empty, so any scale is right.
         others = len(group) - 1
         uniform -= identity_probability
         uniform *= others / max(1.0 - identity_probability, 1e-300)
         choice = uniform.add_(1.0).clamp_(0.0, others).to(torch.int32)
-        token += group.index_select(0, choice.flatten())  # both parts' identity is 0
+        token += group.index_select(0, choice.flatten())  # index 0 is the identity in both parts
     tokens = token.view(batch_size, length)
     return tokens, prefix_products(algebra, tokens)
 
@@ -73,7 +73,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _scramble(x: int) -> int:
-    """A bijection of 32-bit integers that spreads every bit (the finaliser of MurmurHash3)."""
+    """A bijection of 32-bit integers in which every input bit affects all output bits (from MurmurHash3)."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
@@ -82,8 +82,8 @@ def _scramble(x: int) -> int:
 def batch_seed(seed: int, index: int) -> int:
     """The seed of batch ``index`` in the stream ``seed``, the same on every machine.
 
-    PyTorch's CPU generator uses only the low 32 bits of a seed. This is a bijection in ``index``, so the
-    first 2³² batches of a stream have different seeds, which hashes such as numpy's do not guarantee.
+    PyTorch's CPU generator uses only the low 32 bits of a seed. The result has 32 bits and is a bijection of
+    ``index``, so the first 2³² batches of a stream have different seeds. Most hash functions allow repeats.
     """
     low, high = seed & _MASK, (seed >> 32) & _MASK
     return _scramble(_scramble(_scramble(high) ^ low) ^ (index & _MASK))
@@ -91,14 +91,14 @@ def batch_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class WordProblemStream:
-    """Batches of fresh word problems. Batch ``i`` depends on the attributes and ``i`` alone.
+    """Batches of random word problems. Batch ``i`` depends only on the attributes and ``i``.
 
     Attributes:
-        lengths: shortest and longest, both included; each batch draws its length uniformly.
+        lengths: shortest and longest length, inclusive; each batch draws its length uniformly.
         identity_probability: in [0, 1]; see :func:`sample`.
-        seed: different seeds below 2⁶⁴ give different streams.
+        seed: different seeds below 2³² give different streams.
         batch_size: B.
-        device: where batches are made. Different kinds of devices make different batches.
+        device: where batches are made. The CPU and a GPU make different batches from the same seed.
     """
 
     algebra: Algebra
@@ -126,7 +126,7 @@ class WordProblemStream:
 
 
 class WordProblems(NamedTuple):
-    """A fixed set of word problems, for evaluation: both (S, L) int64."""
+    """A fixed set of word problems for evaluation. Both fields: (S, L) int64."""
 
     tokens: Tensor
     targets: Tensor
@@ -135,7 +135,7 @@ class WordProblems(NamedTuple):
 def generate(
     algebra: Algebra, *, sequences: int, length: int, identity_probability: float, seed: int
 ) -> WordProblems:
-    """Sample ``sequences`` word problems of ``length`` tokens, determined by the arguments.
+    """Sample ``sequences`` word problems of ``length`` tokens. The same arguments give the same result.
 
     Raises:
         ValueError: see :func:`sample`.
@@ -144,7 +144,7 @@ def generate(
     stream = WordProblemStream(
         algebra, (length, length), identity_probability=p, seed=seed, batch_size=sequences
     )
-    # The last index, which no training run of the same seed reaches.
+    # Training with the same seed never reaches batch 2³² - 1, so these sequences are new to it.
     return WordProblems(*stream.batch(_MASK).values())
 
 
@@ -152,25 +152,25 @@ _CSV_HEADER = ["seed", "input", "target"]
 
 
 def algebra_of_csv(path: str | Path) -> Algebra:
-    """The algebra that a benchmark file is named after: ``A4_x_Z5=20.csv`` is of A4xZ5.
+    """The algebra in the name of a benchmark file: A4xZ5 for ``A4_x_Z5=20.csv``.
 
     Raises:
-        ValueError: a name of another form.
+        ValueError: a name of another form, or an unknown algebra.
     """
     match = re.fullmatch(r"(.+)=[0-9]+\.csv", Path(path).name)
     if match is None:
-        raise ValueError(f"file name is {Path(path).name!r}, must be <algebra>=<length>.csv")
+        raise ValueError(f"file name must be <algebra>=<length>.csv, got {Path(path).name!r}")
     return algebra(match[1])
 
 
 def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
     """Tokens (S, L) int64, targets (S, L) int64 and the seed in a file of the word-problem benchmark.
 
-    Its lines are ``seed,input,target`` with spaced indices.
+    A line is ``seed,input,target``; input and target are indices separated by spaces.
 
     Raises:
-        ValueError: names the first wrong line: malformed, of another length or seed than the first, or with
-            targets that are not the running products in ``algebra``.
+        ValueError: a malformed line, a length or seed that differs from the first line's, or targets that
+            are not the running products in ``algebra``. The message names the line.
     """
     seeds: list[int] = []
     rows: list[Tensor] = []
@@ -191,11 +191,11 @@ def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
             except ValueError as error:
                 raise wrong(index, f"{fields} is not seed, input, target: {error}") from error
             if rows[-1].shape != rows[0].shape or rows[-1].numel() == 0:
-                raise wrong(index, f"length is {rows[-1].shape[1]}, must be as above, at least 1")
+                raise wrong(index, f"length is {rows[-1].shape[1]}, must be the first line's and at least 1")
             if seeds[-1] != seeds[0]:
                 raise wrong(index, f"seed is {seeds[-1]}, must be {seeds[0]} as above")
     if not rows:
-        raise wrong(0, "missing, must hold a first word problem")
+        raise wrong(0, "missing, the file must hold at least one word problem")
 
     inputs, expected = torch.stack(rows, dim=1)
     outside = (inputs < 0) | (inputs >= len(algebra))
@@ -208,9 +208,9 @@ def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
 
 
 def write_csv(path: str | Path, tokens: Tensor, targets: Tensor, seed: int) -> None:
-    """Write ``tokens`` and ``targets`` (S, L) as :func:`read_csv` reads them, with the ``seed`` in each line.
+    """Write ``tokens`` and ``targets``, both (S, L), and ``seed`` in the format of :func:`read_csv`.
 
-    The file, which replaces one at ``path``, is byte for byte that of the benchmark's own program.
+    Overwrites an existing file. The benchmark's own program would write the same bytes.
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -27,20 +27,20 @@ from deqseq.tasks.state_tracking.settings import TrainSettings
 
 @dataclass
 class Evaluation:
-    """One model on one set of sequences, solved in one way. Shares are in [0, 1].
+    """The result of one model on one set of sequences, with fixed solve options. Shares are in [0, 1].
 
     Attributes:
-        length: tokens of a sequence.
+        length: tokens per sequence.
         window: tokens solved at a time; ``None``: all.
-        accuracy, accuracy_last10, accuracy_sequence: over all tokens, over the last ten of each
-            sequence, and of whole sequences.
-        iterations: evaluations a token took part in while unsettled, mean.
-        passes: calls of f over a window, mean over batches.
-        residual: relative, mean over tokens.
+        accuracy, accuracy_last10, accuracy_sequence: share of right answers over all tokens and over
+            the last ten tokens of each sequence; share of sequences without an error.
+        iterations: evaluations per token until its search ended, mean over tokens.
+        passes: calls of f per batch, mean; each call evaluates one window.
+        residual: relative residual, mean over tokens.
         converged: share of tokens whose search met the tolerance.
-        seconds: of the whole evaluation.
+        seconds: duration of the whole evaluation.
         accuracy_by_position, iterations_by_position, converged_by_position: means per position.
-        identity_probability: of the sequences, if known.
+        identity_probability: probability of the identity in the sequences, if known.
 
     Fields about the search are ``None`` for explicit models.
     """
@@ -65,7 +65,7 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM | LSTM, TrainSettings]:
     """A trained model and the settings of its run.
 
     Raises:
-        ValueError: no run there, one that is not finished, or a checkpoint that cannot be read.
+        ValueError: ``path`` holds no finished run of this task, or its checkpoint cannot be read.
     """
     settings, _ = load_settings(TrainSettings, path)
     kind: Any = LSTM if settings.backbone == "lstm" else ImplicitForCausalLM
@@ -82,17 +82,17 @@ def evaluate(
     tolerance: float | None = None, max_iter: int | None = None, damping: float | None = None,
     batch_size: int = 256, progress: bool = False,
 ) -> Evaluation:  # fmt: skip
-    """Solve ``tokens`` (S, L) int64 and compare the predictions with ``targets`` (S, L).
+    """Predict the products of ``tokens`` (S, L) int64 and compare them with ``targets`` (S, L).
 
     Args:
-        window: tokens solved at a time; all by default. Explicit models ignore the options of solves.
-        tolerance, max_iter: of the search; the model's evaluation policy by default.
-        damping: of Picard's iteration; the model's solver by default. A smaller value makes tokens converge
-            that otherwise oscillate between two values.
+        window: tokens solved at a time; all by default. Explicit models ignore all solve options.
+        tolerance, max_iter: limits of the search; the model's evaluation policy by default.
+        damping: solve with Picard's iteration and this damping; the model's solver by default. With a smaller
+            value, tokens that oscillate between two values can converge.
         batch_size: sequences solved together; does not change results.
 
     Raises:
-        ValueError: shapes that differ, tokens outside the vocabulary, a window, tolerance, budget or
+        ValueError: different or empty shapes, tokens outside the vocabulary, a window, tolerance, budget or
             damping out of range.
     """
     if tokens.shape != targets.shape or tokens.dim() != 2:
@@ -135,9 +135,9 @@ def evaluate_fresh(
     model: ImplicitForCausalLM | LSTM, settings: TrainSettings, length: int, sequences: int, seed: int = 0,
     identity_probability: float | None = None, **options: Any,
 ) -> Evaluation:  # fmt: skip
-    """:func:`evaluate`, with its ``options``, on fresh sequences of the model's task, at any length.
+    """Call :func:`evaluate` with ``options`` on new random sequences of the model's task, of any length.
 
-    ``identity_probability``: that of training by default.
+    ``identity_probability``: by default that of training.
     """
     p = settings.identity_probability if identity_probability is None else identity_probability
     fresh = generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)
@@ -145,7 +145,7 @@ def evaluate_fresh(
 
 
 def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblems:
-    """Fresh sequences of the model's task, at any length."""
+    """New random sequences of the model's task, of any length."""
     p = settings.identity_probability
     return generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)
 
@@ -161,16 +161,16 @@ _COLUMNS: tuple[Column, ...] = (
 
 
 def window_name(found: Evaluation) -> str:
-    """How tables and figures write the window; ``-`` for explicit models."""
+    """The window's label in tables and figures; ``-`` for explicit models."""
     return "-" if found.iterations is None else str(found.window or "all")
 
 
 def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
-    """The evaluations as text, a line each."""
+    """The evaluations as a text table, one line each."""
     return results.table(_COLUMNS, rows)
 
 
 def save(rows: Sequence[tuple[str, Evaluation]], path: Path, **asked: Any) -> None:
-    """Write the evaluations as JSON, each with the options ``asked`` for."""
+    """Write the evaluations as JSON, each with the options in ``asked``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, [{"model": name, **asked, **asdict(found)} for name, found in rows])

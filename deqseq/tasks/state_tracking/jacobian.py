@@ -1,12 +1,12 @@
-"""Theorem 1 in numbers: the Jacobian of the state of one Mamba2 layer from a token to the next.
+"""Numerical check of Theorem 1: the Jacobian of a Mamba2 layer's state from one token to the next.
 
-h_t = Λ(z_t, x_t) h_{t-1} + u(z_t, x_t). For an explicit layer z_t does not depend on h_{t-1}, so the Jacobian
-J = dh_t/dh_{t-1} is diag(Λ). For an implicit one z_t = f(z_t, h_{t-1}, x_t) does:
+h_t = Λ(z_t, x_t) h_{t-1} + u(z_t, x_t). In an explicit layer z_t does not depend on h_{t-1}, so the Jacobian
+J = dh_t/dh_{t-1} is diag(Λ). In an implicit layer z_t = f(z_t, h_{t-1}, x_t) depends on h_{t-1}:
 
     J = diag(Λ) + (∂Λ/∂z · dz/dh) h + ∂u/∂z · dz/dh,    dz/dh = (I − ∂f/∂z)⁻¹ ∂f/∂h
 
-(Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.) The state is that of the
-recurrence; the tail of the convolution, which holds the last tokens' inputs, stays as it is.
+(Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.) The state h is that of
+the recurrence. The state of the convolution (the last tokens' inputs) is kept constant.
 
 Shapes: L tokens, D width, S = H P N entries of the state, flattened.
 """
@@ -35,8 +35,8 @@ Layer = ImplicitSequenceLayer | ExplicitSequenceLayer
 
 TOLERANCE = 1e-13
 MAX_ENTRIES = 2048
-_STEP = 1e-3  # of a central difference, relative to the state
-# Broyden's method is fast near the equilibrium, also where the map does not contract.
+_STEP = 1e-3  # step of the central differences, relative to the largest entry of h
+# Broyden's method is fast near the equilibrium, even if f is not a contraction.
 _EXACTLY = SolveOptions(Broyden(memory=64), Residual(rtol=TOLERANCE, max_iter=1000), window=1)
 
 
@@ -46,11 +46,11 @@ class Jacobian:
 
     Attributes:
         token: number of the token in its sequence, from 1.
-        entries: of the state, S.
-        diagonal, off_diagonal: largest absolute value on the diagonal, and off it.
-        off_diagonal_mass: share of the sum of all absolute values that is off the diagonal.
-        disagreement: largest difference between the formula and finite differences through the solver,
-            relative to the largest value.
+        entries: number of entries of the state, S.
+        diagonal, off_diagonal: largest absolute value on the diagonal, and off the diagonal.
+        off_diagonal_mass: sum of the absolute values off the diagonal, divided by the sum of all.
+        disagreement: largest absolute difference between :func:`by_formula` and :func:`by_differences`,
+            divided by the largest absolute value.
     """
 
     model: str
@@ -71,7 +71,7 @@ _COLUMNS: tuple[Column, ...] = (
 def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
     """J (S, S) from the derivatives of one step at the equilibrium, without further solves.
 
-    The layer has one Mamba2 block, in float64; ``x`` (1, 1, D) is a token's input, ``state`` that before it.
+    ``layer``: one Mamba2 block in float64. ``x``: (1, 1, D), a token's input. ``state``: the state before.
     """
     backbone = layer.backbone
     tail, h = state.layers[0]
@@ -94,9 +94,9 @@ def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
 
 @torch.no_grad()
 def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
-    """J (S, S) by central differences: the layer is solved anew from states that differ in one entry.
+    """J (S, S) by central differences: solves the layer again for states with one changed entry.
 
-    Arguments as in :func:`by_formula`.
+    The arguments are those of :func:`by_formula`.
     """
     tail, h = state.layers[0]
     out = _solve(layer, x, state)
@@ -111,7 +111,7 @@ def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
 
 
 def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> Any:
-    """The layer's output for one token; ``ValueError`` if it does not converge to the tolerance."""
+    """The layer's output for one token; ``ValueError`` if the solve does not reach the tolerance."""
     if isinstance(layer, ExplicitSequenceLayer):
         return layer(x, state=state)
     out = layer(x, state=state, z0=z0, solve=_EXACTLY)
@@ -124,10 +124,10 @@ def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> A
 
 
 def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tensor]]:
-    """The Jacobian at every token of ``x`` (1, L, D): a summary, and the matrix (S, S).
+    """Yield the Jacobian at every token of ``x`` (1, L, D): a summary and the matrix J (S, S).
 
     Raises:
-        ValueError: a layer that is not one Mamba2 block, or does not converge.
+        ValueError: the layer is not one Mamba2 block, its state is too large, or a solve does not converge.
     """
     backbone = layer.backbone
     blocks = len(backbone.layers) if isinstance(backbone, Mamba2Backbone) else 0
@@ -138,8 +138,8 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
     entries = state.layers[0][1].numel()
     if entries > MAX_ENTRIES:
         raise ValueError(
-            f"the state of {name} may have {MAX_ENTRIES} entries, got {entries}: train a model of a smaller "
-            "d_model, expand or d_state"
+            f"the state of {name} may have at most {MAX_ENTRIES} entries, got {entries}: train a model "
+            "with a smaller d_model, expand or d_state"
         )
     for t in range(x.shape[1]):
         token = x[:, t : t + 1].double()
@@ -157,8 +157,8 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
 
 
 def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[tuple[str, Layer, Tensor]]:
-    """Names, layers and inputs (1, L, D): random layers of the size in the paper's check on random inputs,
-    then trained layers on fresh sequences of their word problem.
+    """Yield names, layers and inputs (1, L, D): first two random layers, of the size in the paper's check,
+    with random inputs; then the trained layers of ``runs`` with new sequences of their word problems.
 
     A trained layer's name ends with the name of its folder, or with the path if folders share a name.
 
@@ -192,20 +192,20 @@ def check(
     seed: NonNegativeInt = 0,
     output: Path = Path("runs/jacobian"),
 ) -> None:
-    """Check Theorem 1 of the paper, that the state mixes its entries, on random and trained layers.
+    """Check Theorem 1 of the paper (the state mixes its entries) on random and trained layers.
 
-    Computes the Jacobian of the state from one token to the next, in float64, of random explicit and implicit
-    layers and of trained ones of one block: by the formula of the theorem, and by solving anew from states
-    that differ in one entry. Fails if the two disagree by more than 1e-6.
+    Takes random explicit and implicit layers, and trained models with one block. Computes the Jacobian of the
+    state from one token to the next in float64, by the theorem's formula and by finite differences through
+    the solver. Fails if the two results differ by more than 1e-6.
 
     Args:
-        runs: folders of finished runs
+        runs: folders of finished runs to check too
         length: tokens of the sequence
         seed: seed of weights and inputs
         output: folder for results
 
     Raises:
-        ValueError: the two disagree; see also :func:`cases` and :func:`inspect`.
+        ValueError: the two results differ; see also :func:`cases` and :func:`inspect`.
     """
     rows, last = [], {}
     for name, layer, x in cases(runs, length, seed):

@@ -1,4 +1,4 @@
-"""The recurrent baseline: it solves the word problem, one token at a time."""
+"""The recurrent baseline, an LSTM. It can solve the word problem, but runs one token at a time."""
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -7,7 +7,7 @@ from deqseq.causal_lm.modeling import ImplicitCausalLMOutput
 
 
 class LSTMConfig(PretrainedConfig):
-    """V tokens, D width, number of layers."""
+    """Sizes of an LSTM: vocabulary V, width D and number of layers."""
 
     model_type = "state_tracking_lstm"
 
@@ -30,7 +30,7 @@ class LSTM(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The layers initialise themselves, as torch does."""
+        """Does nothing: keeps torch's own initialisation of the layers."""
 
     def forward(self, input_ids: Tensor) -> ImplicitCausalLMOutput:
         hidden, _state = self.lstm(self.embed_tokens(input_ids))

@@ -9,15 +9,15 @@ from deqseq.tasks.state_tracking.evaluate import Evaluation, window_name
 
 
 def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance: float, trained: int) -> None:
-    """Write a PNG of accuracy, iterations and share converged against position, for every named evaluation.
+    """Write a PNG of accuracy, iterations and share converged by position, one curve per evaluation.
 
-    Lines show ``chance``, the accuracy of a guess, and ``trained``, the longest training length.
+    Straight lines show ``chance``, the accuracy of a guess, and ``trained``, the longest training length.
     """
 
     def draw(axes: list[Any]) -> None:
         top, middle, bottom = axes
         for i, (name, e) in enumerate(rows):
-            wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}  # lines that coincide all stay visible
+            wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}  # keeps coinciding lines visible
             position = range(1, e.length + 1)
             window = "" if e.iterations is None else f", window {window_name(e)}"
             label = f"{name}, length {e.length}{window}"
@@ -40,13 +40,13 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
 def plot_by_length(
     curves: Mapping[tuple[float, str], Mapping[int, Sequence[float]]], path: Path, chance: float, trained: int
 ) -> None:
-    """Write a PNG of the accuracy of the last ten tokens against length, a panel for every probability.
+    """Write a PNG of the accuracy of the last ten tokens by length, one panel per probability.
 
-    Further lines show ``chance`` and ``trained``, as in :func:`plot_by_position`.
+    Straight lines show ``chance`` and ``trained``, as in :func:`plot_by_position`.
 
     Args:
-        curves: by probability of the identity and name, by length, accuracies of all seeds: a line through
-            their means, and a band from the worst to the best.
+        curves: ``curves[p, name][length]`` has the accuracies of all seeds, where ``p`` is the probability of
+            the identity. Draws a line through their means and a band from the worst to the best.
     """
     if not curves:
         return
@@ -73,7 +73,7 @@ def plot_by_length(
 
 
 def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:
-    """Write a PNG of the loss and, where there was a search, the evaluations of f against the step."""
+    """Write a PNG of the loss and, for implicit models, the evaluations of f by training step."""
     entries = [entry for entry in log if "loss" in entry]
     steps = [entry["step"] for entry in entries]
 

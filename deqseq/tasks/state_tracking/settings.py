@@ -19,30 +19,30 @@ RUNS = Path(__file__).parent / "runs"
 class TrainSettings(TwoStageSettings):
     """Everything that determines a trained model; saved beside it as ``settings.json``.
 
-    With a ``short_share`` above 0, the fixed-point stage begins on short sequences, which may be denser in
-    hard tokens than the others. With ``rehearsal``, it comes back to them.
+    If ``short_share`` is above 0, the fixed-point stage starts with short sequences, which may have a larger
+    share of hard tokens. If ``rehearsal`` is above 0, some later steps use such sequences again.
 
     Args:
         group: algebra: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M
         backbone: name of any installed backbone, or a mapping {name: NAME, option: value}; lstm is an
             explicit baseline
         length: tokens of the longest training sequence
-        min_length: shortest sequence of the fixed-point stage; a batch draws its length
-        unrolled_length: longest sequence of the unrolled stage; the shortest has 2 tokens
-        short_length: longest sequence of the steps between unrolled_share and short_share; the shortest has
+        min_length: shortest sequence of the last stage; each batch draws its length
+        unrolled_length: longest sequence of the unrolled stage; lengths start at 2
+        short_length: longest sequence of the steps between unrolled_share and short_share; lengths start at
             unrolled_length
-        short_identity_probability: identity_probability of the steps up to short_share and of rehearsal; the
-            same by default
+        short_identity_probability: identity_probability of the steps up to short_share and of rehearsal;
+            identity_probability by default
         short_share: share of the steps before the first long sequence; 0 means unrolled_share
-        rehearsal: share of the steps after short_share that take sequences like those before it, so that they
-            are not forgotten
-        identity_probability: probability that a token is the group's identity, which changes nothing; the
-            share of hard tokens is one minus it
-        dt_min: smallest initial step size, log-uniform up to dt_max; Mamba2
-        dt_max: largest initial step size; heads with large steps forget soon
-        train_window: tokens searched at a time in training; all by default
-        phantom_damping: damping of these steps; the solver's lower damping lets searches converge where these
-            steps are stable
+        rehearsal: share of the steps after short_share that use short sequences again, so that the model does
+            not forget them
+        identity_probability: probability that a token is the group's identity, which changes nothing;
+            all other tokens are hard
+        dt_min: smallest initial step size of Mamba2's heads; sizes are log-uniform in [dt_min, dt_max]
+        dt_max: largest initial step size; heads with large steps forget quickly
+        train_window: tokens solved at a time in training; all by default
+        phantom_damping: damping of the phantom steps; if the solver's damping is smaller, searches converge
+            where these steps are stable
     """
 
     group: str = "A5"
@@ -76,7 +76,7 @@ class TrainSettings(TwoStageSettings):
                 f"got {self.short_share}"
             )
         if self.rehearsal and not self.short_share:
-            raise ValueError(f"rehearsal needs short sequences, a short_share above 0; got {self.rehearsal}")
+            raise ValueError(f"rehearsal needs a short_share above 0, got rehearsal = {self.rehearsal}")
         self.curriculum()
         with torch.device("meta"):  # checks the model's sizes
             self.model()
@@ -86,11 +86,11 @@ class TrainSettings(TwoStageSettings):
         return algebra(self.group)
 
     def model(self) -> ImplicitForCausalLM | LSTM:
-        """A fresh model."""
+        """A new model with random weights."""
         if self.backbone == "lstm":
             return LSTM(LSTMConfig(vocab_size=len(self.algebra), d_model=self.d_model, n_layer=self.n_layer))
         return ImplicitForCausalLM(self._config(len(self.algebra), window=self.train_window))
 
     def curriculum(self) -> Curriculum | None:
-        """The two stages; ``None`` for an explicit model."""
+        """The unrolled and the fixed-point stage; ``None`` for an explicit model."""
         return self._curriculum(self.train_window)

@@ -1,4 +1,4 @@
-"""A study: variants of a run, each with several seeds, tested alike and shown side by side."""
+"""A study: trains variants of a run with several seeds, tests them all alike and compares the results."""
 
 import json
 import logging
@@ -35,18 +35,18 @@ _COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Test:
-    """What every model is tested on: each probability at each length, solved in each window.
+    """Tests of every model: one for each combination of probability, length and window.
 
     Args:
-        identity_probability: how often a token of the test sequences is the identity
-        length: tokens of a sequence
-        window: tokens solved at a time, or all; an explicit model ignores it and is tested once a length
-        max_iter: maximum number of evaluations of a token; the model's by default
-        damping: damping of Picard's iteration; the model's solver by default
+        identity_probability: probability that a token of the test sequences is the identity
+        length: tokens per sequence
+        window: tokens solved at a time, or all; explicit models are tested once, without a window
+        max_iter: maximum number of evaluations per token; the model's by default
+        damping: solve with Picard's iteration and this damping; the model's solver by default
         sequences: number of test sequences
     """
 
-    __test__ = False  # none of pytest's
+    __test__ = False  # tells pytest that this is not a test
 
     identity_probability: list[ClosedUnitInterval]
     length: list[PositiveInt]
@@ -61,7 +61,7 @@ class Test:
             check_damping(self.damping)
 
     def cases(self, explicit: bool) -> list[dict[str, Any]]:
-        """What :func:`evaluate_fresh` takes, for every evaluation."""
+        """The arguments of :func:`evaluate_fresh` for every evaluation."""
         search = {"max_iter": self.max_iter, "damping": self.damping}
         solves = [{"window": None if w == "all" else w, **search} for w in self.window]
         return [
@@ -74,13 +74,13 @@ class Test:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What a study file says.
+    """The contents of a study file.
 
     Args:
-        run: run file that the variants start from
-        variants: by their names, the fields in which they differ from it
-        tests: what all are tested on
-        seeds: of weights and data
+        run: run file with the settings that the variants change
+        variants: for each variant's name, the fields that differ from the run file
+        tests: tests of every model, each with the fields of :class:`Test`
+        seeds: seeds of weights and data; every variant is trained with every seed
 
     Raises:
         ValueError: unknown fields, or values out of their range.
@@ -103,7 +103,7 @@ class Study:
                 raise ValueError(f"a variant's name must be text, in quotes, got {name!r}")
             if not re.fullmatch(r"[\w.=+-]*\w", name) or name.endswith((".json", ".png")):
                 raise ValueError(
-                    f"a variant's name is that of a folder: letters, digits and -_.=+, got {name!r}"
+                    f"a variant's name must be a folder name of letters, digits and -_.=+, got {name!r}"
                 )
             if "seed" in changes:
                 raise ValueError(f"variant {name} must be without a seed, got {changes!r}")
@@ -115,18 +115,18 @@ class Study:
         self.cases(explicit=False)  # checks the tests
 
     def settings(self, variant: str, seed: int) -> TrainSettings:
-        """What to train for a variant and a seed."""
+        """The training settings of a variant with a seed."""
         fields = read_yaml(self.run, RUNS) | self.variants[variant]
         return build(TrainSettings, {**fields, "seed": seed})
 
     def cases(self, explicit: bool) -> dict[str, dict[str, Any]]:
-        """All evaluations of a model, by their settings as JSON; see :meth:`Test.cases`."""
+        """A model's evaluations (see :meth:`Test.cases`); keys: their settings as JSON."""
         tests = [build(Test, test, f"tests.{number}.") for number, test in enumerate(self.tests)]
         return {json.dumps(case): case for test in tests for case in test.cases(explicit)}
 
 
 def load_study(source: str) -> Study:
-    """A study from a YAML file, or one of ours by its name.
+    """A study from a YAML file, or a shipped study by its name.
 
     Raises:
         ValueError: no such file or name, unknown fields, values out of range.
@@ -136,7 +136,7 @@ def load_study(source: str) -> Study:
 
 @dataclass(frozen=True)
 class Result:
-    """One test of one trained model; ``case``: the arguments of :func:`evaluate_fresh`."""
+    """The result of one test of one trained model; ``case``: the arguments of :func:`evaluate_fresh`."""
 
     variant: str
     seed: int
@@ -147,18 +147,18 @@ class Result:
 def conduct(
     study: str, *, output: Path, variants: list[str] | None = None, seeds: list[int] | None = None
 ) -> list[Result]:
-    """Train and test variants of a run with several seeds, side by side.
+    """Train variants of a run with several seeds, test them and compare the results.
 
-    Finished parts are not repeated, so the same command goes on after an interruption.
+    Run the same command again to resume after an interruption; finished parts are not repeated.
 
     Args:
         study: YAML file, or the name of a shipped one: a5xm, iterations, words
         output: folder of the study
-        variants: train and test these only, beside finished results of the others; all by default
-        seeds: likewise; all by default
+        variants: train and test only these; finished results of other variants are shown too; all by default
+        seeds: train and test only these; other seeds' finished results are shown too; all by default
 
     Raises:
-        ValueError: errors of :func:`load_study`; no such variant or seed; the folder holds runs with other
+        ValueError: as :func:`load_study`; an unknown variant or seed; ``output`` holds runs with other
             settings.
     """
     plan = load_study(study)
@@ -171,7 +171,7 @@ def conduct(
         for name in plan.variants
         for seed in plan.seeds
     ]
-    for _, _, settings, folder in runs:  # all are checked before anything is trained
+    for _, _, settings, folder in runs:  # check all folders before any training
         RunFolder(folder, asdict(settings))
     results = []
     for name, seed, settings, folder in runs:
@@ -189,7 +189,7 @@ def conduct(
 
 
 def _test(settings: TrainSettings, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
-    """Train, then make the missing evaluations. Each is saved as soon as it is made."""
+    """Train, then run the missing evaluations. Each result is saved at once."""
     model = train(settings, folder)
     for key, case in tqdm(cases.items(), desc="tests", leave=False):
         found = _read(folder / _RESULTS)
@@ -215,7 +215,7 @@ def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
         curve.setdefault(length, []).append(r.evaluation.accuracy_last10)
         if window != "-":
             models.setdefault((r.variant, r.seed, p, length), []).append((r.variant, r.evaluation))
-    # Windows agree, so one is enough: that of most lengths.
+    # Windows give the same results, so draw only the window with the most lengths.
     curves = {case: max(found.values(), key=len) for case, found in by_window.items()}
     plot_by_length(curves, output / "by_length.png", chance, run.length)
     several = next((rows for rows in models.values() if len(rows) > 1), None)
@@ -224,7 +224,7 @@ def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A line for every variant and test: over the seeds, mean and worst accuracy and how the search went."""
+    """A table, one line per variant and test: mean and worst accuracy over seeds, means of the search."""
     groups: dict[str, list[Result]] = {}
     for r in results:
         groups.setdefault(json.dumps([r.variant, r.case]), []).append(r)

@@ -1,4 +1,4 @@
-"""Training on a word problem: transformers' Trainer, endless streams, a curriculum of stages."""
+"""Training on a word problem, with transformers' Trainer, endless streams and a curriculum of stages."""
 
 import logging
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM | LSTM:
-    """Train in folder ``output``; an interrupted run is resumed from its last checkpoint.
+    """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
-    Writes a checkpoint every ``save_steps`` steps; in the end the model (``config.json``,
-    ``model.safetensors``). Beside it stand ``settings.json`` and ``training.json`` (seconds, and the log:
-    loss, iterations and residual of the search at every 50th step). A finished run is not repeated. Returns
-    the saved model, in float32: the trainer leaves its autocast on its own.
+    Writes a checkpoint every ``save_steps`` steps, at the end the model (``config.json``,
+    ``model.safetensors``), and ``settings.json`` and ``training.json`` (seconds, and a log of loss,
+    iterations and residual every 50 steps). A finished run is loaded, not trained again. The returned model
+    is loaded from the folder, in float32, because the trainer's model keeps the trainer's autocast.
 
     Raises:
         ValueError: ``output`` holds another run.
@@ -50,7 +50,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
 
 
 class _Batches(IterableDataset[Batch]):
-    """The batches of all stages, the shortest sequences first, made on the training device.
+    """The batches of all stages, made on the training device. Stages with short sequences come first.
 
     In the last stage, the share ``rehearsal`` of the batches comes from the stage before it.
     """
@@ -60,7 +60,7 @@ class _Batches(IterableDataset[Batch]):
         self.start = 0
         s, p = settings, settings.identity_probability
         easy = p if s.short_identity_probability is None else s.short_identity_probability
-        stages = (  # end, lengths, probability
+        stages = (  # end (share of the steps), lengths, probability of the identity
             (s.unrolled_share, (2, s.unrolled_length), easy),
             (s.short_share, (s.unrolled_length, s.short_length), easy),
             (1.0, (s.min_length, s.length), p),
@@ -80,5 +80,5 @@ class _Batches(IterableDataset[Batch]):
     def _stage(self, index: int) -> int:
         last = len(self.ends) - 1
         stage = next((i for i, end in enumerate(self.ends) if index < end), last)
-        rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)  # evenly spread
+        rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)  # spreads them evenly
         return last - 1 if stage == last and rehearses else stage

@@ -61,18 +61,18 @@ def prepare(
         text: files; with --dataset, its data files
         output: folder for the shards
         tokenizer: name on the hub, tokenizer.json or folder
-        documents: a document of plain text: the whole file, of which pieces of some 1,000 tokens are held
-            out; the text between blank lines; or a line
+        documents: what one document is in plain text: the file (pieces of about 1,000 tokens are held out),
+            the text between blank lines, or a line
         column: column of JSONL, parquet and datasets that has the text
         dataset: name on the hub, or a format such as json with TEXT as its files
         subset: configuration of the dataset
         split: split of the dataset
         validation_share: share of the documents that is held out
-        shard_tokens: tokens after which a shard ends; an interruption loses at most as many
+        shard_tokens: tokens after which a shard ends, and the most that an interruption loses
         workers: threads that tokenise; one for each processor by default
-        part: K/N prepares part K of N, of about equal bytes
-        merge: folders of all parts, of which --output is made by hard links; nothing is tokenised
-        force: begin anew, beside other files and over shards of other sources or settings
+        part: K/N prepares part K of N parts, which have about as many bytes each
+        merge: folders of all parts; --output gets hard links to their shards, and nothing is tokenised
+        force: start again: keep other files in the folder, and replace all its shards
         verify: check finished shards instead
     """
     # Tokenizers and datasets take seconds to import: not before the arguments are right.

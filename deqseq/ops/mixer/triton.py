@@ -47,7 +47,7 @@ class _Mix(torch.autograd.Function):
         ctx.sizes = sizes
         ctx.options = options
         ctx.mark_non_differentiable(*out[1:])
-        ctx.set_materialize_grads(False)  # makes no zero gradients for the trace's outputs
+        ctx.set_materialize_grads(False)  # unused outputs get None, not zeros, as gradient
         return tuple(out)
 
     @staticmethod

@@ -108,7 +108,7 @@ def _terminable() -> Iterator[None]:
 
 
 def execute(command: Command, values: Mapping[str, Any]) -> None:
-    """Call a function, or ``run`` an instance of a class."""
+    """Call a function, or the ``run`` method of a new instance."""
     made = command(**values)
     if isinstance(command, type):
         made.run()

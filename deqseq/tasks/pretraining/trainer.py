@@ -82,7 +82,7 @@ class PretrainTrainer(CurriculumTrainer):
                 "FSDP must wrap the whole model as one (fsdp_auto_wrap_policy: NO_WRAP): a forward pass "
                 "reads all weights once, before it iterates"
             )
-        # Weights are gathered in float32, once a forward pass; autocast applies as without FSDP.
+        # Each forward pass gathers the weights once, in float32. FSDP does not change autocast.
         plugin.mixed_precision_policy = None
         if self.layer is not None:
             self.layer.group = dist.group.WORLD

@@ -96,7 +96,7 @@ class TextFile:
         return ((part, True) for part in (file if self.kind == "line" else _paragraphs(file)))
 
     def _text(self, data: bytes, start: int) -> str:
-        """The document in ``data``, the bytes from offset ``start`` on; empty if they hold no document."""
+        """The text of ``data``, which begins at offset ``start`` of the file; empty if it is no document."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:

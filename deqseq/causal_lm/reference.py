@@ -52,7 +52,7 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
       most ``f_max_iter`` iterations. The phantom gradient takes ``grad`` steps damped by ``tau``; ``ift`` and
       ``hook_ift`` become implicit differentiation.
     - In evaluation, a search takes at most ``eval_f_max_iter`` iterations. If this is missing or 0, the limit
-      is ``eval_factor * f_max_iter``, or ``f_max_iter`` if neither is given. The reference damps iterations by
+      is ``eval_factor * f_max_iter``, or ``f_max_iter`` without either. The reference damps iterations by
       ``tau`` in evaluation, which leaves the fixed point the same. If the undamped iteration does not
       converge, use ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
     - The tolerance holds for every token, not for the norm over a sequence. The result is the last iterate,

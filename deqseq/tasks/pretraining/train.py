@@ -90,7 +90,7 @@ def _check_shared(folder: Path) -> None:
 
     def look() -> None:
         end = time.monotonic() + _VISIBLE_AFTER
-        while file.name not in os.listdir(folder):
+        while not (folder.is_dir() and file.name in os.listdir(folder)):
             if time.monotonic() > end:
                 raise ValueError(
                     f"{folder} is not the folder that the first process sees: all nodes must share it"
@@ -101,7 +101,7 @@ def _check_shared(folder: Path) -> None:
         everywhere(look)
     finally:
         if PartialState().is_main_process:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
 def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> ImplicitForCausalLM:
@@ -203,7 +203,8 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         )
     wanted = "bf16" if settings.bf16 else "no"
     if args.mixed_precision != wanted:
-        logger.info("mixed precision: %s, as the run says; accelerate says %s", wanted, args.mixed_precision)
+        if args.process_index == 0:
+            logger.info("mixed precision: %s, not accelerate's %s", wanted, args.mixed_precision)
         args.mixed_precision = wanted
     args.gradient_accumulation_steps = settings.accumulation(args.world_size)
     return args

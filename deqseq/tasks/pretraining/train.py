@@ -23,6 +23,7 @@ from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
+from deqseq.tasks.pretraining.shards import is_sharded, load_weights
 from deqseq.tasks.pretraining.trainer import PretrainTrainer, Progress
 from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
 
@@ -114,8 +115,12 @@ def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> Implic
     if not (Path(source) / "config.json").is_file():
         raise ValueError(f"no model to start from in {source}: it needs a config.json and weights")
     try:
-        model = ImplicitForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
-    except (OSError, RuntimeError, SafetensorError) as error:
+        if is_sharded(source):
+            model = ImplicitForCausalLM(config)
+            load_weights(model, source)
+        else:
+            model = ImplicitForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(f"the model in {source} cannot be loaded: {error}") from error
     logger.info("weights from %s", source)
     return model

@@ -93,6 +93,19 @@ def test_each_node_verifies_its_own_data(nodes: list[Path]) -> None:
     assert not output.exists()
 
 
+def test_a_killed_rank_is_restarted(tmp_path: Path) -> None:
+    """Two nodes of two ranks; the restarted run has the losses of one that is not killed."""
+    script = str(Path(PROGRAM).parents[2] / "benchmarks" / "nodes.py")
+    output = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, script, "--runs", "1", "--output", str(output)],
+        capture_output=True, text=True, timeout=250, env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["killed"] is not None and row["largest difference"] <= 1e-6
+
+
 def test_a_lost_process_is_not_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(processes, "_several", lambda: True)
     with pytest.raises(RuntimeError, match="gloo"), writing(tmp_path):

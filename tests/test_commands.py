@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 
 from deqseq.tasks.common import command_line
 from deqseq.tasks.pretraining import plan, train
@@ -116,6 +117,14 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.syspath_prepend(path.parent)
             monkeypatch.delitem(sys.modules, "common", raising=False)
             _run(lambda: runpy.run_path(str(path), run_name="__main__"), [str(path), *arguments], monkeypatch)
+        case ["export", *_]:
+            pass
+        case ["srun", *command]:
+            check(command, monkeypatch)
+        case ["torchrun", *arguments]:
+            launched, _ = get_args_parser().parse_known_args(arguments)
+            module = ".".join(("deqseq", *Path(launched.training_script).with_suffix("").parts))
+            check(["python", "-m", module, *launched.training_script_args], monkeypatch)
         case ["accelerate", "launch", *arguments]:
             found, _ = launch_command_parser().parse_known_args(arguments)
             assert found.config_file is None or (ROOT / found.config_file).is_file(), found.config_file

@@ -66,7 +66,8 @@ def main(
             else:
                 _choice(prog, about, commands).parse_args(words)
         return 0
-    except processes.ElsewhereError:
+    except processes.ElsewhereError as error:
+        processes.record(str(error))
         return 2
     except argparse.ArgumentError as error:
         status, said = 2, f"error: {one_line(error)}"
@@ -83,6 +84,7 @@ def main(
         status, said = 128 + signal.SIGTERM, f"terminated; {interrupted}"
     except KeyboardInterrupt:
         status, said = 130, f"interrupted; {interrupted}"
+    processes.record(said)
     if processes.speaks():
         print(f"{processes.name()}{said}", file=sys.stderr)
     return status

@@ -1,9 +1,12 @@
 """Several processes of one run: what one does for all, and errors that all learn of."""
 
+import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -57,15 +60,18 @@ def on_every_node(function: Callable[[], None]) -> None:
 
 
 def speaks() -> bool:
-    """Whether this process should report its error: it is the first of the run that asks."""
+    """Whether this process should print its error: it is the first of the run that asks.
+
+    If the process that keeps the run's store was killed, none is; torchrun's report shows the errors then.
+    """
     if not _several():
         return os.environ.get("RANK", "0") == "0"
     from torch.distributed.distributed_c10d import _get_default_store
 
     try:
         return int(_get_default_store().add("deqseq/failed", 1)) == 1
-    except RuntimeError:  # the process that kept the store is gone
-        return True
+    except RuntimeError:  # the first process kept the store, and has spoken or was killed
+        return False
 
 
 def name() -> str:
@@ -75,7 +81,16 @@ def name() -> str:
     return f"process {os.environ['RANK']} on {socket.gethostname()}: "
 
 
-def lost(error: RuntimeError) -> bool:
+def record(text: str) -> None:
+    """Let torchrun's report on the processes that failed say why this one did."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError), open(file, "w") as report:
+            json.dump({"message": message}, report)
+
+
+def lost(error: Exception) -> bool:
     """Whether an error says that another process of the run is gone."""
     if not _several():
         return False

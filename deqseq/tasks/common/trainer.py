@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -18,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 from deqseq.curriculum import Curriculum
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.statistics import SolveStatistics
+from deqseq.tasks.common.processes import lost
 from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.common.seals import rotate, seal, step_of, unseal
 
@@ -217,9 +217,11 @@ def writing(folder: Path) -> Iterator[None]:
     """A context that writes to ``folder``. Other packages' errors, of a full disk say, become ``OSError``."""
     try:
         yield
-    except (OSError, ValueError, dist.DistError):
+    except (OSError, ValueError):
         raise
     except Exception as error:  # safetensors, tokenizers and torch.save have errors of their own
+        if lost(error):
+            raise
         raise OSError(f"{folder} cannot be written: {str(error).splitlines()[0]}") from error
 
 

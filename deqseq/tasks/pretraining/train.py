@@ -24,6 +24,7 @@ from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
+from deqseq.tasks.pretraining.shards import is_sharded, load_weights
 from deqseq.tasks.pretraining.trainer import PretrainTrainer, Progress
 from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
 
@@ -105,7 +106,7 @@ def _check_shared(folder: Path) -> None:
 
     def look() -> None:
         end = time.monotonic() + _VISIBLE_AFTER
-        while file.name not in os.listdir(folder):
+        while not (folder.is_dir() and file.name in os.listdir(folder)):
             if time.monotonic() > end:
                 raise ValueError(
                     f"{folder} is not the folder that the first process sees: all nodes must share it"
@@ -116,7 +117,7 @@ def _check_shared(folder: Path) -> None:
         everywhere(look)
     finally:
         if PartialState().is_main_process:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
 def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> ImplicitForCausalLM:
@@ -130,8 +131,12 @@ def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> Implic
     if not (Path(source) / "config.json").is_file():
         raise ValueError(f"no model to start from in {source}: it needs a config.json and weights")
     try:
-        model = ImplicitForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
-    except (OSError, RuntimeError, SafetensorError) as error:
+        if is_sharded(source):
+            model = ImplicitForCausalLM(config)
+            load_weights(model, source)
+        else:
+            model = ImplicitForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ValueError(f"the model in {source} cannot be loaded: {error}") from error
     logger.info("weights from %s", source)
     return model
@@ -219,7 +224,8 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         )
     wanted = "bf16" if settings.bf16 else "no"
     if args.mixed_precision != wanted:
-        logger.info("mixed precision: %s, as the run says; accelerate says %s", wanted, args.mixed_precision)
+        if args.process_index == 0:
+            logger.info("mixed precision: %s, not accelerate's %s", wanted, args.mixed_precision)
         args.mixed_precision = wanted
     args.gradient_accumulation_steps = settings.accumulation(args.world_size)
     return args

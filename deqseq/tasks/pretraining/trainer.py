@@ -23,6 +23,7 @@ from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.models import implicit_layer
 from deqseq.tasks.common.trainer import CurriculumTrainer
+from deqseq.tasks.pretraining import shards
 from deqseq.tasks.pretraining.watch import Advice, Speed, graph_evaluations, model_radius
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class PretrainTrainer(CurriculumTrainer):
 
     - The model computes the loss without returning logits, so none are copied to float32.
     - A checkpoint has the weights (``model.safetensors``) and the optimiser's state by parameter name
-      (``optimizer.pt``), the same for one process, DDP and FSDP. The caller loads the weights.
+      (``optimizer.pt``); with FSDP, both are sharded. One process, DDP and FSDP on any number of processes
+      go on from either. The caller loads the weights.
     - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights change.
 
     Args:
@@ -182,21 +184,36 @@ class PretrainTrainer(CurriculumTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         pass  # the caller has loaded the weights
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model. Checkpoints with FSDP (``_internal_call``) have its weights in shards."""
+        if not (_internal_call and self.is_fsdp_enabled):
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save and output_dir is not None:
+            self.model.config.save_pretrained(output_dir)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(output_dir)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        if self.args.should_save:
+        if self.is_fsdp_enabled:
+            shards.save_shards(self.model, self.optimizer, output_dir)
+        elif self.args.should_save:
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
             Path(output_dir).mkdir(parents=True, exist_ok=True)
             torch.save(state, Path(output_dir) / "optimizer.pt")
+        if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
+        if shards.is_sharded(folder):
+            shards.load_optimizer(self.model, self.optimizer, folder)
+        else:
+            state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
         self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
 
 

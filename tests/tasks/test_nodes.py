@@ -1,0 +1,140 @@
+"""Training on several nodes, as users start it: two agents, each with its own working directory."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from deqseq.tasks import pretrain
+from deqseq.tasks.common import command_line, processes
+from deqseq.tasks.common.trainer import writing
+from deqseq.tasks.pretraining import train
+
+PROGRAM = str(Path(pretrain.__file__))
+SETTINGS = {
+    "model": {"vocab_size": 300, "backbone": {"name": "llama", "d_model": 16, "n_layer": 1, "n_head": 2}},
+    "data": "data", "length": 16, "batch_tokens": 64, "per_device_batch_size": 1, "steps": 4, "passes": 99,
+    "learning_rate": 1e-2,
+    "eval_rows": 4, "eval_steps": 100, "save_steps": 2, "log_steps": 1, "spectral_every": 0, "workers": 0,
+    "report_to": "none", "bf16": False,
+}  # fmt: skip
+DDP = str(Path(PROGRAM).parent / "pretraining" / "accelerate" / "ddp.yaml")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def launch(folders: list[Path], program: str, *arguments: str, ranks: int = 1) -> list[tuple[int, str]]:
+    """Start one node in every folder; status and errors of each."""
+    port, count, nodes = free_port(), len(folders), []
+    for number, folder in enumerate(folders):
+        if program == "torchrun":
+            how = ["torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", str(ranks),
+                   "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]  # fmt: skip
+        else:
+            how = ["accelerate.commands.launch", "--config_file", DDP, "--num_machines", str(count),
+                   "--num_processes", str(count * ranks), "--machine_rank", str(number),
+                   "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]  # fmt: skip
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+                       "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+        nodes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", *how, PROGRAM, *arguments], cwd=folder, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment},
+            )
+        )  # fmt: skip
+    said = [node.communicate(timeout=150)[0] for node in nodes]
+    return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
+
+
+def lines(said: list[tuple[int, str]]) -> list[str]:
+    """What the programs themselves say went wrong."""
+    return [line for _, text in said for line in text.splitlines() if line.startswith("process ")]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, token_folder: Path) -> list[Path]:
+    """Working directories of two nodes, each with its own copy of data and run file."""
+    folders = [tmp_path / "node-0", tmp_path / "node-1"]
+    for folder in folders:
+        shutil.copytree(token_folder, folder / "data")
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(SETTINGS))
+    return folders
+
+
+@pytest.mark.parametrize("program", ["torchrun", "accelerate"])
+def test_two_nodes_train_one_model(nodes: list[Path], program: str) -> None:
+    output = nodes[0].parent / "shared"
+    said = launch(nodes, program, "tiny.yaml", "--output", str(output))
+    assert [status for status, _ in said] == [0, 0], said
+    assert json.loads((output / "training.json").read_text())["processes"] == 2
+    assert "4 steps of 64 tokens on 2 x cpu" in said[0][1] + said[1][1]
+
+
+def test_each_node_verifies_its_own_data(nodes: list[Path]) -> None:
+    shard = next((nodes[1] / "data").glob("train-*.bin"))
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    output = nodes[0].parent / "shared"
+    said = launch(nodes, "accelerate", "tiny.yaml", "--output", str(output))
+    assert all(status for status, _ in said)
+    (line,) = lines(said)
+    assert line.startswith("process 1 on ") and f"{shard.name} is corrupted" in line
+    assert all(f"{shard.name} is corrupted" in text for _, text in said)  # in both reports
+    assert not output.exists()
+
+
+def test_a_killed_rank_is_restarted(tmp_path: Path) -> None:
+    """Two nodes of two ranks; the restarted run has the losses of one that is not killed."""
+    script = str(Path(PROGRAM).parents[2] / "benchmarks" / "nodes.py")
+    output = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, script, "--runs", "1", "--output", str(output)],
+        capture_output=True, text=True, timeout=250, env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(output.read_text())["rows"]
+    assert row["killed"] is not None and row["largest difference"] <= 1e-6
+
+
+def test_a_lost_process_is_not_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(processes, "_several", lambda: True)
+    with pytest.raises(RuntimeError, match="gloo"), writing(tmp_path):
+        raise RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc] Read error")
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_output_on_a_disk_of_the_node_is_refused(
+    has_folder: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first process has written its file elsewhere."""
+    folder = tmp_path / "run"
+    if has_folder:
+        folder.mkdir()
+    monkeypatch.setattr(train, "on_first", lambda _: folder / "file.part")
+    monkeypatch.setattr(train, "_VISIBLE_AFTER", 0)
+    with pytest.raises(ValueError, match="all nodes must share it"):
+        train._check_shared(folder)
+
+
+def test_a_failure_is_in_the_report_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On every node, not only where it is printed."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", "1")
+
+    def fail() -> None:
+        raise ValueError("steps must be positive, got 0")
+
+    assert command_line.main("x", "", {"fail": fail}, ["fail"], interrupted="") == 2
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))
+    report = ChildFailedError("x", {0: failure}).format_msg()
+    assert "error: steps must be positive, got 0" in report and "Traceback" not in report

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from deqseq.tasks.common import command_line, seals
 from deqseq.tasks.common.files import locked
@@ -20,6 +21,7 @@ from deqseq.tasks.common.models import load_model
 from deqseq.tasks.common.seals import checkpoints, fault, rotate, seal
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.settings import RunSettings
+from deqseq.tasks.pretraining.shards import _load
 from deqseq.tasks.pretraining.train import arguments, pretrain
 from deqseq.tasks.pretraining.trainer import PretrainTrainer
 
@@ -252,6 +254,28 @@ def test_a_refused_pickle_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run_command(lambda: torch.load(tmp_path / "optimizer.pt", weights_only=True)) == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1 and "weights_only=False" not in said and "a file is refused" in said
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+@pytest.mark.parametrize("place", ["metadata", "bytes"])
+def test_code_in_sharded_checkpoints_is_not_executed(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model.state_dict(), "other": Harm() if place == "bytes" else 1}
+    save(state, checkpoint_id=tmp_path / "shards", no_dist=True)
+    loaded = {"model": model.state_dict(), "other": None}
+    if place == "metadata":
+        _load(loaded, tmp_path / "shards", no_dist=True)  # as it is without harm
+        (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(ValueError, match="shards cannot be read"):
+        _load(loaded, tmp_path / "shards", no_dist=True)
+    assert not (tmp_path / "harm").exists()
 
 
 def test_sigterm_says_what_ctrl_c_says(capsys: pytest.CaptureFixture[str]) -> None:

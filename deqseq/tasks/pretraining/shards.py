@@ -1,17 +1,21 @@
 """Sharded checkpoints: every process writes its own part of weights and optimiser, any number reads them.
 
-Files are those of ``torch.distributed.checkpoint``, in the folder ``shards`` of a checkpoint. Reading them
-unpickles their metadata: load only checkpoints that you trust.
+The files are those of ``torch.distributed.checkpoint``, in ``shards`` of a checkpoint. torch reads some parts
+of them by pickle, which can run any code. Here they are read before that by unpicklers that allow tensors and
+their descriptions only.
 """
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -21,6 +25,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 _FOLDER = "shards"
+_DCP = "torch.distributed.checkpoint"
+_ALLOWED = {  # by module, what the metadata of tensors consists of
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    f"{_DCP}.filesystem": {"_StorageInfo"},
+    f"{_DCP}.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
 
 
 def is_sharded(checkpoint: str | Path) -> bool:
@@ -50,7 +66,7 @@ def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
     """
     folder = Path(checkpoint) / _FOLDER
     state = {"model": model.state_dict()}  # read in place
-    _call(lambda: load(state, checkpoint_id=folder, no_dist=True), ValueError, f"{folder} cannot be read")
+    _load(state, folder, no_dist=True)
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> None:
@@ -61,8 +77,37 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> 
     """
     folder = Path(checkpoint) / _FOLDER
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    _call(lambda: load(state, checkpoint_id=folder), ValueError, f"{folder} cannot be read")
+    _load(state, folder)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+class _Metadata(pickle.Unpickler):
+    """Refuses everything but the metadata of tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_type or name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+
+
+class _Planner(DefaultLoadPlanner):
+    """Refuses objects that torch would load from a shard by pickle, except plain values and tensors."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def _load(state: dict[str, Any], folder: Path, no_dist: bool = False) -> None:
+    what = f"{folder} cannot be read"
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            _Metadata(file).load()
+    except (pickle.UnpicklingError, OSError, EOFError) as error:
+        raise ValueError(f"{what}: {error}") from error
+    _call(lambda: load(state, checkpoint_id=folder, planner=_Planner(), no_dist=no_dist), ValueError, what)
 
 
 def _call(function: Callable[[], object], error: type[Exception], what: str) -> None:

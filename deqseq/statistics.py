@@ -94,8 +94,8 @@ class SolveStatistics:
         return found | ({"residual_p99": tails[0] / solves} if tails else {})
 
     def by_position(self, name: str) -> Tensor:
-        """The mean ``name`` at every position: (L,) on the CPU, L the length of the longest solve; NaN where
-        no token was counted.
+        """The mean of the statistic ``name`` at every position: (L,) on the CPU, L the length of the longest
+        solve; NaN where no token was counted.
         """
         sums = self._sums.cpu()
         return sums[1 + _MEANS.index(name)] / sums[0]

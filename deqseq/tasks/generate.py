@@ -141,8 +141,7 @@ def generate(
         temperature: sample at this temperature; 0 takes the likeliest token
         top_p: sample from the most likely tokens with total probability P; from all tokens by default
         seed: seed of the sampling
-        rtol: relative residual to solve to; the model's by default. max_iter does not change: raise it for a
-            smaller residual
+        rtol: relative residual to solve to; the model's by default. A smaller one may need a larger max_iter
         max_iter: maximum number of iterations per token; the model's by default
         initial_guess: where a token's search starts: at zero, or at the previous token's equilibrium; the
             model's by default

@@ -1,4 +1,4 @@
-"""A few Triton kernels that compute a block for one token a sequence, for decoding.
+"""Triton kernels for decoding: they compute a block for one token per sequence.
 
 With so few tokens, a kernel's start and first loads take most of its time, so each kernel does as much of the
 work as possible.

@@ -29,7 +29,7 @@ def positions(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw perplexity by length, and by position how the same tokens' loss differs from the first length."""
+    """Draw perplexity by length, and the change of each position's loss from the first length."""
     axes[0].plot([s.length for s in scores], [s.perplexity for s in scores], "o-")
     axes[0].set(xlabel="length of the sequences", ylabel="perplexity")
     log_scale(axes[0].xaxis, 2)

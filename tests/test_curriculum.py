@@ -57,5 +57,5 @@ def test_survives_json() -> None:
     ],
 )
 def test_wrong_stages_raise(stages: list[Stage]) -> None:
-    with pytest.raises(ValueError, match=r"stages|phantoms|tolerance"):
+    with pytest.raises(ValueError, match=r"until must increase|phantoms|tolerance"):
         Curriculum(stages)

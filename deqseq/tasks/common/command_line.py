@@ -171,7 +171,7 @@ def check_folder(path: Path) -> None:
     if not nearest.is_dir():
         raise ValueError(f"{nearest} is not a folder")
     try:
-        with tempfile.TemporaryFile(dir=nearest):  # root has all permissions, even in /proc
+        with tempfile.TemporaryFile(dir=nearest):  # try it: root passes every check of permissions
             pass
     except OSError as error:
         raise ValueError(f"nothing can be written to the folder {nearest}: {error.strerror}") from None

@@ -21,10 +21,10 @@ chosen by a hash of their text, is held out for validation.
   python -m deqseq.tasks.prepare pile/*.jsonl --output data/pile --tokenizer tokenizer.json
   python -m deqseq.tasks.prepare --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT --output data/web
 
-Run the same command again after an interruption: finished shards are kept, and the result is the same,
-whatever the number of workers. Several machines prepare `--part 1/8`, `--part 2/8` ... into folders of their
-own; `--merge FOLDER... --output DIR` makes one of them. `--verify --output DIR` compares finished shards with
-their checksums."""
+Run the same command again after an interruption: finished shards are kept. The result does not depend on
+interruptions or the number of workers. Several machines can prepare `--part 1/8`, `--part 2/8` ..., each into
+another folder; `--merge FOLDER... --output DIR` merges these folders. `--verify --output DIR` compares
+finished shards with their checksums."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def prepare(
     force: bool = False,
     verify: bool = False,
 ) -> None:
-    """Make the shards, or what is missing of them, and say what there is.
+    """Make all shards that are missing, and print the numbers of tokens and documents.
 
     Args:
         text: files; with --dataset, its data files
@@ -68,14 +68,14 @@ def prepare(
         subset: configuration of the dataset
         split: split of the dataset
         validation_share: share of the documents that is held out
-        shard_tokens: tokens after which a shard ends, and the most that an interruption loses
+        shard_tokens: tokens after which a shard ends; an interruption loses unfinished shards
         workers: threads that tokenise; one for each processor by default
-        part: K/N prepares part K of N parts, which have about as many bytes each
+        part: K/N prepares part K of N parts of about equal bytes
         merge: folders of all parts; --output gets hard links to their shards, and nothing is tokenised
         force: start again: keep other files in the folder, and replace all its shards
         verify: check finished shards instead
     """
-    # Tokenizers and datasets take seconds to import: not before the arguments are right.
+    # Tokenizers and datasets take seconds to import, so parse the arguments first.
     from deqseq.tasks.common.corpus import HoldOut, TokenFolder, parts, pipeline
     from deqseq.tasks.common.corpus.documents import sources
     from deqseq.tasks.common.tokenizer import load_tokenizer
@@ -116,7 +116,7 @@ def prepare(
 
 
 def _counts(folder: Path) -> str:
-    """The tokens and documents of a prepared folder, in words."""
+    """The numbers of tokens and documents of a prepared folder, in words."""
     from deqseq.tasks.common.corpus import TokenFolder
     from deqseq.tasks.common.corpus.holdout import SPLITS
 

@@ -50,7 +50,7 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
 def read_dataset(name: str, config: str, split: str, task: int, revision: str | None = None) -> list[Story]:
     """The stories of one task in a dataset on the hub, or in a local folder of the same form.
 
-    The form is that of ``facebook/babi_qa``: configuration ``CONFIG-qa1`` has splits train, validation and
+    The layout is as in ``facebook/babi_qa``: configuration ``CONFIG-qa1`` has splits train, validation and
     test. A row's ``story`` is a list of lines with ``text`` and ``answer``; statements have an empty answer.
 
     Raises:

@@ -37,22 +37,22 @@ def main(
     default: Command | None = None,
     log_level: int = logging.WARNING,
 ) -> int:
-    """Run a program; returns the exit status.
+    """Run a program and return its exit status.
 
-    ``ValueError`` and ``OSError`` say what the user can correct: the program prints one line and ends with
-    status 2. ``FloatingPointError``, numbers that are not finite, the loss of another process and a pickle
-    that is refused end with one line and status 1. Any other exception is a fault of the program and shows
-    its traceback. Of several processes, the first one that fails prints, with its rank and host.
+    ``ValueError`` and ``OSError`` are errors that the user can correct: the program prints one line and ends
+    with status 2. It prints one line and ends with status 1 after a ``FloatingPointError`` (numbers are not
+    finite), if another process is gone, or if a pickle is refused. Any other exception is a bug and shows
+    its traceback. If several processes fail, only the first prints its error, with its rank and host.
 
     Args:
-        prog: how the program is called.
+        prog: the name of the program in its help.
         about: the description for ``--help``; the list of the commands follows it.
-        commands: by name. The parameter ``settings``, if a command has one, gets the fields of a dataclass
-            that the command line sets, by dotted names; its annotation is ``Annotated[dict, THE_CLASS]``.
-        arguments: those of the command line by default.
+        commands: the commands by name. A command may have ``settings: Annotated[dict, A_DATACLASS]``: this
+            dictionary gets the dataclass fields that are set on the command line; keys may be dotted names.
+        arguments: the arguments; ``sys.argv[1:]`` by default.
         interrupted: what to say when Ctrl-C or SIGTERM ends the program, with status 130 or 143.
-        default: the command to run where the first argument names none.
-        log_level: lowest level of the log that is shown.
+        default: the command to run if the first argument is not the name of a command.
+        log_level: lowest level of log messages to show.
     """
     logging.basicConfig(level=log_level, format="%(message)s")
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -74,8 +74,8 @@ def main(
     except (ValueError, OSError, FloatingPointError) as error:
         status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {error}"
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0].split(" (")[0].removesuffix(".")  # goes on to advise to allow it
-        status, said = 1, f"error: a file is refused, as it holds more than tensors: {reason}"
+        reason = str(error).splitlines()[0].split(" (")[0].removesuffix(".")  # the rest advises to allow it
+        status, said = 1, f"error: a file is refused, because it has more than tensors: {reason}"
     except RuntimeError as error:
         if not processes.lost(error):
             raise
@@ -166,12 +166,12 @@ def _choice(prog: str, about: str, commands: Mapping[str, Command]) -> ArgumentP
 
 
 def check_folder(path: Path) -> None:
-    """Raise ``ValueError`` unless files can be written to the folder, or it can be made."""
+    """Raise ``ValueError`` if files cannot be written to the folder, or the folder cannot be made."""
     nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not nearest.is_dir():
         raise ValueError(f"{nearest} is not a folder")
     try:
-        with tempfile.TemporaryFile(dir=nearest):  # permissions do not tell: root has all, even in /proc
+        with tempfile.TemporaryFile(dir=nearest):  # try it: root passes every check of permissions
             pass
     except OSError as error:
         raise ValueError(f"nothing can be written to the folder {nearest}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""Files that are whole at every moment: written under another name, synced, then renamed. Locks."""
+"""Atomic writes of files (write under another name, sync, rename), and locks on folders."""
 
 import fcntl
 import json
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 PART = ".part"
-"""The end of the names of files that are still being written."""
+"""The suffix of files that are still being written."""
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write ``content`` as JSON in one step. NaN and infinity, which JSON does not have, become null."""
-    part = path.with_name(f"{path.name}{PART}")  # the next write replaces what a killed one left
+    """Write ``content`` as JSON, atomically. NaN and infinity become null, because JSON has neither."""
+    part = path.with_name(f"{path.name}{PART}")  # a killed write leaves this; the next replaces it
     with part.open("w") as file:
         file.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
         file.flush()
@@ -26,7 +26,7 @@ def write_json(path: Path, content: Any) -> None:
 def rename(part: Path, path: Path) -> None:
     """Give a synced file its final name, and sync its folder."""
     part.replace(path)
-    if os.name == "nt":  # folders cannot be synced there
+    if os.name == "nt":  # Windows cannot sync folders
         return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -42,7 +42,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     File systems without locks are not protected.
 
     Args:
-        what: what the holder of the lock does with the folder, for the error: ``"prepares"``.
+        what: a verb for the error: what a process with the lock does with the folder, such as ``"prepares"``.
 
     Raises:
         ValueError: another process has the lock.
@@ -62,7 +62,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     finally:
         os.close(handle)
         if made:
-            with suppress(OSError):  # unless it has been filled
+            with suppress(OSError):  # the folder is not empty: keep it
                 folder.rmdir()
 
 

@@ -99,7 +99,7 @@ def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) 
 
 
 def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[int]:
-    """The first ``wanted`` tokens of the tokenised file (``None``: all). Reads only as much as they need."""
+    """The first ``wanted`` tokens of the tokenised file (``None``: all). Reads no more text than needed."""
     data, found, ended = b"", [], False
     while not ended:
         size = -1 if wanted is None else max(len(data), 8 * wanted)  # double the text every time

@@ -1,4 +1,4 @@
-"""Several processes of one run: what one does for all, and errors that all learn of."""
+"""Runs with several processes: one process works for all, and an error in one stops all."""
 
 import json
 import os
@@ -11,18 +11,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_CORRECTABLE = (ValueError, OSError, FloatingPointError)  # these say what the user can correct
+_CORRECTABLE = (ValueError, OSError, FloatingPointError)  # errors that the user can correct
 
 
 class ElsewhereError(ValueError):
-    """Another process has failed, and says why."""
+    """Another process has failed; the message has its error."""
 
 
 def everywhere(function: Callable[[], T]) -> T:
-    """Call a function on every process of the run. If it fails on any of them, all raise.
+    """Call a function on every process of the run. If it fails on any process, all raise.
 
-    The first process that failed raises its own error, the others :class:`ElsewhereError`. All processes must
-    call this together; it also waits for the slowest.
+    The failed process of lowest rank raises the error of the function; all others raise
+    :class:`ElsewhereError`. All processes must call this together, and wait for the slowest.
     """
     if not _several():
         return function()
@@ -44,7 +44,7 @@ def everywhere(function: Callable[[], T]) -> T:
 
 
 def on_first(function: Callable[[], T]) -> T:
-    """Call a function on the first process; all get its result, or raise because of its error."""
+    """Call a function on the first process; all processes return the result. If it fails, all raise."""
     if not _several():
         return function()
     import torch.distributed as dist
@@ -55,14 +55,14 @@ def on_first(function: Callable[[], T]) -> T:
 
 
 def on_every_node(function: Callable[[], None]) -> None:
-    """Call a function on the first process of every node; if it fails on any of them, all raise."""
+    """Call a function on the first process of every node; if it fails on any node, all processes raise."""
     everywhere(function if os.environ.get("LOCAL_RANK", "0") == "0" else lambda: None)
 
 
 def speaks() -> bool:
-    """Whether this process should print its error: it is the first of the run that asks.
+    """Whether this process should print its error: true for the first process of the run that calls this.
 
-    If the process that keeps the run's store was killed, none is; torchrun's report shows the errors then.
+    Always false if the process that hosts the run's store is gone; torchrun's report then shows the errors.
     """
     if not _several():
         return os.environ.get("RANK", "0") == "0"
@@ -70,19 +70,19 @@ def speaks() -> bool:
 
     try:
         return int(_get_default_store().add("deqseq/failed", 1)) == 1
-    except RuntimeError:  # the first process kept the store, and has spoken or was killed
+    except RuntimeError:  # rank 0 hosted the store; it printed its error or was killed
         return False
 
 
 def name() -> str:
-    """Which process this is, to begin a message with; empty if it is the only one."""
+    """Rank and host of this process, to begin a message; empty if there is only one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ""
     return f"process {os.environ['RANK']} on {socket.gethostname()}: "
 
 
 def record(text: str) -> None:
-    """Let torchrun's report on the processes that failed say why this one did."""
+    """Write the error of this process to torchrun's report on failed processes."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -100,5 +100,5 @@ def lost(error: Exception) -> bool:
 
 
 def _several() -> bool:
-    dist = sys.modules.get("torch.distributed")  # command lines that need no torch do not wait for it
+    dist = sys.modules.get("torch.distributed")  # do not import torch: some commands do not need it
     return dist is not None and dist.is_initialized() and dist.get_world_size() > 1

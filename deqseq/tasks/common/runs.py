@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _SETTINGS = "settings.json"
 _RECORD = "training.json"
-_FOLDERS = re.compile(r"model|stage-\d+|checkpoint-\d+")  # what a run makes folders of
+_FOLDERS = re.compile(r"model|stage-\d+|checkpoint-\d+")  # folders that a run makes
 
 
 class RunFolder:
@@ -59,10 +59,10 @@ class RunFolder:
         return locked(self.path, "trains in")
 
     def finished(self) -> bool:
-        """Whether the trained model is there and as it was saved; a warning names what is damaged.
+        """Whether the trained model exists and is undamaged. A warning says what is damaged.
 
         Raises:
-            ValueError: the model is damaged, and there is no checkpoint to make it again from.
+            ValueError: the model is damaged, and there is no whole checkpoint to train it again from.
         """
         if not (self.path / _RECORD).is_file():
             return False
@@ -78,15 +78,14 @@ class RunFolder:
         return False
 
     def finish(self, record: Mapping[str, Any], files: Iterable[Path]) -> None:
-        """Write how training went, and seal the run. ``files``: those of the trained model."""
+        """Write the record of training and seal the run. ``files``: the files of the trained model."""
         write_json(self.path / _RECORD, record)
         seal(self.path, [self.path / _SETTINGS, self.path / _RECORD, *files])
 
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint that is whole; ``None`` if there is none.
 
-        One that was not written to its end, as a kill leaves it, or is damaged, is named and does not count
-        any more.
+        A newer checkpoint that is damaged or incomplete (the process was killed) is logged and unsealed.
         """
         found = checkpoints(self.path)
         for path in reversed(found):
@@ -124,7 +123,7 @@ def check_model(path: str | Path) -> None:
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """The settings of the run in folder ``path``; ``ValueError`` if there is none, or it cannot be read."""
+    """The settings of the run in folder ``path``; ``ValueError`` if they do not exist or cannot be read."""
     file = Path(path) / _SETTINGS
     if not file.exists():
         raise ValueError(f"{path} holds no run: {file} does not exist")

@@ -1,7 +1,8 @@
-"""Seals: which files of a folder were written to their end, and whether they are still as they were written.
+"""Seals: a seal shows that the files of a folder are complete, and whether they have changed since.
 
-A seal is the file ``complete.json``, written last. It lists the files with their sizes and checksums: XXH3,
-128 bits, of the checksums of blocks of 16 MiB. A folder without a seal was not written to its end.
+A seal is the file ``complete.json``, written last. It lists the files with their sizes and checksums. The
+checksum of a file is the XXH3 (128 bits) of its blocks' checksums; a block has 16 MiB. A folder without a
+seal is incomplete.
 """
 
 import json
@@ -20,32 +21,32 @@ logger = logging.getLogger(__name__)
 
 SEAL = "complete.json"
 _BLOCK = 2**24
-_THREADS = min(8, os.cpu_count() or 1)  # for checksums, which leave Python's lock to other threads
+_THREADS = min(8, os.cpu_count() or 1)  # for checksums; xxhash releases Python's lock
 
 
 def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
     """Sync the files to the disk and write the seal. ``files``: all files in ``folder`` by default."""
     found = sorted(path for path in files or folder.rglob("*") if path.is_file() and path.name != SEAL)
-    with ThreadPoolExecutor(1) as disk:  # checksums are made while the disk writes
+    with ThreadPoolExecutor(1) as disk:  # compute checksums while the disk writes
         synced = disk.map(_sync, found)
         listed = {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": checksum}
             for path, checksum in zip(found, _checksums(found), strict=True)
         }
-        list(synced)  # raises what went wrong
+        list(synced)  # raises the error of a sync
     write_json(folder / SEAL, listed)
 
 
 def unseal(folder: Path) -> None:
-    """Mark a folder as not whole: before it is written again, removed, or because it is damaged."""
+    """Mark a folder as incomplete: before rewriting or removing it, or because it is damaged."""
     (folder / SEAL).unlink(missing_ok=True)
 
 
 def fault(folder: Path, content: bool = True) -> str | None:
-    """What is wrong with a folder, in words that follow its name; ``None`` if it is as it was sealed.
+    """What is wrong with a folder, to print after its name; ``None`` if the files match the seal.
 
     Args:
-        content: compare checksums, which reads every file. Seals of version 0.1 have sizes only.
+        content: compare checksums too, which reads every file. Seals of version 0.1 have sizes only.
     """
     try:
         listed = json.loads((folder / SEAL).read_text())
@@ -94,7 +95,7 @@ def rotate(run: Path, keep: int | None) -> None:
     kept = whole if keep is None else whole[-keep:]
     for path in found:
         if path not in kept:
-            unseal(path)  # so that a removal that is cut off leaves a checkpoint that does not count
+            unseal(path)  # so that an interrupted removal leaves an invalid checkpoint
             try:
                 shutil.rmtree(path)
             except OSError as error:
@@ -107,7 +108,7 @@ def _sync(path: Path) -> None:
 
 
 def _checksums(files: Sequence[Path]) -> list[str]:
-    """Checksums of files; several threads share the blocks of all files."""
+    """Checksums of files. Several threads compute the checksums of blocks."""
     blocks = [(path, start) for path in files for start in range(0, max(path.stat().st_size, 1), _BLOCK)]
     whole = {path: xxh3_128() for path in files}
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -1,4 +1,4 @@
-"""What the training runs share: transformers' Trainer with a curriculum and statistics of the solves."""
+"""The trainers of all tasks: transformers' Trainer with a curriculum and statistics of the solves."""
 
 import logging
 import time
@@ -35,7 +35,7 @@ class Stream(Protocol):
 class CurriculumCallback(TrainerCallback, ExportableState):
     """Applies a curriculum to every implicit layer of the model; saved in checkpoints.
 
-    A stage depends on the step alone, so a resumed run starts in the right stage. Resuming from a checkpoint
+    The stage depends only on the step, so a resumed run starts in the right stage. Resuming from a checkpoint
     with another curriculum raises ``ValueError``.
     """
 
@@ -68,10 +68,10 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
 
 class Totals(TrainerCallback, ExportableState):
-    """Seconds and losses of the whole run, those before an interruption included; saved in checkpoints."""
+    """Seconds and losses of the whole run, also before interruptions; saved in checkpoints."""
 
     def __init__(self) -> None:
-        self.seconds = self.losses = 0.0  # up to the step from which this process goes on
+        self.seconds = self.losses = 0.0  # up to the step where this process started
         self.sum_of_losses = 0.0  # of all steps up to the last checkpoint
         self._since = time.perf_counter()
 
@@ -91,13 +91,13 @@ class Totals(TrainerCallback, ExportableState):
 
 
 class CurriculumTrainer(Trainer):
-    """Trainer that follows a curriculum, logs statistics of the solves, and seals whole checkpoints.
+    """Trainer that follows a curriculum, logs statistics of the solves, and seals complete checkpoints.
 
-    Of these, it keeps the last ``save_total_limit``.
+    It keeps the last ``save_total_limit`` complete checkpoints.
 
     Args:
         curriculum: ``None`` for an explicit model.
-        options: of transformers' ``Trainer``.
+        options: passed to transformers' ``Trainer``.
     """
 
     def __init__(self, curriculum: Curriculum | None = None, **options: Any) -> None:
@@ -107,24 +107,24 @@ class CurriculumTrainer(Trainer):
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None  # see _save_checkpoint
         self.totals = Totals()
         self.add_callback(self.totals)
-        self.model_accepts_loss_kwargs = False  # the loss is the mean of its own batch
+        self.model_accepts_loss_kwargs = False  # the loss is the mean over one batch
         self.solves = SolveStatistics(tail=True)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices decay. Biases, norms, A, D, dt and the lengths g of weight-normalised rows do not."""
+        """Weight decay applies to matrices; not to biases, norms, A, D, dt and weight normalisation's g."""
         found = model.named_parameters()
         return [name for name, p in found if p.dim() > 1 and not name.endswith("original0")]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs = {**logs, **self.read(self.solves)}
-        if "train_loss" in logs:  # transformers reports the steps since the last start
+        if "train_loss" in logs:  # transformers counts only the steps since the last start
             losses = self.totals.losses + self._total_loss_scalar
             logs |= {"train_loss": losses / self.state.global_step, "train_runtime": self.totals.elapsed}
         super().log(logs, start_time)
 
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
-        """Train to the end, from a checkpoint if one is given; returns the record of the run."""
+        """Train to the end, starting from ``checkpoint`` if given; returns the record of the run."""
         self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         assert self.model is not None
         return {
@@ -142,8 +142,8 @@ class CurriculumTrainer(Trainer):
         return {name: round(value, 5) for name, value in found.items() if name != "share_completed"}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # transformers does not sync the files. It removes old checkpoints, those written last kept, before
-        # the new one is whole, and counts torn ones as kept. So this is done here: seal first, then remove.
+        # transformers does not sync files, removes old checkpoints before the new one is complete, and
+        # counts incomplete checkpoints among those to keep. So this method seals first, then removes.
         run = Path(str(self.args.output_dir))
         folder = run / f"checkpoint-{self.state.global_step}"
         running = self.accelerator.gather(self._tr_loss).mean().item()
@@ -159,13 +159,13 @@ class CurriculumTrainer(Trainer):
 
 
 class AlignedTrainer(CurriculumTrainer):
-    """Trainer for labels at their inputs' positions: label t belongs to logit t, nothing is shifted.
+    """Trainer for tasks with a label per input token: label t belongs to logit t, without a shift.
 
     Trains on one device, on a stream of whole batches.
 
     Args:
         label_smoothing: share of the target spread over all tokens.
-        options: of transformers' ``Trainer``.
+        options: passed to transformers' ``Trainer``.
     """
 
     def __init__(
@@ -196,11 +196,11 @@ class AlignedTrainer(CurriculumTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean over labels (N,) that are not -100; logits (N, V) of N tokens over a vocabulary of V."""
+        """Mean over the labels (N,) that are not -100. ``logits``: (N, V), N tokens, vocabulary V."""
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def train_in(self, folder: RunFolder) -> None:
-        """Train to the end, from the last whole checkpoint in ``folder`` if any; write model and record."""
+        """Train to the end, starting from the last whole checkpoint if any; write model and record."""
         checkpoint = folder.last_checkpoint()
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
@@ -214,12 +214,12 @@ class AlignedTrainer(CurriculumTrainer):
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A context that writes to ``folder``. Other packages' errors, of a full disk say, become ``OSError``."""
+    """A context for writing to ``folder``. Other packages' errors (a full disk) become ``OSError``."""
     try:
         yield
     except (OSError, ValueError):
         raise
-    except Exception as error:  # safetensors, tokenizers and torch.save have errors of their own
+    except Exception as error:  # safetensors, tokenizers and torch.save raise other classes
         if lost(error):
             raise
         raise OSError(f"{folder} cannot be written: {str(error).splitlines()[0]}") from error
@@ -231,7 +231,7 @@ def short_run_arguments(settings: Any, output: Path, save_steps: int) -> Trainin
 
     Args:
         settings: a :class:`~deqseq.tasks.common.two_stages.TwoStageSettings`.
-        save_steps: steps between checkpoints, of which the last two are kept.
+        save_steps: steps between checkpoints. The last two checkpoints are kept.
     """
     return TrainingArguments(
         output_dir=str(output),

@@ -47,7 +47,7 @@ def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def budgets(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw perplexity and residual by mean iterations; the last score is that of the model's own policy."""
+    """Draw perplexity and residual by mean iterations; the last score used the model's policy."""
     *limited, own = scores
     for axis, measure in zip(axes, ("perplexity", "residual"), strict=True):
         axis.plot([s.iterations for s in limited], [getattr(s, measure) for s in limited], "o-")

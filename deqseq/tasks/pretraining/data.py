@@ -19,17 +19,17 @@ from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.pretraining.settings import RunSettings, StreamSettings
 
-_ROUNDS = 8  # of the Feistel network; 4 are a strong pseudo-random permutation (Luby and Rackoff, 1988)
+_ROUNDS = 8  # of the Feistel network; 4 give a strong pseudo-random permutation (Luby and Rackoff, 1988)
 
 
 class TrainingOrder(Dataset[Row]):
-    """The rows of a training run in order: pass after pass over the data, each shuffled differently.
+    """The rows of a training run in order. Every pass over the data has another random order.
 
-    Row i of ``count`` depends on i and the seed alone and is found without the rows before it. So a run can
-    be resumed at any step, on any number of processes.
+    Row i depends only on i and the seed, and needs no earlier rows. So a run can be resumed at any step, on
+    any number of processes.
 
     Attributes:
-        version: changes if the rows come in another order. Version 1 was numpy's shuffle.
+        version: version of the method that orders the rows. Version 1 was numpy's shuffle.
     """
 
     version = 2
@@ -46,11 +46,11 @@ class TrainingOrder(Dataset[Row]):
 
 
 def shuffled(position: int, size: int, key: bytes) -> int:
-    """Where a pseudo-random permutation of ``range(size)`` takes ``position``, in constant time and memory.
+    """The image of ``position`` in a pseudo-random permutation of ``range(size)``; O(1) time and memory.
 
     A Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002) permutes the pairs
-    (a, b) with a and b below the square root of ``size``, rounded up. A pair that is no position is permuted
-    again until it is one.
+    (a, b) with a and b below the square root of ``size``, rounded up. A pair whose number is not below
+    ``size`` is permuted again.
 
     Args:
         key: selects the permutation; at most 64 bytes.
@@ -73,7 +73,7 @@ class Data:
 
     Attributes:
         train: the training rows; a map-style dataset in the order of the run, or a stream.
-        validation: held out, map-style.
+        validation: the held-out rows; a map-style dataset.
         fingerprint: changes if the data does.
         order: version of the order of the training rows; ``None`` for a stream, which keeps its own order.
         verify: reads all data and raises ``ValueError`` if it has changed since it was prepared.
@@ -89,7 +89,7 @@ class Data:
     verify: Callable[[], None] = lambda: None
 
     def fitted(self, config: ImplicitConfig) -> ImplicitConfig:
-        """The configuration with the data's end of text; ``ValueError`` if it has fewer tokens."""
+        """Set the data's end of text in ``config``; ``ValueError`` if the data's vocabulary is larger."""
         if self.vocab_size > config.vocab_size:
             raise ValueError(
                 f"the data's tokenizer has {self.vocab_size} tokens, the model {config.vocab_size}: prepare "
@@ -122,11 +122,11 @@ def open_data(settings: RunSettings) -> Data:
 
 
 def _streamed(settings: RunSettings, given: StreamSettings) -> Data:
-    """The rows of a Hugging Face dataset, tokenised as they come, without the documents that ``prepare``
+    """The rows of a Hugging Face dataset, tokenised on the fly. Training skips the documents that ``prepare``
     would hold out.
 
-    The first ``eval_rows`` rows of ``validation_split`` are for evaluation; if there is no such split, those
-    of the held-out documents.
+    Evaluation uses the first ``eval_rows`` rows of ``validation_split``; if there is no such split, the first
+    rows of the held-out documents.
     """
     tokenizer = load_tokenizer(given.tokenizer)
     hold_out = HoldOut(given.validation_share)
@@ -139,11 +139,11 @@ def _streamed(settings: RunSettings, given: StreamSettings) -> Data:
             settings.documents, column=given.column, split=side, hold_out=hold_out,
         )  # fmt: skip
 
-    side: Split | None = "validation" if other == given.split else None  # only what is not trained on
+    side: Split | None = "validation" if other == given.split else None  # only held-out documents
     validation = list(islice(rows(other, side), settings.eval_rows))
     if not validation:
         raise ValueError(
-            f"what is held out of {given.dataset} is not one row of {settings.length} tokens: name a "
+            f"{given.dataset} has too few held-out documents for a row of {settings.length} tokens: name a "
             "data.validation_split, or a larger data.validation_share"
         )
     encoder = Encoder(tokenizer)

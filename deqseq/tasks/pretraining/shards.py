@@ -1,8 +1,8 @@
-"""Sharded checkpoints: every process writes its own part of weights and optimiser, any number reads them.
+"""Sharded checkpoints: every process writes a part of weights and optimiser; any number of processes reads.
 
-The files are those of ``torch.distributed.checkpoint``, in ``shards`` of a checkpoint. torch reads some parts
-of them by pickle, which can run any code. Here they are read before that by unpicklers that allow tensors and
-their descriptions only.
+``torch.distributed.checkpoint`` writes the files to the folder ``shards`` of a checkpoint. torch unpickles
+parts of these files, and a pickle can run any code. So this module first reads these parts with unpicklers
+that allow only tensors, plain values and metadata of tensors.
 """
 
 import pickle
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 _FOLDER = "shards"
 _DCP = "torch.distributed.checkpoint"
-_ALLOWED = {  # by module, what the metadata of tensors consists of
+_ALLOWED = {  # types in the metadata of tensors, by module
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
     "torch": {"Size"},
@@ -45,24 +45,24 @@ def is_sharded(checkpoint: str | Path) -> bool:
 
 
 def save_shards(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> None:
-    """Write weights and optimiser; all processes call this. Returns when all have written and synced.
+    """Write weights and optimiser; all processes must call this. Returns when all files are synced.
 
     Raises:
         OSError: a process cannot write.
     """
     folder = Path(checkpoint) / _FOLDER
     if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # a save that was cut off had perhaps other shards
+        shutil.rmtree(folder, ignore_errors=True)  # an interrupted save may have left other shards
     dist.barrier()
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     _call(lambda: save(state, checkpoint_id=folder), OSError, f"{folder} cannot be written")
 
 
 def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
-    """Read the weights into a model that is not sharded; every process for itself.
+    """Read all weights into a model that is not sharded, in each process separately.
 
     Raises:
-        ValueError: the weights are damaged, or those of another model.
+        ValueError: the weights are damaged, or belong to another model.
     """
     folder = Path(checkpoint) / _FOLDER
     state = {"model": model.state_dict()}  # read in place
@@ -70,10 +70,10 @@ def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> None:
-    """Read the optimiser's state, sharded over any number of processes or not; all call this.
+    """Read the state of an optimiser, which may be sharded. All processes must call this.
 
     Raises:
-        ValueError: the state is damaged, or that of another model.
+        ValueError: the state is damaged, or belongs to another model.
     """
     folder = Path(checkpoint) / _FOLDER
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -88,7 +88,7 @@ class _Metadata(pickle.Unpickler):
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_type or name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
 class _Planner(DefaultLoadPlanner):
@@ -113,6 +113,6 @@ def _load(state: dict[str, Any], folder: Path, no_dist: bool = False) -> None:
 def _call(function: Callable[[], object], error: type[Exception], what: str) -> None:
     try:
         function()
-    except CheckpointException as failed:  # no Exception: one error for each process that failed
+    except CheckpointException as failed:  # no subclass of Exception; has every process's error
         rank, (reason, _) = next(iter(failed.failures.items()))
         raise error(f"{what}: process {rank}: {str(reason).splitlines()[0]}") from failed

@@ -41,9 +41,9 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     and the log. A finished run is not repeated. Returns the folder of the model.
 
     Raises:
-        ValueError: ``output`` holds another run; data that do not exist, do not fit the model's vocabulary or
-            are too few; a step that does not divide among the processes.
-        Diverged: numbers that are not finite.
+        ValueError: ``output`` holds another run; the data do not exist, do not fit the model's vocabulary or
+            are too few; the rows of a step cannot be divided evenly among the processes.
+        Diverged: a loss, gradient or equilibrium is not finite.
     """
     args = arguments(settings, Path(output), progress)
     state = PartialState()  # the arguments have set up the processes
@@ -121,7 +121,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> ImplicitForCausalLM:
-    """The model of a checkpoint, with the weights of ``settings.start_from``, or fresh; in float32."""
+    """The model in float32, with the weights of a checkpoint, of ``settings.start_from``, or new ones."""
     set_seed(settings.seed)
     config = data.fitted(settings.config())
     check_fits(config)
@@ -145,7 +145,7 @@ def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> Implic
 def make_trainer(
     settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: Path | None = None
 ) -> PretrainTrainer:
-    """The trainer of a run, ready to train; ``ValueError`` where its weights do not exist or do not fit."""
+    """The trainer of a run, ready to train; ``ValueError`` if its weights do not exist or do not fit."""
     model = _model(settings, data, checkpoint)
     model.model.layer.gradient_checkpointing = settings.recompute
     if settings.compile and args.device.type != "cpu":
@@ -180,7 +180,7 @@ def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
 
 
 def arguments(settings: RunSettings, output: Path, progress: bool = True) -> TrainingArguments:
-    """The Trainer's arguments; ``ValueError`` if a step does not divide among the processes found."""
+    """The Trainer's arguments; ``ValueError`` if the processes cannot share a step's rows evenly."""
     args = TrainingArguments(
         output_dir=str(output),
         max_steps=settings.total_steps,

@@ -1,4 +1,4 @@
-"""The Trainer that pretrains: checkpoints for any number of devices, and what is watched."""
+"""The Trainer for pretraining: checkpoints for any number of devices, and monitoring."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def batch_of(rows: list[Row]) -> Row:
-    """Rows put together; the labels are the inputs, which the model shifts."""
+    """A batch of rows. The labels equal the inputs; the model shifts the labels."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return {**batch, "labels": batch["input_ids"]}
 
@@ -44,15 +44,15 @@ class PretrainTrainer(CurriculumTrainer):
 
     - The model computes the loss without returning logits, so none are copied to float32.
     - A checkpoint has the weights (``model.safetensors``) and the optimiser's state by parameter name
-      (``optimizer.pt``); with FSDP, both are sharded. One process, DDP and FSDP on any number of processes
-      go on from either. The caller loads the weights.
+      (``optimizer.pt``); with FSDP, both are sharded. One process, DDP and FSDP can resume from
+      both forms, on any number of processes. The caller loads the weights.
     - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights change.
 
     Args:
         args: the whole training is one epoch of ``train_dataset``.
         curriculum: ``None`` for explicit models.
-        spectral_every: lines of the log between estimates of the spectral radius; 0: none.
-        options: of transformers' ``Trainer``.
+        spectral_every: log lines between estimates of the spectral radius; 0: no estimates.
+        options: passed to transformers' ``Trainer``.
     """
 
     model: Any  # these three are not None in training
@@ -71,8 +71,8 @@ class PretrainTrainer(CurriculumTrainer):
         self.eval_solves = SolveStatistics(tail=True)
         self.add_callback(speed)
         self.add_callback(_Schedule(self, curriculum))
-        self._faults = torch.zeros(2, device=args.device)  # sum of losses, tokens that are not finite
-        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids and z of a row, all positions
+        self._faults = torch.zeros(2, device=args.device)  # sum of losses, number of non-finite tokens
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids and z of a row, positions of all
         if self.is_fsdp_enabled:
             self._prepare_fsdp(self.accelerator.state.fsdp_plugin)
 
@@ -93,7 +93,7 @@ class PretrainTrainer(CurriculumTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
-        with self.accelerator.autocast():  # a model sharded by Accelerate does not enter it itself
+        with self.accelerator.autocast():  # FSDP models do not enter it themselves
             outputs = model(**inputs, skip_logits=True, use_cache=False)
         solution, loss = outputs.solution, outputs.loss
         if solution is not None:
@@ -134,8 +134,8 @@ class PretrainTrainer(CurriculumTrainer):
     ) -> dict[str, float]:
         """The Trainer's evaluation, exact for any number of rows.
 
-        Several processes fill up their last batches with rows that would count twice, so the batch size is
-        reduced to one that divides the rows.
+        With several processes, Trainer repeats rows to fill the last batches, and counts them twice. So the
+        batch size is reduced until batches divide the rows evenly, or to 1.
         """
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
@@ -154,7 +154,7 @@ class PretrainTrainer(CurriculumTrainer):
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
             if self.args.device.type == "cuda":
                 logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            line = self.state.global_step // self.args.logging_steps  # the same after resuming
+            line = self.state.global_step // self.args.logging_steps  # equal in a resumed run
             if line and self.spectral_every and line % self.spectral_every == 0:
                 logs |= self._radius()
             if self.layer is not None:
@@ -169,7 +169,7 @@ class PretrainTrainer(CurriculumTrainer):
         super().log({**logs, "train_seconds": round(self.speed.elapsed, 2)}, start_time)
 
     def _radius(self) -> dict[str, float]:
-        if self._last is None or self.is_fsdp_enabled:  # FSDP gathers the weights in a forward pass only
+        if self._last is None or self.is_fsdp_enabled:  # FSDP has all weights only in a forward pass
             return {}
         self.speed.count()
         ids, z, positions = self._last
@@ -185,7 +185,7 @@ class PretrainTrainer(CurriculumTrainer):
         pass  # the caller has loaded the weights
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model. Checkpoints with FSDP (``_internal_call``) have its weights in shards."""
+        """Save the model. With FSDP, checkpoints (``_internal_call``) have the weights in shards instead."""
         if not (_internal_call and self.is_fsdp_enabled):
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save and output_dir is not None:
@@ -218,7 +218,7 @@ class PretrainTrainer(CurriculumTrainer):
 
 
 class _Schedule(TrainerCallback):
-    """Trains for exactly the run's own steps, whatever a checkpoint's settings say.
+    """Trains for the number of steps in this run's settings; ignores the number in a checkpoint.
 
     Logs, evaluates and saves a checkpoint at the end of every stage, and saves the model in ``stage-N`` at
     the end of every stage but the last.

@@ -137,7 +137,7 @@ def evaluate_fresh(
 ) -> Evaluation:  # fmt: skip
     """Call :func:`evaluate` with ``options`` on new random sequences of the model's task, of any length.
 
-    ``identity_probability``: by default that of training.
+    ``identity_probability``: by default the value used in training.
     """
     p = settings.identity_probability if identity_probability is None else identity_probability
     fresh = generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)

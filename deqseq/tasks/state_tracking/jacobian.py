@@ -5,8 +5,8 @@ J = dh_t/dh_{t-1} is diag(Λ). In an implicit layer z_t = f(z_t, h_{t-1}, x_t) d
 
     J = diag(Λ) + (∂Λ/∂z · dz/dh) h + ∂u/∂z · dz/dh,    dz/dh = (I − ∂f/∂z)⁻¹ ∂f/∂h
 
-(Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.) The state h is that of
-the recurrence. The state of the convolution (the last tokens' inputs) is kept constant.
+(Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.) Here h is the
+state of the recurrence. The state of the convolution (the last tokens' inputs) is kept constant.
 
 Shapes: L tokens, D width, S = H P N entries of the state, flattened.
 """
@@ -48,7 +48,7 @@ class Jacobian:
         token: number of the token in its sequence, from 1.
         entries: number of entries of the state, S.
         diagonal, off_diagonal: largest absolute value on the diagonal, and off the diagonal.
-        off_diagonal_mass: sum of the absolute values off the diagonal, divided by the sum of all.
+        off_diagonal_mass: sum of the absolute values off the diagonal, divided by this sum of all entries.
         disagreement: largest absolute difference between :func:`by_formula` and :func:`by_differences`,
             divided by the largest absolute value.
     """

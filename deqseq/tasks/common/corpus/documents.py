@@ -20,11 +20,11 @@ _PIECE = 4096
 
 
 class Document(NamedTuple):
-    """A document. If a whole file is one document, a piece of that file."""
+    """A document; or a piece of a file, if the whole file is one document."""
 
     text: str  # never empty
     ends: bool  # whether the document ends here; otherwise the next piece continues it
-    next: int  # where its source continues: a byte offset in a file, or a row number
+    next: int  # where the source continues after it: a byte offset in a file, or a row number
     size: int  # bytes in the source
 
 
@@ -73,9 +73,9 @@ class TextFile:
                     yield Document(text, ends, start, len(data))
 
     def cut(self, near: int) -> int | None:
-        """The first place from byte ``near`` on where a document begins; ``None``: after the last one.
+        """Offset of the first document that begins at byte ``near`` or later; ``None`` if there is none.
 
-        A file that is one document, or compressed, is not cut: the nearer of its ends is returned.
+        A compressed file, or a file that is one document, is not cut: returns 0 or ``None``, the nearer end.
         """
         if self.kind == "file" or is_compressed(self.path):
             return 0 if 2 * near < self.stored else None
@@ -85,7 +85,7 @@ class TextFile:
             file.seek(near - 1)
             file.readline()
             place = file.tell()
-            if self.kind == "blank":  # the paragraph that is under way may have begun before
+            if self.kind == "blank":  # skip this paragraph: it may begin before ``near``
                 place += len(next(_paragraphs(file), b""))
         return place if place < self.stored else None
 
@@ -96,7 +96,7 @@ class TextFile:
         return ((part, True) for part in (file if self.kind == "line" else _paragraphs(file)))
 
     def _text(self, data: bytes, start: int) -> str:
-        """The text of ``data``, which begins at offset ``start`` of the file; empty if it is no document."""
+        """The text of ``data``, which begins at offset ``start`` of the file; empty if not a document."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -134,7 +134,7 @@ class DatasetRows:
 
     Args:
         name: dataset on the Hugging Face Hub, local folder, or file format such as "parquet" or "json".
-        files: data files to read; by default those of the dataset or folder ``name``.
+        files: data files to read; by default all files of the dataset or folder ``name``.
 
     Attributes:
         stored: bytes of the files; 0 if unknown.
@@ -153,7 +153,7 @@ class DatasetRows:
         self._rows = stream(name, subset, split, files)
 
     def part(self, number: int, count: int) -> "DatasetRows":
-        """Part ``number`` of ``count``, from 1: by files, or by row groups if these are too few."""
+        """Part ``number``, from 1, of ``count``: some files, or some row groups if files are too few."""
         rows = self._rows if self._rows.num_shards >= count else self._rows.reshard()
         if rows.num_shards < count:
             raise ValueError(
@@ -164,7 +164,7 @@ class DatasetRows:
         return found
 
     def cut(self, near: int) -> int | None:
-        """As :meth:`TextFile.cut`: the nearer end."""
+        """Like :meth:`TextFile.cut` of a compressed file: returns 0 or ``None``, the nearer end."""
         return 0 if 2 * near < self.stored else None
 
     def describe(self) -> dict[str, Any]:
@@ -190,8 +190,8 @@ def sources(
     paths: Sequence[str], documents: str = "file", column: str = "text", dataset: str | None = None,
     subset: str | None = None, split: str = "train",
 ) -> list[Source]:  # fmt: skip
-    """The sources that a command line names: ``dataset`` with data files ``paths``, or without a ``dataset``
-    the files ``paths``, each read by its suffix. Wrong names raise ``ValueError``.
+    """The sources to read: ``dataset`` with the data files ``paths``; or, if ``dataset`` is ``None``, the
+    files ``paths``, each read by its suffix. Wrong names raise ``ValueError``.
     """
     if not paths and dataset is None:
         raise ValueError("nothing to read: name text files, or a --dataset")
@@ -234,7 +234,7 @@ def text_of(row: Any, column: str) -> str:
     if not isinstance(text, str):
         has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "the row is no JSON object"
         raise ValueError(f"no text in the column {column!r}: {has}")
-    return text.encode(errors="replace").decode()  # JSON allows half a surrogate pair: make it ?
+    return text.encode(errors="replace").decode()  # lone surrogates, which JSON allows, become ?
 
 
 def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
@@ -245,7 +245,7 @@ def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         cut = data.rfind(b"\n", _PIECE, longest) + 1 or data.rfind(b" ", _PIECE, longest)
         if cut < 0:
             cut = longest
-            while cut > longest - 3 and data[cut] & 0xC0 == 0x80:  # a byte inside a character
+            while cut > longest - 3 and data[cut] & 0xC0 == 0x80:  # not the first byte of a character
                 cut -= 1
         yield data[:cut], False
         data = data[cut:]

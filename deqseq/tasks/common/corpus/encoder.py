@@ -34,7 +34,7 @@ class Encoder:
 
     Args:
         tokenizer: a tokenizer of transformers, backed by the tokenizers library.
-        remember: cache words. Look-ups hold Python's lock, so the cache saves time only up to three threads.
+        remember: cache words. Look-ups hold Python's lock, so the cache saves time only with 1 to 3 threads.
 
     Attributes:
         vocab_size: the largest id plus one, added tokens included.
@@ -93,7 +93,7 @@ class Encoder:
         return list(chain.from_iterable(parts)) == self._encode([_PROBE])[0]
 
     def _knowing(self, words: Collection[str]) -> dict[str, list[int]]:
-        """The cache of ids by word, with at least these words."""
+        """The cache of ids by word; it contains at least ``words``."""
         if self._known_characters > _REMEMBERED:
             self._known, self._known_characters = {}, 0
         known = self._known  # another thread may replace the attribute

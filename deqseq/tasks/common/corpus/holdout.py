@@ -13,8 +13,8 @@ SALT = "deqseq"
 class HoldOut:
     """Holds out a random share of the documents, chosen by a hash of their text.
 
-    Equal texts are always in the same split: in shards and streams, as duplicates, on every machine. With a
-    larger share, the documents held out at a smaller share are still held out.
+    Equal texts are always in the same split, in shards and in streams, on every machine. A larger share
+    holds out all documents that a smaller share holds out.
 
     Args:
         share: share of the documents to hold out, in [0, 1).

@@ -30,10 +30,10 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[Source], Place, Place]:
-    """The sources of a part, where it begins, and where the next one does. Parts have about equal bytes.
+    """The sources of a part, its beginning, and the beginning of the next part.
 
-    A dataset is divided by its files, parquet by its row groups; there must be at least as many as parts.
-    Other files are divided between documents. A compressed file is not divided.
+    A dataset is divided by its files, or by row groups (parquet) if files are fewer than parts. Other files
+    are divided between documents into parts of about equal bytes. A compressed file is not divided.
     """
     number, count = part
     if part != WHOLE and len(sources) == 1 and isinstance(sources[0], DatasetRows):
@@ -42,7 +42,7 @@ def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[S
 
 
 def _border(sources: Sequence[Source], number: int, count: int) -> Place:
-    """The beginning of the first document after ``number`` of ``count`` equal parts of all bytes."""
+    """The first document that begins after ``number`` / ``count`` of all bytes."""
     if number == 0:
         return Place()
     if number == count:
@@ -57,11 +57,11 @@ def _border(sources: Sequence[Source], number: int, count: int) -> Place:
 
 
 def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> None:
-    """Make a folder of the shards of all parts, in their order. An interrupted merge can be repeated.
+    """Link the shards of all parts, in order, into ``output``. An interrupted merge can be repeated.
 
     Raises:
-        ValueError: a part that is missing, given twice, unfinished, damaged, or of other settings or sources;
-            parts on another file system, to which no hard links are possible.
+        ValueError: a part is missing, given twice, unfinished or damaged; parts have different settings or
+            sources; a part is on another file system, which hard links cannot cross.
     """
     found = sorted(((_finished(Path(path)), Path(path)) for path in parts), key=lambda pair: _part(pair[0]))
     first, place = found[0]
@@ -104,7 +104,7 @@ def _part(manifest: Manifest) -> tuple[int, int]:
 
 
 def _settings(manifest: Manifest) -> dict[str, Any]:
-    """What must be equal in all parts. Copies of a source on several machines have different times."""
+    """The settings that must be equal in all parts; not files' times, which differ between machines."""
     head = flat_head({**manifest.head, "part": _part(manifest)[1]})
     return {name: value for name, value in head.items() if not name.endswith(("modified", "modified_ns"))}
 

@@ -48,21 +48,21 @@ def prepare(
     output: Path, sources: Sequence[Source], tokenizer: Any, name: str, hold_out: HoldOut,
     shard_tokens: int, workers: int, force: bool = False, part: tuple[int, int] = WHOLE,
 ) -> int:  # fmt: skip
-    """Write the shards that folder ``output`` lacks; returns the bytes of text that were read.
+    """Write the missing shards of folder ``output``; returns the number of bytes of text read.
 
     Args:
-        name: of the tokenizer, for the manifest.
-        shard_tokens: a shard ends after the batch with which it has at least so many tokens.
+        name: the name of the tokenizer, for the manifest.
+        shard_tokens: shards end after the batch with which a shard reaches this number of tokens.
         workers: threads that tokenise.
-        force: start afresh, whatever the folder holds.
-        part: K and N, to prepare part K of N alone.
+        force: start again: replace all shards in the folder.
+        part: K and N: prepare only part K of N.
 
     Raises:
-        ValueError: a folder with other content, or that another process prepares; no documents, or one that
-            cannot be read.
+        ValueError: the folder has other content, or another process prepares it; there are no documents, or a
+            document cannot be read.
     """
     encoder = Encoder(tokenizer, remember=workers <= 3)
-    head = {  # everything that the shards depend on
+    head = {  # everything that determines the shards
         "tokenizer": {
             "name": name,
             "vocab_size": encoder.vocab_size,
@@ -105,8 +105,8 @@ def prepare(
 
 
 def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
-    """Find errors before tokenising, which takes a hundred times as long; of a dataset, a compressed or a
-    remote file, read one document. Returns whether there are documents."""
+    """Read the documents to find errors early; tokenising takes a hundred times as long. Datasets, compressed
+    and remote files: read only the first document. Returns whether there are documents."""
     found = False
     with _bar("check", sources, begin, begin, end) as bar:
         for number, documents in _between(sources, begin, end):
@@ -117,7 +117,7 @@ def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
 
 
 def _between(sources: Sequence[Source], start: Place, end: Place) -> Iterator[tuple[int, Iterator[Document]]]:
-    """The numbers of the sources from ``start`` to ``end``, and their documents."""
+    """Number and documents of every source between ``start`` and ``end``."""
     for number in range(start.source, end.source):
         yield number, sources[number].documents(start.offset if number == start.source else 0)
     if end.offset > (start.offset if start.source == end.source else 0):
@@ -126,14 +126,15 @@ def _between(sources: Sequence[Source], start: Place, end: Place) -> Iterator[tu
 
 
 def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place, end: Place) -> Iterator[Batch]:
-    """All documents from ``start`` to ``end``, in batches. From the end of any batch on, the same follow.
+    """All documents from ``start`` to ``end``, in batches. The batches after a batch
+    depend only on its end, ``next``.
 
-    Neighbouring pieces of a document become one text again, unless one of them is held out and the other is
-    not: then an end-of-text token separates them. A long document is cut at places that do not depend on the
-    documents before it, so that every part of the documents gives the same tokens as all of them.
+    Neighbouring pieces of a document are joined if they are in the same split; else an end-of-text token
+    separates them. A long document is cut at places that do not depend on the documents before it, so parts
+    that are prepared separately have the same tokens.
     """
     texts: list[Text] = []
-    size = own = 0  # bytes of the batch, and of the document that is under way
+    size = own = 0  # bytes of the batch, and of the current document in it
     place = start
     for number, documents in _between(sources, start, end):
         sided, ahead = tee((document, hold_out.split(document.text)) for document in documents)
@@ -156,7 +157,7 @@ def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place, end: Pla
 
 
 Encoded = dict[Split, tuple[np.ndarray, int]]
-"""The tokens of each split, and the documents that end in them."""
+"""For each split: the tokens, and the number of documents that end in them."""
 
 
 def _encode(encoder: Encoder, batch: Batch) -> Encoded:

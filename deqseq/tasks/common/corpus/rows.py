@@ -28,7 +28,7 @@ from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Shard, checks
 from deqseq.tasks.common.tokenizer import load_tokenizer
 
 Documents = Literal["joined", "separate"]
-"""Whether the documents of a row see each other: with ``"separate"``, positions tell them apart."""
+"""Whether the documents of a row see each other (``"joined"``) or not (``"separate"``)."""
 
 Row = dict[str, Tensor]
 """``input_ids`` (L,) int64 and, for separate documents, ``position_ids`` (L,) int64."""
@@ -38,12 +38,12 @@ class TokenFolder:
     """Token shards as ``python -m deqseq.tasks.prepare`` makes them.
 
     Attributes:
-        vocab_size: of the tokenizer, added tokens included.
+        vocab_size: the tokenizer's number of tokens, added tokens included.
         end_of_text: the id that ends every document.
-        fingerprint: a hash of tokens and tokenizer; the same wherever they were prepared.
+        fingerprint: a hash of the shards and the tokenizer; the same on every machine.
 
     Raises:
-        ValueError: no manifest, an unfinished preparation, shards that are missing or of another size.
+        ValueError: there is no manifest, preparation is unfinished, or a shard is missing or of another size.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -72,7 +72,7 @@ class TokenFolder:
         return load_tokenizer(str(self.path / TOKENIZER))
 
     def verify(self) -> None:
-        """Raise ``ValueError`` if a file is missing or does not have its checksum."""
+        """Raise ``ValueError`` if a file is missing, or its checksum is not the manifest's."""
         checksums = {shard.file: shard.sha256 for shard in self._manifest.shards}
         checksums |= self._manifest.tokenizer_checksums()
         with ThreadPoolExecutor(8) as pool:
@@ -82,7 +82,7 @@ class TokenFolder:
 
     def _check(self, name: str, sha256: str) -> None:
         file = self.path / name
-        again = "copy it again, or prepare anew with --force"
+        again = "copy it again, or prepare again with --force"
         if not file.is_file():
             raise ValueError(f"{file} is missing: {again}")
         if checksum(file) != sha256:
@@ -108,11 +108,11 @@ class TokenFolder:
 class TokenRows(Dataset[Row]):
     """Rows from files that are read as one sequence: a row may begin in one file and end in the next.
 
-    A row is read on access. No file stays open, so there may be more files than a process may open.
+    A row is read on access. No file stays open, so the number of files is not limited.
 
     Args:
-        files: with their numbers of tokens.
-        end_of_text: the token that ends documents, if they are to be separate.
+        files: paths and numbers of tokens.
+        end_of_text: the token that ends documents, to separate them; ``None`` joins them.
     """
 
     def __init__(self, files: dict[Path, int], dtype: str, length: int, end_of_text: int | None) -> None:
@@ -131,7 +131,7 @@ class TokenRows(Dataset[Row]):
         return _row(torch.from_numpy(self._read(index * self.length)), self._end_of_text)
 
     def _read(self, start: int) -> np.ndarray:
-        """``length`` tokens int64, from as many files as needed."""
+        """``length`` tokens, int64. They may span several files."""
         parts, end = [], start + self.length
         number = bisect_right(self._ends, start)
         while start < end:
@@ -147,12 +147,12 @@ class TokenRows(Dataset[Row]):
 
 
 class StreamedRows(IterableDataset[Row]):
-    """Rows packed from documents that are tokenised as they come, in their order.
+    """Rows packed from a stream of documents in order, tokenised on the fly.
 
     Args:
         documents: texts, or rows of a dataset with a text in ``column``.
-        split: only the documents on this side of ``hold_out``, so that nothing that ``prepare`` holds out is
-            trained on. ``None``: all.
+        split: use only the documents that ``hold_out`` assigns to this split; ``"train"`` skips what
+            ``prepare`` holds out. ``None``: all documents.
     """
 
     def __init__(

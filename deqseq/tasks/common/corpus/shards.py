@@ -1,9 +1,9 @@
 """The folder of token shards: its manifest, its checks, and how writing survives an interruption.
 
-A shard is a run of tokens of one split, little-endian uint16 or uint32 without a header. ``manifest.json``
-lists the finished shards and what they were made from; other files do not count. A shard gets its final name
-once it is synced to the disk, and the manifest changes in one step after that. So the folder is valid at
-every moment, and a process that is killed loses only the shards that it was writing.
+A shard is a file of tokens of one split, little-endian uint16 or uint32 without a header. ``manifest.json``
+lists the finished shards, their sources and settings; other files are ignored. A shard is synced to the disk,
+then renamed to its final name; then the manifest is replaced atomically. So the folder is valid at every
+moment, and a killed process loses only the shards that it was writing.
 
 The manifest has the SHA-256 of every shard, of every file of the tokenizer, and of its own content.
 """
@@ -26,7 +26,7 @@ from deqseq.tasks.common.files import PART, rename, write_json
 from deqseq.tasks.common.results import changes
 from deqseq.tasks.common.settings import flat
 
-VERSION = 2  # version 1 has neither its own checksum nor those of the tokenizer's files
+VERSION = 2  # version 1 has no checksums of the manifest and the tokenizer's files
 _MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 _HEAD = {"tokenizer", "dtype", "sources", "hold_out", "shard_tokens"}
@@ -66,7 +66,7 @@ class Place:
 
 @dataclass
 class Manifest:
-    """The contents of a folder, and what they were made from."""
+    """The finished shards of a folder, and the tokenizer, sources and settings that they were made from."""
 
     head: dict[str, Any]  # tokenizer, sources and settings
     next: Place | None = None  # where an unfinished preparation continues
@@ -78,7 +78,7 @@ class Manifest:
         """The manifest of a folder.
 
         Raises:
-            ValueError: there is none, it is not as it was written, or a shard is missing or too short.
+            ValueError: there is no manifest, it is damaged, or a shard is missing or has another size.
         """
         path = folder / _MANIFEST
         if not path.is_file():
@@ -94,19 +94,19 @@ class Manifest:
             size = file.stat().st_size if file.is_file() else None
             if size != wanted:
                 has = "is missing" if size is None else f"has {size} bytes instead of {wanted}"
-                raise ValueError(f"the shard {file} {has}: copy it again, or prepare anew with --force")
+                raise ValueError(f"the shard {file} {has}: copy it again, or prepare again with --force")
         return manifest
 
     @classmethod
     def _parsed(cls, found: dict[str, Any]) -> Manifest:
         """The manifest in a JSON object; ``ValueError``, ``TypeError``, ``KeyError`` or ``AttributeError`` if
-        the object is none, or not what was written."""
+        the object is not a valid manifest."""
         version = found.pop("version")
         if version not in (1, VERSION):
             raise ValueError(f"it has version {version!r}, this program reads versions 1 and {VERSION}")
         if version == VERSION and found.pop("checksum") != _checksum(found):
             raise ValueError(
-                "its content does not have its checksum; copy it again, or prepare anew with --force"
+                "its content does not match its checksum; copy it again, or prepare again with --force"
             )
         files = found.pop("tokenizer_files") if version == VERSION else {}
         place, shards = found.pop("next"), [Shard(**shard) for shard in found.pop("shards")]
@@ -131,14 +131,14 @@ class Manifest:
         return cls(found, place and Place(**place), shards, files)
 
     def write(self, folder: Path) -> None:
-        """Write the manifest in one step."""
+        """Write the manifest atomically."""
         content = asdict(self)
         content = {**content.pop("head"), **content}
         write_json(folder / _MANIFEST, {"version": VERSION, "checksum": _checksum(content), **content})
 
     def tokenizer_checksums(self) -> dict[str, str]:
-        """The SHA-256 of the tokenizer's files, by their places in the folder."""
-        # Version 1 has that of tokenizer.json alone. It is part of the fingerprint, too.
+        """The SHA-256 of the tokenizer's files, by their paths in the folder."""
+        # Version 1 has only the checksum of tokenizer.json, which is also part of the fingerprint.
         files = {"tokenizer.json": self.head["tokenizer"]["sha256"], **self.tokenizer_files}
         return {f"{TOKENIZER}/{name}": sha256 for name, sha256 in files.items()}
 
@@ -167,12 +167,12 @@ def _check_name(name: Any) -> None:
 class Preparation:
     """Writes the shards of a folder. An interrupted preparation continues.
 
-    Nothing is written before :meth:`start`. With ``force`` the preparation starts anew, whatever the folder
-    holds. ``begin``: where reading begins.
+    Nothing is written before :meth:`start`. ``force``: start again, and replace the shards that the
+    folder has. ``begin``: where reading begins.
 
     Raises:
-        ValueError: without ``force``, the folder holds other files, shards that are damaged, or shards of
-            other sources or settings.
+        ValueError: without ``force``, the folder has other files, damaged shards, or shards made from other
+            sources or settings.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Preparation:
                 more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
                 raise ValueError(
                     f"{path} was prepared with other settings ({', '.join(differ[:3])}{more}): name another "
-                    "folder, or begin anew with --force"
+                    "folder, or start again with --force"
                 )
             self.manifest = former
         elif others and not force:
@@ -202,7 +202,7 @@ class Preparation:
         self.path.mkdir(parents=True, exist_ok=True)
         place = self.path / TOKENIZER
         if self.fresh:
-            self.manifest.write(self.path)  # from now on, the old shards do not count
+            self.manifest.write(self.path)  # from now on, the old shards are ignored
             for split in SPLITS:
                 for stale in self.path.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].bin"):
                     stale.unlink()
@@ -251,7 +251,7 @@ class ShardWriter:
         self.documents += documents
 
     def finish(self) -> Shard | None:
-        """Give the shard its final name; an empty one is removed, and ``None`` returned."""
+        """Give the shard its final name. Removes an empty shard and returns ``None``."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
@@ -263,9 +263,9 @@ class ShardWriter:
 
 
 def flat_head(head: dict[str, Any]) -> dict[str, Any]:
-    """Nested settings as one level; those of a source go by its path."""
+    """The head as a flat dictionary; the keys of a source's settings begin with its path."""
     sources = head["sources"]
     own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
     found = {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}
-    found.pop("tokenizer.name")  # its checksum says whether it is the same
+    found.pop("tokenizer.name")  # the checksum identifies the tokenizer
     return found

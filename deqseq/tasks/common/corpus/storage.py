@@ -1,4 +1,4 @@
-"""Files of documents: on disks or remote (s3://, gs://, hf://, whatever fsspec knows), compressed or not."""
+"""Files of documents: local or remote (any protocol of fsspec, such as s3://), compressed or not."""
 
 import io
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ _COMPRESSED = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
 def is_remote(path: str) -> bool:
-    """Whether fsspec reads a path, instead of Python."""
+    """Whether a path is remote: fsspec reads it."""
     return "://" in path
 
 
 def is_compressed(path: str) -> bool:
-    """Whether a file is compressed, from its name; ``ValueError`` if the package that reads it is missing."""
+    """Whether a file is compressed, by its suffix; ``ValueError`` if the package that reads it is missing."""
     suffix = Path(path).suffix.lower()
     if suffix in _COMPRESSED and infer_compression(path) is None:
         raise ValueError(f"{path} cannot be unpacked: for {suffix}, install deqseq[lm]")
@@ -29,7 +29,8 @@ def is_compressed(path: str) -> bool:
 
 
 def expanded(path: str) -> list[str]:
-    """The remote files that match a pattern, sorted; any other path alone. ``ValueError`` if none matches."""
+    """The sorted remote files that match a pattern; any other path is returned alone. ``ValueError`` if no
+    file matches."""
     if not is_remote(path) or "*" not in path:
         return [path]
     with _one_line(path):
@@ -41,19 +42,19 @@ def expanded(path: str) -> list[str]:
 
 
 def stamp(path: str) -> dict[str, Any]:
-    """Name, bytes and time of change of a file; ``ValueError`` if there is none."""
+    """Path, bytes and time of change of a file; ``ValueError`` if the file does not exist."""
     if not is_remote(path):
         return local_stamp(Path(path))
     with _one_line(path):
         system, name = url_to_fs(path)
         found: dict[str, Any] = {"path": path, "bytes": system.size(name)}
-        with suppress(NotImplementedError):  # not every store keeps it
+        with suppress(NotImplementedError):  # some stores have no times
             found["modified"] = str(system.modified(name))
     return found
 
 
 def local_stamp(path: Path) -> dict[str, Any]:
-    """Name, bytes and time of change of a file; of a file on the hub, the name alone."""
+    """Path, bytes and time of change of a local file; only the path if there is no such file."""
     if not path.is_file():
         return {"path": str(path)}
     known = path.stat()

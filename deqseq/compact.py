@@ -22,7 +22,7 @@ class CompactingRunner(Runner):
     def proceed(self) -> None:
         if self.passes and self.passes % self.check_every == 0:
             settled = self.carry.tokens.settled.all(1)
-            if 2 * int(settled.sum()) >= len(settled):  # removing fewer costs more than it saves
+            if 2 * int(settled.sum()) >= len(settled):  # smaller removals cost more than they save
                 self._remove(settled)
         super().proceed()
 

@@ -63,7 +63,7 @@ class Curriculum:
 
     @staticmethod
     def end(stage: Stage, steps: int) -> int:
-        """The number of steps, of ``steps`` in total, after which ``stage`` ends."""
+        """The step at which ``stage`` ends, if training has ``steps`` steps."""
         return round(stage.until * steps)
 
     @staticmethod

@@ -155,7 +155,7 @@ class StateLayer(CacheLayerMixin):
 
 
 def _same_form(state: State, fresh: State) -> bool:
-    """Whether layers, types, devices and sizes equal those of ``fresh``; a size of 0 there fits any size."""
+    """Whether layers, types, devices and sizes equal ``fresh``'s; a 0 in ``fresh``'s sizes fits any."""
     if [len(layer) for layer in state.layers] != [len(layer) for layer in fresh.layers]:
         return False
     pairs = zip(itertools.chain(*state.layers), itertools.chain(*fresh.layers), strict=True)

@@ -75,7 +75,7 @@ def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, shares, 
                           UNROLL: tl.constexpr):  # fmt: skip
     """Gradients of the convolution's input; and of its weight and bias, summed over T tokens.
 
-    The three tokens after the block contribute to the gradients of its inputs only.
+    The next three tokens add to the input gradients, not to the sums.
     """
     c = tl.program_id(0) * C + tl.arange(0, C)
     first = tl.program_id(1) * T

@@ -65,7 +65,7 @@ class TaskScore:
 
     Attributes:
         source: the local file, or the dataset's name on the hub.
-        metric, main, main_stderr: the metric in the average, its value and standard error.
+        metric, main, main_stderr: the task's main metric, its value and standard error.
         chance: value of the metric for a random guess.
         own_prompt: describes the prompts if they are not lm-eval's, else ``None``.
     """

@@ -113,6 +113,6 @@ def _load(state: dict[str, Any], folder: Path, no_dist: bool = False) -> None:
 def _call(function: Callable[[], object], error: type[Exception], what: str) -> None:
     try:
         function()
-    except CheckpointException as failed:  # no subclass of Exception; has every process's error
+    except CheckpointException as failed:  # a BaseException that holds all processes' errors
         rank, (reason, _) = next(iter(failed.failures.items()))
         raise error(f"{what}: process {rank}: {str(reason).splitlines()[0]}") from failed

@@ -120,7 +120,7 @@ class Study:
         return build(TrainSettings, {**fields, "seed": seed})
 
     def cases(self, explicit: bool) -> dict[str, dict[str, Any]]:
-        """The settings of a model's evaluations (see :meth:`Test.cases`); the keys are the settings as JSON."""
+        """The settings of a model's evaluations (see :meth:`Test.cases`); keys: the settings as JSON."""
         tests = [build(Test, test, f"tests.{number}.") for number, test in enumerate(self.tests)]
         return {json.dumps(case): case for test in tests for case in test.cases(explicit)}
 

@@ -73,8 +73,8 @@ class State:
 
 
 Trace = Any
-"""The data of one evaluation from which ``advance`` computes the next state. Its type depends on the
-backbone."""
+"""The data that one evaluation hands to ``advance``, which computes the next state from it. Each backbone
+chooses the type."""
 
 
 class Backbone(nn.Module, ABC):
@@ -83,12 +83,12 @@ class Backbone(nn.Module, ABC):
     A subclass implements :meth:`prepare` and :meth:`evaluate`. If it also implements :meth:`initial_state`
     and :meth:`advance`, it can carry state across windows and calls. Token t of the result may depend only on
     the state and on tokens up to t of z and the context. A backbone needs no masks: the layer moves padding
-    behind the real tokens of its sequence, and a causal map cannot use later tokens.
+    to the end of each sequence, and a causal map cannot use later tokens.
 
     Attributes:
         d_model: width D of z and x; ``None`` if every width works.
-        injects: whether f depends on x through the context. An explicit layer passes x as z, so its backbone
-            has ``injects=False``.
+        injects: whether f reads x from the context. An explicit layer passes x as z, so its backbone has
+            ``injects=False``.
         rewinds: true if lowering ``State.seen`` removes the last tokens from a state. This works for states
             with one slot per token (keys and values), not for recurrent states.
         capturable: true if a CUDA graph can record ``prepare``, ``evaluate`` and ``advance``: they never make
@@ -124,8 +124,8 @@ class Backbone(nn.Module, ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the backbone can carry state across windows and calls. A wrapper returns the value
-        of the backbone that it wraps."""
+        """Whether the backbone can carry state across windows and calls. A wrapper returns its inner
+        backbone's value."""
         return type(self).initial_state is not Backbone.initial_state
 
     def initial_state(
@@ -150,7 +150,8 @@ class Backbone(nn.Module, ABC):
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         """The state after the first ``count`` (B,) tokens of the evaluation that returned ``trace``.
 
-        The method may change ``state`` in place: its tensors are contiguous, and nothing else uses them.
+        The method may change ``state`` in place: the state's tensors are contiguous, and no other code uses
+        them.
         """
         raise ValueError(f"{type(self).__name__} keeps no state to advance")
 

@@ -1,4 +1,4 @@
-"""Searches that remove settled sequences from the batch, so that f is no longer evaluated for them."""
+"""Searches that remove settled sequences from the batch, which makes the next evaluations of f smaller."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from deqseq.trees import map_tensors, take, tensors
 
 
 class CompactingRunner(Runner):
-    """Runs passes one by one; removes settled sequences from the batch once half of it has settled."""
+    """Runs passes one by one; removes settled sequences from the batch once half of the batch has settled."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)

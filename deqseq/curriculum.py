@@ -22,10 +22,10 @@ class Stage:
     Attributes:
         until: the stage ends after this share of all steps, in (0, 1].
         gradient: gradient strategy, as a name or mapping.
-        convergence: convergence policy in training, as a name or mapping; ``None``: the previous stage's
-            policy, or the layer's policy in the first stage.
-        window: tokens solved at a time; all by default.
-        eval_convergence: convergence policy in evaluation; ``None``: as for ``convergence``.
+        convergence: convergence policy in training, as a name or mapping. ``None`` keeps the previous stage's
+            policy; in the first stage, ``None`` keeps the layer's policy.
+        window: number of tokens solved together; all by default.
+        eval_convergence: convergence policy in evaluation; ``None`` means the same as for ``convergence``.
     """
 
     until: float
@@ -39,7 +39,8 @@ class Curriculum:
     """The stages of training, in order.
 
     Raises:
-        ValueError: no stages; ``until`` does not increase or does not end at 1; unknown names or options.
+        ValueError: ``stages`` is empty, ``until`` does not increase or does not end at 1, or a name or option
+            is unknown.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -52,7 +53,7 @@ class Curriculum:
                 SolveOptions(convergence=policy, window=stage.window)
         self.stages: list[Stage] = []
         policies_now: dict[str, Any] = {"convergence": None, "eval_convergence": None}
-        for stage in stages:  # fill in inherited policies, so that apply does not depend on earlier calls
+        for stage in stages:  # fill in inherited policies, so that ``apply`` needs no earlier calls
             own = {name: getattr(stage, name) for name in policies_now}
             policies_now |= {name: policy for name, policy in own.items() if policy is not None}
             self.stages.append(replace(stage, **policies_now))

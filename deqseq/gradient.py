@@ -16,7 +16,7 @@ from deqseq.solution import Solution
 
 
 class GradientStrategy(ABC):
-    """Solves a problem so that gradients reach its context (inputs and parameters).
+    """Solves a problem so that gradients reach the problem's context (inputs and parameters).
 
     Example of a strategy in another package::
 
@@ -37,8 +37,8 @@ class GradientStrategy(ABC):
     def exact(self, problem: Problem) -> bool:
         """Whether autograd records the whole solve, so that derivatives of every order are correct.
 
-        If false, a second derivative through ``solution.z`` raises ``RuntimeError``: it would be wrong,
-        because the search records no autograd graph.
+        If false, a second derivative through ``solution.z`` raises ``RuntimeError``. Such a derivative would
+        be wrong, because the search records no autograd graph.
         """
         return False
 

@@ -1,8 +1,8 @@
 """Recording of the loop's passes as CUDA graphs.
 
-In a small pass, launching the kernels takes longer than running them. A CUDA graph launches them all at once.
-Every replay reads and writes the same memory as the recording, so fixed buffers hold the values that one
-replay hands to the next.
+In a small pass, launching the kernels takes longer than running them. A CUDA graph launches all its kernels
+at once. Every replay reads and writes the same memory as the recording. Therefore one replay passes its
+results to the next replay in fixed buffers.
 """
 
 import gc
@@ -22,9 +22,9 @@ PASSES_OF_A_WINDOW = 4
 def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[], None]]:
     """Record each of ``steps`` as a CUDA graph, and return one replay function per step.
 
-    A step may read results of earlier steps. No step may make the host wait for the device. Before the
-    recording, each step runs once, which compiles and loads its kernels. On the CPU the steps run once and
-    are themselves returned.
+    A step may read results of earlier steps. No step may make the host wait for the device. Each step first
+    runs once without recording, which compiles and loads its kernels. On the CPU the function runs each step
+    once and returns the steps unchanged.
     """
     if device.type != "cuda":
         for step in steps:
@@ -34,7 +34,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
     side.wait_stream(torch.cuda.current_stream(device))
     pool = torch.cuda.graph_pool_handle()
     graphs = []
-    # Autocast's cached weights would use the graphs' memory and outlive the graphs.
+    # Autocast's cached weights would lie in the graphs' memory and outlive the graphs.
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with torch.autocast("cuda", dtype, enabled, cache_enabled=False), _no_garbage_collection():
         with torch.cuda.stream(side):
@@ -50,7 +50,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the block: a capture fails if device memory is freed during it."""
+    """Disable garbage collection in the block: freeing device memory makes a capture fail."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
 """Packing of a layer's inputs: one sequence per row, real tokens first, then padding.
 
-Rows that hold several sequences are split. Padding moves behind the real tokens of its sequence and cannot
-influence them, because the map is causal. Therefore backbones and solvers need no masks.
+A row with several sequences becomes several rows. Padding moves to the end of its row. The map is causal, so
+padding cannot influence the real tokens before it, and backbones and solvers need no masks.
 
 Shapes: B rows of L tokens in the caller's batch, R sequences of up to C tokens in the packed batch, D width.
 """
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     z0: Tensor | None
     position_ids: Tensor
     lengths: Tensor  # (R,) number of tokens to solve
-    unsolvable: Tensor  # (R, C) bool, each sequence's first non-finite token and all later ones
+    unsolvable: Tensor  # (R, C) bool, each sequence's first non-finite token and all later tokens
     state: State | None
 
 
@@ -54,7 +54,7 @@ class Packing:
 
     @classmethod
     def of_packed(cls, real: Tensor, starts: Tensor) -> Packing:
-        """The packing of several sequences per row; ``starts`` (B, L) bool marks each one's first token."""
+        """The packing of several sequences per row; ``starts`` (B, L) bool marks their first tokens."""
         flat = real.flatten().nonzero()[:, 0]  # flat indices of the real tokens
         begins = starts.flatten()[flat]
         sequence = begins.cumsum(0) - 1
@@ -93,8 +93,10 @@ def real_tokens(attention_mask: Tensor) -> Tensor:
 
 
 def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bool:
-    """Whether a row of ``position_ids`` (B, L) restarts, because it holds several sequences. Waits for the
-    device."""
+    """Whether positions (B, L) restart at 0 inside a row, so that the row holds several sequences.
+
+    Waits for the device.
+    """
     if position_ids.shape[1] == 1:
         return False
     real = torch.ones_like(position_ids, dtype=torch.bool)
@@ -108,7 +110,7 @@ def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     A sequence begins at a row's first token and wherever ``position_ids`` restart at 0. Waits for the device.
 
     Raises:
-        ValueError: positions that repeat, or decrease to a value other than 0.
+        ValueError: positions repeat, or decrease to a value other than 0.
     """
     # The position of the previous token, skipping padding; -1 for the first token.
     rank = real.cumsum(1)
@@ -162,8 +164,8 @@ def take_inputs(
         x, lengths = packing.pack(x), packing.lengths
         z0 = None if z0 is None else packing.pack(z0)
         position_ids = None if position_ids is None else packing.pack(position_ids)
-    # Solve a sequence only up to its first non-finite token. Later tokens depend on it, and a NaN in a matrix
-    # product would reach earlier tokens as well (0 * NaN is NaN).
+    # Solve only the tokens before a sequence's first non-finite token. Later tokens depend on this token, and
+    # its NaN would reach earlier tokens through matrix products (0 * NaN is NaN).
     place = torch.arange(x.shape[1], device=x.device)
     finite = torch.isfinite(x).all(-1)
     end = torch.where(finite | (place >= lengths[:, None]), x.shape[1], place).amin(1)

@@ -1,19 +1,19 @@
-"""Which implementation computes the operations in :mod:`deqseq.ops`.
+"""The choice of the implementation that computes the operations in :mod:`deqseq.ops`.
 
 ``"torch"``
-    plain PyTorch. It runs anywhere, and tests compare all others with it.
+    plain PyTorch; runs on every device. Tests compare all other implementations with this one.
 ``"triton"``
-    our own fused kernels, forward and backward; on NVIDIA GPUs, and on the CPU under Triton's interpreter
-    (``TRITON_INTERPRET=1``).
+    our own fused kernels for the forward and backward pass. They run on NVIDIA GPUs, and on the CPU with
+    Triton's interpreter (``TRITON_INTERPRET=1``).
 ``"mamba_ssm"``
     the recurrence of ``mamba_ssm`` and the convolution of ``causal_conv1d``.
 ``"fla"``
     the recurrence and the convolution of ``fla-core`` (flash-linear-attention).
 
 The default on a GPU is the first of triton, mamba_ssm and fla that can be imported; elsewhere it is torch.
-The environment variable ``DEQSEQ_KERNELS``, or :func:`use`, selects another one. Torch always computes
-float64, and all operations that the selected implementation lacks. By default torch also computes float32
-matrix products: exact products compile and run slowly in Triton, and other packages round to TF32.
+The environment variable ``DEQSEQ_KERNELS``, or :func:`use`, selects another implementation. Torch always
+computes float64 operations, and operations that the selected implementation lacks. By default torch also
+computes float32 matrix products: exact products are slow in Triton, and other packages round to TF32.
 
 A backbone chooses once per forward pass (:func:`choose`, in ``prepare``) and keeps the choice in the context.
 All evaluations with this context use it, even when gradient checkpointing repeats them in the backward pass.
@@ -45,7 +45,7 @@ _twice: ContextVar[bool] = ContextVar("second derivatives are wanted", default=F
 
 
 class Choice(NamedTuple):
-    """The implementations of a forward pass: for operations that multiply matrices, and for all others."""
+    """The implementations of a forward pass: one for matrix products, one for all other operations."""
 
     products: str
     others: str
@@ -94,13 +94,13 @@ def twice_differentiable() -> Iterator[None]:
 
 
 def chosen() -> str | None:
-    """The name given to :func:`use` or in ``DEQSEQ_KERNELS``; ``None`` without either."""
+    """The name given to :func:`use`, else the value of ``DEQSEQ_KERNELS``, else ``None``."""
     return next(reversed(_named.values()), None) or os.environ.get("DEQSEQ_KERNELS") or None
 
 
 def implementation(x: Tensor, products: bool = False) -> str:
-    """The implementation to use for ``x``. ``products``: the operation multiplies matrices, so autocast
-    applies to it."""
+    """The implementation to use for ``x``. Set ``products`` for matrix products, because autocast changes
+    their type."""
     dtype = autocast_dtype(x) if products else x.dtype
     if dtype == float64:
         return "torch"
@@ -148,7 +148,7 @@ def _check(name: str) -> None:
 
 
 def first_derivative_only() -> None:
-    """Raise ``RuntimeError`` in a backward pass with ``create_graph=True``, which kernels do not support."""
+    """Raise ``RuntimeError`` in a backward pass with ``create_graph=True``; kernels do not support it."""
     if torch.is_grad_enabled():  # in a backward pass, true only with create_graph=True
         raise RuntimeError(
             "fused kernels have no second derivative: run the forward pass inside deqseq.kernels.use('torch')"
@@ -159,7 +159,7 @@ _compiled: dict[Hashable, Any] = {}
 
 
 def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Within the block, the device of ``x`` is the current device, on which kernels and CUDA graphs run."""
+    """Within the block, make the device of ``x`` current: kernels and graphs run on the current device."""
     if not x.is_cuda or torch.compiler.is_compiling():  # compiled code sets the device itself
         return nullcontext()
     return torch.cuda.device(x.device)
@@ -170,19 +170,18 @@ def launch(
 ) -> None:
     """Run a Triton kernel. After the first call, this needs half the host time of Triton's own launch.
 
-    Launches limit the speed of small models, and Triton spends more time on finding a compiled kernel than on
-    launching it.
+    Launches limit the speed of small models. Triton's own launch mostly searches for the compiled kernel.
 
     ``args``: tensors and numbers, in the order of the kernel's parameters; ``constants``: the remaining
-    parameters, in their order.
+    parameters, in the kernel's order.
 
     Raises:
-        TypeError: ``constants`` are not the kernel's remaining parameters in order.
+        TypeError: ``constants`` differ from the kernel's remaining parameters, or have another order.
     """
     if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
         kernel[grid](*args, **constants)  # Triton's interpreter
         return
-    # Triton compiles a kernel for every combination of types, alignments and numbers (it may fix numbers).
+    # Triton may compile numbers into a kernel, so the key has types, alignments and numbers.
     kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (type(a), a) for a in args]
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *kinds, *constants.values())
     compiled = _compiled.get(key)

@@ -32,7 +32,7 @@ class LayerOutput:
 
     Attributes:
         z: (B, L, D); zero at padding.
-        state: the backbone state after the last token, detached; ``None`` unless the call was given a state.
+        state: the detached backbone state after the last token; ``None`` if the call had no ``state``.
         solution: how every token was solved; ``None`` for an explicit layer.
     """
 
@@ -42,7 +42,7 @@ class LayerOutput:
 
 
 def _on_its_device(forward: Forward) -> Forward:
-    """Make the device of ``x`` current during ``forward``, because kernels and CUDA graphs run on it."""
+    """Make the device of ``x`` current in ``forward``: kernels and CUDA graphs run on the current device."""
 
     @wraps(forward)
     def on_device(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
@@ -79,17 +79,17 @@ class ImplicitSequenceLayer(SequenceLayer):
         gradient: decides which evaluations autograd records; ``"phantom"``, ``"implicit"``, ``Unrolled(n)``.
         convergence: one policy, or a pair (training, evaluation). Default: a relative residual of 5 % in at
             most 32 iterations, the paper's setting for training language models.
-        window: tokens solved at a time. ``None``: all together (the paper's simultaneous mode). 1: one by one
-            (sequential mode). w: a window of w tokens, which slides as tokens settle. The fixed point is the
-            same; the number of evaluations differs. In training only the search uses the window: steps with
-            an autograd graph run on all tokens in parallel.
-        causal: true: in training, raise an error for solvers and policies that let a token's value depend on
-            later tokens.
-        compact: remove settled sequences from the batch once at least half of it has settled, which saves
-            evaluations. Searches with a window, a state or a group ignore this option. Results change by
+        window: number of tokens solved together. ``None``: all tokens (the paper's simultaneous mode). 1: one
+            token after another (sequential mode). w: a window of w tokens, which slides as tokens settle. The
+            window changes the number of evaluations, not the fixed point. In training the search uses the
+            window, but steps with an autograd graph run on all tokens in parallel.
+        causal: if true, training refuses solvers and policies that let a token's value depend on later
+            tokens.
+        compact: remove settled sequences once at least half of the batch has settled, which makes evaluations
+            cheaper. Searches with a window, a state or a group ignore this option. Results change by
             rounding, because matrix products with fewer rows round differently. The batch must be the first
             dimension of ``Context.tokens`` and of the solver's state.
-        group: process group whose ranks all evaluate f equally often, which FSDP needs.
+        group: process group whose ranks stop after the same number of evaluations, because FSDP needs it.
 
     Attributes:
         train_solve: the :class:`~deqseq.SolveOptions` of training: solver, policy and window.
@@ -160,8 +160,8 @@ class ImplicitSequenceLayer(SequenceLayer):
             x: (B, L, D) input.
             attention_mask: (B, L), non-zero for real tokens; padding may be anywhere.
             position_ids: (B, L) int64; by default the real tokens are numbered from 0, or from
-                ``state.seen``. Where positions restart at 0 inside a row, a new sequence begins. It is
-                solved independently.
+                ``state.seen``. If positions restart at 0 inside a row, a new sequence begins there. All
+                sequences are solved independently.
             state: backbone state before the first token; the output then has the state after the last token.
             z0: (B, L, D) initial guess; zero by default. Non-finite tokens are replaced by zero.
             window: replaces the options' window for this call; ``"layer"`` keeps it.
@@ -175,7 +175,7 @@ class ImplicitSequenceLayer(SequenceLayer):
             options = replace(options, window=window)
         self._check_causal(options)
         inputs, packing = take_inputs(self.backbone.d_model, x, attention_mask, position_ids, state, z0)
-        # Calls with one token may be recorded. A recording cannot check the state's capacity, so reserve it.
+        # A call with one token may be recorded. A recording cannot check capacity, so reserve capacity now.
         one_token = state is not None and inputs.x.shape[1] == 1 and not torch.is_grad_enabled()
         if one_token and state is not None:
             inputs = inputs._replace(state=self.backbone.reserve(state, inputs.x))
@@ -277,7 +277,7 @@ def _finished(solution: Solution, inputs: Inputs) -> Solution:
 
 
 def _state_after(state: State | None, unsolvable: Tensor) -> State | None:
-    """The state after also consuming the ``unsolvable`` (B, L) tokens: NaN in sequences with such tokens."""
+    """The state after the ``unsolvable`` (B, L) tokens: the layers of sequences with such tokens are NaN."""
     if state is None:
         return None
     affected = unsolvable.any(1)

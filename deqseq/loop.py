@@ -37,7 +37,7 @@ class Carry(NamedTuple):
     fz: Tensor | None = None  # (B, L, D) the last evaluation, and its trace
     trace: Trace = None
     # With a window:
-    state: State | None = None  # of the backbone, after the tokens that have left the window
+    state: State | None = None  # the backbone's state after the tokens that have left the window
     start: Tensor | None = None  # (B,) position of the window's first token
     leaving: Tensor | None = None  # (B,) number of tokens that leave next; ``start`` includes them
     results: tuple[Tensor, ...] = ()  # (B, L + W, ...) z, iterations, residual, status of every token
@@ -71,14 +71,14 @@ def begin(problem: Problem) -> Carry:
 def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
     """One pass: take the proposed iterates, evaluate f, judge the evaluation, propose the next iterates.
 
-    With a window, settled tokens leave at its start and the same number of tokens enters at its end. The
-    trace of the evaluation that settled them advances the backbone's state, so f is not evaluated again.
+    With a window, settled tokens leave at the window's start, and the same number of tokens enters at its
+    end. The backbone's state advances with the trace of this evaluation, so f is not evaluated again.
 
-    If autograd records nothing, a pass may overwrite the proposal of ``carry``: do not use ``carry``
-    afterwards. A pass never makes the host wait for the device.
+    Without an autograd graph, a pass may overwrite the proposal of ``carry``: do not use ``carry`` after the
+    pass. A pass never makes the host wait for the device.
 
     Args:
-        judge: whether the policy judges the evaluation; for fixed iterations only the last pass needs this.
+        judge: whether the policy judges the evaluation. With fixed iterations, the last pass alone needs it.
     """
     z = carry.proposal
     if not problem.fixed or problem.window is not None:
@@ -139,7 +139,7 @@ def evaluate(
 
 
 def _places(problem: Problem, start: Tensor) -> Tensor:
-    """(B, W) int64, positions of the window's tokens; past the end, the last position."""
+    """(B, W) int64, positions of the window's tokens; places past the end get the last position."""
     return (start[:, None] + problem.offsets).clamp_max(problem.z0.shape[1] - 1)
 
 
@@ -178,7 +178,7 @@ class Runner:
 
     Attributes:
         passes: number of passes that have been run.
-        check_every: passes after which the host waits for the device to check whether the solve has ended.
+        check_every: after this number of passes, the host waits for the device and checks for the end.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -224,8 +224,8 @@ class Runner:
 def drive(runner: Runner) -> Solution:
     """Run passes until every token has settled.
 
-    A token settles when it and every token before it have converged in the same evaluation, or when its
-    budget is used up. Then its z is frozen. The solve returns f(z) at that z, so a token's result
+    A token settles when the token and all unsettled tokens before it converge in the same evaluation, or when
+    its budget is used up. Then its z is frozen. The solve returns f(z) at the frozen z, so a token's result
     does not depend on later tokens. With :class:`~deqseq.FixedIterations` the solve returns the last iterate.
 
     Evaluations record an autograd graph if gradients are enabled.

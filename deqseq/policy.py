@@ -27,7 +27,7 @@ class Judgement(NamedTuple):
     Attributes:
         residual: (B, W) float32, relative residual.
         converged: (B, W) bool, true if the token meets the tolerance.
-        done: (B, W) bool, true if the token needs no further evaluation; ``None``: equal to ``converged``.
+        done: (B, W) bool, true if the token may stop; ``None`` means that ``converged`` decides.
     """
 
     residual: Tensor
@@ -46,9 +46,9 @@ class ConvergencePolicy(ABC):
     Attributes:
         max_iter: maximum number of evaluations per token.
         causal: true if the verdict on a token does not depend on later tokens.
-        check_every: number of passes after which the host checks whether all tokens have settled; ``None``: 1
-            on the CPU, where the check is free, and 4 on other devices. Settled tokens are frozen, so the
-            interval never changes a result.
+        check_every: after this number of passes, the host checks whether all tokens have settled. ``None``
+            means 1 on the CPU, where the check is free, and 4 on other devices. Settled tokens are frozen, so
+            ``check_every`` never changes a result.
         capturable: true if a CUDA graph can record ``judge``: it never makes the host wait for the device.
     """
 
@@ -83,8 +83,8 @@ class ConvergencePolicy(ABC):
 class FixedIterations(ConvergencePolicy):
     """Every token takes part in exactly ``iterations`` evaluations; no residual is tested.
 
-    Combined with another policy it sets a bound: ``Residual(rtol=1e-3) & FixedIterations(4)`` does at least
-    four iterations, and with ``|`` at most four.
+    Combined with another policy, this policy sets a bound. ``Residual(rtol=1e-3) & FixedIterations(4)`` does
+    at least four iterations, and ``Residual(rtol=1e-3) | FixedIterations(4)`` does at most four.
 
     Raises:
         ValueError: ``iterations`` below 1.

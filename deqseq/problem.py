@@ -28,9 +28,9 @@ class SolveOptions:
 
     Args:
         solver: proposes iterates; an object, a registered name, or a mapping ``{"name": ..., **options}``.
-        convergence: decides when to stop; an object, a name or a mapping, as for ``solver``. The default is a
-            relative residual of 5 % in at most 32 iterations, the paper's for training language models.
-        window: tokens solved at a time; ``None``: all of them together.
+        convergence: decides when to stop; an object, a name or a mapping, as for ``solver``. The default, a
+            relative residual of 5 % in at most 32 iterations, is the paper's for training language models.
+        window: number of tokens solved together; ``None``: all tokens.
 
     Raises:
         ValueError: unknown names or options; a window below 1.
@@ -75,13 +75,13 @@ class Problem:
         context: what ``map.evaluate`` needs besides z.
         z0: (B, L, D) the initial guess.
         options: solver, convergence policy and window.
-        lengths: (B,) int64 number of real tokens, which come first; ``None``: all are real.
+        lengths: (B,) int64 number of real tokens, which come first; ``None``: all tokens are real.
         state: backbone state before the first token; ``None``: there are no earlier tokens. The solve
             does not change the state.
-        state_has_capacity: the state already has capacity for all tokens; skip the check, which would read
-            from the GPU.
-        returns_state: return the state after the last token, if the solve starts from a state.
-        compact: remove settled sequences from the batch once at least half of it has settled.
+        state_has_capacity: true if the state already has capacity for all tokens. The solve then skips the
+            check, which would read from the GPU.
+        returns_state: if the solve starts from a state, return the state after the last token.
+        compact: remove settled sequences once at least half of the batch has settled.
         checkpoint: store no activations of evaluations, and recompute them in the backward pass.
         group: process group whose ranks stop after the same pass; ``None``: every rank stops independently.
     """
@@ -114,7 +114,7 @@ class Problem:
 
     @property
     def fixed(self) -> bool:
-        """Whether the policy is a fixed number of iterations; the result is then the last iterate."""
+        """Whether the policy is :class:`FixedIterations`. The result is then the last iterate."""
         return isinstance(self.policy, FixedIterations)
 
     @property

@@ -8,7 +8,7 @@ with an entry point::
     [project.entry-points."deqseq.solvers"]
     mann = "my_package:Mann"
 
-If names are equal, this package's part is used, so other packages must choose new names.
+A name of this package always means this package's part, so other packages must choose new names.
 """
 
 import inspect
@@ -48,8 +48,8 @@ class Registry(Generic[Part]):
         """The class registered under ``name``.
 
         Raises:
-            ValueError: unknown name (the message lists the known names), a name with several different entry
-                points, or a part that cannot be imported.
+            ValueError: the name is unknown (the message lists the known names), the name has several
+                different entry points, or the part cannot be imported.
         """
         if name in self._builtin:
             module, _, attribute = self._builtin[name].partition(":")
@@ -73,7 +73,7 @@ class Registry(Generic[Part]):
         """Build a part from ``spec``; if ``spec`` is a part, return it.
 
         Raises:
-            ValueError: unknown name, options that the part does not take, or an object of a wrong class.
+            ValueError: the name is unknown, the part does not take an option, or an object has a wrong class.
         """
         if isinstance(spec, (str, Mapping)):
             name, arguments, options = self._read(spec)

@@ -1,6 +1,6 @@
 """Diagnostics and penalties on the Jacobian of a fixed-point map.
 
-Both take a map of z alone: ``lambda z: backbone(z, context)`` with ``context = backbone.prepare(x)``.
+The functions take a map of z: ``lambda z: backbone(z, context)`` with ``context = backbone.prepare(x)``.
 Shapes: B sequences, L tokens, D width.
 """
 
@@ -50,8 +50,9 @@ def spectral_radius(
 
     The iteration z <- f(z) contracts near a fixed point if and only if the radius is below 1. The estimate is
     the geometric mean of the growth over the second half of the iterations, because growth oscillates for
-    complex leading eigenvalues. For a causal map, df/dz is block-triangular: its eigenvalues are those of its
-    diagonal blocks, one per token. The error may still grow for up to L iterations before it shrinks.
+    complex leading eigenvalues. For a causal map, df/dz is block-triangular: the diagonal blocks, one per
+    token, determine its eigenvalues. Even if the radius is below 1, the error of z <- f(z) may grow for up to
+    L iterations before it shrinks.
 
     Args:
         f: the map, (B, L, D) -> (B, L, D), with sequences independent of each other.

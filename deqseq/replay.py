@@ -1,13 +1,13 @@
 """CUDA graphs of whole calls of an implicit layer with one token per sequence, as in generation.
 
-The second call with the same shapes records everything from the layer's inputs to its outputs as CUDA graphs:
-effective weights, passes of the loop, the update of the state. Later calls copy their inputs into the
-recording's buffers and replay the graphs. A replay may run extra passes. They change nothing, because settled
-tokens are frozen, so results equal those of the plain loop.
+The second call with the same shapes records the whole computation as CUDA graphs: effective weights, passes
+of the loop, the update of the state. Later calls copy their inputs into the recording's buffers and replay
+the graphs. A replay may run extra passes. Settled tokens are frozen, so extra passes change nothing, and
+results equal those of the plain loop.
 
 A replay reads the layer's current weights, so training between two calls takes effect. A replaced module,
-solver or policy leads to a new recording; layers with hooks are never replayed. Changing an attribute of a
-solver, policy or module in place is not detected.
+solver or policy leads to a new recording. A layer with hooks is never replayed. A replay ignores a changed
+attribute of the same solver, policy or module.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MAX_SEQUENCES = 64
 PASSES_OF_A_CALL = 2
 """Passes in one CUDA graph. After each replay the host checks whether all tokens have settled."""
 MAX_RECORDINGS = 4
-"""Most recordings that a layer keeps; it drops the least recently used recording first. A recording holds the
-effective weights, the inputs and the outputs."""
+"""Maximum number of recordings of a layer. The layer drops the least recently used recording first. Each
+recording holds the effective weights, the inputs and the outputs."""
 
 MakeProblem = Callable[[Inputs], Problem]
 MakeResult = Callable[[Solution, Inputs], Solution]
@@ -48,7 +48,7 @@ _PER_TOKEN = ("z", "residual", "iterations", "status")
 
 
 class _Entry(NamedTuple):
-    parts: tuple[object, ...]  # kept alive, so that no other object gets their id()
+    parts: tuple[object, ...]  # kept alive, so that new objects cannot get the same id()
     recording: Recording | None  # ``None`` after the first call with these shapes
 
 
@@ -74,8 +74,7 @@ class Recordings:
         make_problem: MakeProblem,
         make_result: MakeResult,
     ) -> Solution:
-        """Replay a recording if there is one for these shapes and settings; otherwise solve, and maybe
-        record.
+        """Replay the recording for these shapes and settings. If no recording exists, solve and maybe record.
 
         Args:
             layer: the layer whose parameters and modules the solve uses.
@@ -128,8 +127,8 @@ def _key(inputs: list[Tensor]) -> Hashable:
 class Fingerprint:
     """Computes a value that changes if a module of a layer, or the memory of a weight, is replaced.
 
-    It runs before every token and must be fast: it traverses the tree of modules only after a change, and its
-    loops over dictionaries run in C.
+    ``of`` runs before every token and must be fast: its loops over dictionaries run in C. After a change,
+    ``of`` traverses the tree of modules again.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from deqseq.solver import Progress, Solver, SolverState, solvers
 def search(problem: Problem) -> Solution:
     """Iterate without an autograd graph until the policy stops; returns f(z).
 
-    With :class:`~deqseq.FixedIterations` the search does that many iterations and returns the last iterate.
+    With ``FixedIterations(n)`` the search does n iterations and returns the last iterate.
     """
     with torch.no_grad():
         if problem.window is not None and graphs.recordable(problem):
@@ -45,12 +45,12 @@ def steps(
 
     Args:
         problem: its policy and window are not used.
-        count: iterations, each an evaluation of f on all tokens.
+        count: number of iterations. Each iteration evaluates f once on all tokens.
         start: the solution of a search. The steps start at its z, and the result keeps its residual,
-            iterations, status and state. A sequence's first non-finite token and all later tokens are left
-            out and keep their z: a NaN in a matrix product would reach earlier tokens (0 * NaN is NaN).
-            By default the steps start at the problem's initial guess.
-        solver: proposes the iterates; the problem's by default.
+            iterations, status and state. A sequence's first non-finite token and all later tokens keep
+            their z, and the steps use zeros for them: a NaN in a matrix product would reach earlier tokens
+            (0 * NaN is NaN). By default the steps start at the problem's initial guess.
+        solver: proposes the iterates; the problem's solver by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
     """
     solver = problem.solver if solver is None else solvers.create(solver)
@@ -70,7 +70,7 @@ def steps(
 
 
 def _excluded(found: Solution) -> Tensor | None:
-    """(B, L) bool, each sequence's first non-finite token and all later ones; ``None`` if all are finite."""
+    """(B, L) bool, a sequence's first non-finite token and all later tokens; ``None`` if all are finite."""
     excluded = (found.status == Status.NON_FINITE).cumsum(1) > 0
     return excluded if bool(excluded.any()) else None
 

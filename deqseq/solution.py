@@ -22,12 +22,12 @@ class Solution:
 
     Attributes:
         z: (B, L, D) the equilibrium.
-        residual: (B, L) float32, relative: ``||f(z) - z|| / ||f(z)||`` in the token's last evaluation.
-        iterations: (B, L) int64, evaluations each token took part in while it was unsettled.
+        residual: (B, L) float32, ``||f(z) - z|| / ||f(z)||`` in the token's last evaluation.
+        iterations: (B, L) int64, number of evaluations of each token until it settled.
         status: (B, L) int64 codes of :class:`Status`.
-        nfe: number of function evaluations: calls of f, each for all tokens of the batch or window, including
-            gradient steps.
-        state: backbone state after the last token, detached; ``None`` unless the solve started from one.
+        nfe: number of function evaluations, including gradient steps. One evaluation is one call of f for all
+            tokens of the batch or window.
+        state: the detached backbone state after the last token; ``None`` if the solve got no state.
         adjoint: the solution of the backward system, set by the backward pass of
             :class:`~deqseq.ImplicitDifferentiation`. If the call had padding or packed rows, each row of
             the adjoint is one sequence, real tokens first.

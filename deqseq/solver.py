@@ -16,7 +16,7 @@ from deqseq.registry import Registry
 
 @dataclass
 class Progress:
-    """What a solver's step may know about the tokens. Every tensor is (B, W).
+    """The information that a solver's step gets on the tokens. Every tensor is (B, W).
 
     Attributes:
         residual: float32, relative residual of the evaluation; ``None`` for a fixed number of iterations.
@@ -39,7 +39,7 @@ class Progress:
 
     @cached_property
     def shifting(self) -> Tensor:
-        """(B, W) bool, tokens after an unsettled token. While that token changes, their map changes too."""
+        """(B, W) bool, tokens after an unsettled token. Changes of the unsettled token change their map."""
         if self.residual is None:
             return torch.zeros_like(self.settled)
         return (~self.settled).cumsum(1) > (~self.settled).long()
@@ -51,7 +51,7 @@ class Progress:
 
     @property
     def fresh(self) -> Tensor:
-        """(B, W) bool, tokens whose history must be dropped, because it belongs to another map."""
+        """(B, W) bool, tokens whose history must be dropped, because their map is new or still changing."""
         return self.entered | self.shifting
 
 
@@ -67,7 +67,7 @@ class Solver(ABC):
         causal: true if token t's iterate depends only on tokens up to t. Training refuses other solvers,
             unless ``ImplicitSequenceLayer(causal=False)`` allows them.
         differentiable: true if autograd through ``step`` is exact.
-        windowed: true if the solver works with a window, which slides the state.
+        windowed: true if the solver works with a window: the state then slides with the window.
         capturable: true if a CUDA graph can record ``step``: it never makes the host wait for the device, and
             the state holds only tensors.
     """

@@ -17,7 +17,7 @@ _SAMPLE = 4096
 
 
 class Solved(Protocol):
-    """The fields of :class:`~deqseq.solution.Solution` that are used: (B, L) or (L,) tensors, and NFE."""
+    """The fields of :class:`~deqseq.solution.Solution` that statistics read. Tensors are (B, L) or (L,)."""
 
     residual: Tensor
     iterations: Tensor
@@ -28,7 +28,7 @@ class Solved(Protocol):
 class SolveStatistics:
     """Means over the tokens of one or more solves. Padding does not count.
 
-    :meth:`add` never waits for the device; :meth:`read` does. All tokens of all solves have the same
+    :meth:`read` waits for the device; :meth:`add` never waits. All tokens of all solves have the same
     weight. Sums are float64 (float32 on devices without it).
 
     Args:
@@ -74,11 +74,11 @@ class SolveStatistics:
             self._residuals = residual.flatten()[::every].clone()
 
     def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """The means by name: ``nfe`` per solve; ``iterations``, ``residual`` and the share of every final
-        status (``share_...``) per token. Empty if there was no solve.
+        """The means by name. ``nfe`` is a mean over solves; ``iterations``, ``residual`` and the share of
+        each final status (``share_...``) are means over tokens. The result is empty if there was no solve.
 
         Args:
-            reduce: sums a tensor over processes; every process must then call this method.
+            reduce: sums a tensor over processes. If given, every process must call this method.
         """
         if not self.solves:
             return {}
@@ -94,8 +94,9 @@ class SolveStatistics:
         return found | ({"residual_p99": tails[0] / solves} if tails else {})
 
     def by_position(self, name: str) -> Tensor:
-        """The mean of the statistic ``name`` at every position: (L,) on the CPU, L the length of the longest
-        solve; NaN where no token was counted.
+        """The mean of the statistic ``name`` at every position: (L,) on the CPU.
+
+        L is the length of the longest solve. Positions without counted tokens are NaN.
         """
         sums = self._sums.cpu()
         return sums[1 + _MEANS.index(name)] / sums[0]

@@ -1,4 +1,4 @@
-"""The tokens of a solve: which have settled, after how many evaluations, and why.
+"""The progress of each token: whether the token has settled, why, and after how many evaluations.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
@@ -19,7 +19,7 @@ from deqseq.solver import Progress
 class Tokens(NamedTuple):
     """The tokens in the window; every tensor is (B, W)."""
 
-    settled: Tensor  # the token and all before it are done, or it is padding
+    settled: Tensor  # the token and all tokens before it are done, or the token is padding
     iterations: Tensor
     residual: Tensor
     status: Tensor
@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
         return cls(~inside, count, residual, status, ~inside, inside)
 
     def counted(self) -> Tokens:
-        """The tokens with one more evaluation counted."""
+        """The tokens after one more evaluation: the iterations of unsettled tokens grow by 1."""
         active = ~self.settled
         return self._replace(active=active, iterations=self.iterations + active)
 
@@ -58,7 +58,7 @@ class Tokens(NamedTuple):
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
     def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> Tokens:
-        """The tokens after the settled ones have left the window.
+        """The tokens of the window after its settled tokens have left.
 
         Args:
             source: (B, W) int64, the place of each token in the old window.

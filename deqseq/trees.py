@@ -31,7 +31,7 @@ def take(value: Any, rows: Tensor) -> Any:
 
 
 def overwrite(buffers: Any, value: Any) -> None:
-    """Copy the tensors of ``value`` into those of ``buffers``, which has the same structure."""
+    """Copy every tensor of ``value`` into ``buffers``, which has the same structure."""
     both = zip(tensors(buffers), tensors(value), strict=True)
     pairs = [(into, source) for into, source in both if into.data_ptr() != source.data_ptr()]
     written = {into.data_ptr() for into, _ in pairs}

@@ -34,14 +34,14 @@ _ADVICE = (
 class ImplicitDifferentiation(GradientStrategy):
     """The exact gradient at the fixed point, by the implicit function theorem.
 
-    The loop that finds the fixed point also solves for the cotangent u = v + (df/dz)^T u, with
-    vector-Jacobian products as evaluations (Bai et al., 2019, arXiv 1909.01377). f is causal, so this system
-    is anti-causal: it is solved on the reversed sequence.
+    The loop that finds the fixed point also solves the backward system u = v + (df/dz)^T u for u. Here each
+    evaluation is a vector-Jacobian product (Bai et al., 2019, arXiv 1909.01377). f is causal, so the
+    backward system is anti-causal, and the loop solves it on the reversed sequence.
 
     Args:
-        solver: solver of the backward system; a name or an object. ``None``: the layer's.
+        solver: solver of the backward system; a name or an object. ``None``: the layer's solver.
         convergence: policy of the backward system. ``None``: a relative residual of 1e-4 (in bfloat16 and
-            float16, 8 times the dtype's eps), with the ``max_iter`` of the layer's policy, but at least 64.
+            float16, 8 times the dtype's eps). ``max_iter`` is then the layer policy's, at least 64.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ImplicitDifferentiation(GradientStrategy):
 
 
 class _Adjoint:
-    """The map u -> v + (df/dz)^T u on the reversed sequence, which makes it causal. It needs no state."""
+    """The map u -> v + (df/dz)^T u on the reversed sequence. Reversal makes the map causal."""
 
     def __init__(self, fz: Tensor, z: Tensor, valid: Tensor) -> None:
         self.fz = fz
@@ -87,8 +87,8 @@ class _Adjoint:
 class _ImplicitFunction(torch.autograd.Function):
     """The identity on f(z*); its backward pass solves for the cotangent.
 
-    The gradient then flows on through the evaluation of f to inputs and parameters by ordinary autograd, so
-    hooks on them (such as DDP's) run as usual.
+    Ordinary autograd then carries the gradient through the evaluation of f to inputs and parameters, so hooks
+    on parameters (such as DDP's) run as usual.
     """
 
     @staticmethod

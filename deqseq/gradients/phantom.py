@@ -12,13 +12,13 @@ from deqseq.solver import Solver, solvers
 
 @dataclass(frozen=True)
 class Phantom(GradientStrategy):
-    """Phantom gradient: after the search, ``steps`` damped iterations with an autograd graph.
+    """Phantom gradient: after the search, do ``steps`` damped iterations with an autograd graph.
 
     z <- (1 - damping) z + damping f(z) (Geng et al., 2021, arXiv 2111.05177). One undamped step is the
     Jacobian-free gradient (JFB). The gradient tends to the exact one as ``steps`` grows.
 
     Args:
-        steps: iterations with a graph, each an evaluation of f on all tokens.
+        steps: number of iterations with a graph. Each iteration evaluates f once on all tokens.
         damping: step size, in (0, 1]; 1 means no damping.
         checkpoint: store no activations of the steps, and recompute them in the backward pass.
 

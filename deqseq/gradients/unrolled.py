@@ -14,11 +14,11 @@ class Unrolled(GradientStrategy):
     """Back-propagation through ``iterations`` steps of the layer's solver from the initial guess.
 
     There is no search: the layer's policy and window are not used while gradients are enabled. The
-    coefficients of Anderson and Broyden are treated as constants, so a second derivative raises an error
-    with these solvers.
+    coefficients of Anderson and Broyden are constants for autograd, so second derivatives raise an error with
+    these solvers.
 
     Args:
-        iterations: evaluations of f on all tokens, each with a graph.
+        iterations: number of iterations with a graph. Each iteration evaluates f once on all tokens.
         checkpoint: store no activations of the iterations, and recompute them in the backward pass.
 
     Raises:

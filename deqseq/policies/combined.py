@@ -20,7 +20,7 @@ class _Combined(ConvergencePolicy):
 
 
 class Both(_Combined):
-    """Converged when both policies say so; ``max_iter`` is the larger one. Written ``first & second``.
+    """``first & second``: converged when both policies say so. ``max_iter`` is the larger of the two.
 
     If one policy is ``FixedIterations``, which has no tolerance, the other policy alone decides which tokens
     have converged.
@@ -42,7 +42,7 @@ class Both(_Combined):
 
 
 class Either(_Combined):
-    """Converged when one policy says so; ``max_iter`` is the smaller one. Written ``first | second``."""
+    """``first | second``: converged when one policy says so. ``max_iter`` is the smaller of the two."""
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
         super().__init__(first, second)

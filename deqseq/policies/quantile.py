@@ -1,4 +1,4 @@
-"""Done when a share of the tokens has converged."""
+"""A policy that stops a sequence when a share of its tokens has converged."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from deqseq.policy import ConvergencePolicy, Judgement, policies
 class Quantile(ConvergencePolicy):
     """A sequence is done when ``share`` of its tokens have converged by the inner policy.
 
-    The slowest tokens then do not delay the rest. A token's last iteration depends on later tokens, so
-    training refuses this policy unless ``ImplicitSequenceLayer(causal=False)`` allows it.
+    The slowest tokens then do not delay the other tokens. A token's last iteration depends on later tokens,
+    so training refuses this policy unless ``ImplicitSequenceLayer(causal=False)`` allows it.
 
     Args:
         policy: the inner policy, an object, a name or a mapping.

@@ -1,4 +1,4 @@
-"""Converged when the residual is small."""
+"""A policy whose tokens have converged when their residual is small."""
 
 import math
 from dataclasses import dataclass
@@ -13,20 +13,21 @@ from deqseq.policy import ConvergencePolicy, Judgement
 
 @dataclass(frozen=True)
 class Residual(ConvergencePolicy):
-    """Converged when ``||f(z) - z|| <= atol + rtol * ||f(z)||``.
+    """A token has converged when ``||f(z) - z|| <= atol + rtol * ||f(z)||``.
 
     Args:
         rtol: relative tolerance.
         atol: absolute tolerance. At least one of the two tolerances must be positive.
         max_iter: maximum number of evaluations per token.
-        scope: ``"token"``: every token has its own norm. ``"sequence"``: one norm over the tokens of a
-            sequence (the reference implementation's rule). A token's last iteration then depends on later
-            tokens, so training refuses this scope unless ``ImplicitSequenceLayer(causal=False)`` allows it.
+        scope: with ``"token"``, every token has its own norm. With ``"sequence"``, all tokens of a sequence
+            share one norm (the reference implementation's rule). A token's last iteration then depends on
+            later tokens, so training refuses ``"sequence"`` unless ``ImplicitSequenceLayer(causal=False)``
+            allows it.
         check_every: see :class:`ConvergencePolicy`.
 
     Raises:
-        ValueError: tolerances that are negative, not finite or both zero; ``max_iter`` or ``check_every``
-            below 1; an unknown scope.
+        ValueError: a tolerance is negative or not finite, both tolerances are zero, ``max_iter`` or
+            ``check_every`` is below 1, or the scope is unknown.
     """
 
     rtol: float = 0.0

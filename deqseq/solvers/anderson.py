@@ -31,15 +31,14 @@ class Anderson(HistorySolver):
 
     A token uses its history only while all earlier tokens move far less than the token itself. Otherwise its
     map changes from pass to pass, and old differences belong to another map. The linear systems are solved in
-    at least float32. A token whose step is non-finite or huge takes a damped
-    Picard step instead.
+    at least float32. A damped Picard step replaces a non-finite or huge step.
 
     Args:
         memory: number of differences to keep, at least 1.
         damping: β in (0, 1].
         regularisation: λ, relative to the size of the differences.
-        scope: ``"token"``: coefficients for each token. ``"sequence"``: all tokens of a sequence share their
-            coefficients, which leaks the future, so causal training refuses it.
+        scope: with ``"token"``, every token has its own coefficients. With ``"sequence"``, all tokens of a
+            sequence share coefficients. This leaks the future, so causal training refuses ``"sequence"``.
 
     Raises:
         ValueError: a value outside these ranges.

@@ -18,15 +18,15 @@ class _State(NamedTuple):
 
 
 class BestIterate(Solver):
-    """Wraps a solver, and uses the last evaluation of the budget for the iterate with the smallest residual.
+    """Wraps a solver. The last evaluation in the budget evaluates f at the iterate of smallest residual.
 
     Without this wrapper, an iteration that does not converge may end far from its best iterate.
 
     Args:
         solver: the solver to wrap, an object or a name.
-        scope: ``"token"``: the best iterate of each token since all tokens before it settled;
-            ``"sequence"``: the sequence's best iterate (the reference implementation's rule), which leaks
-            the future, so causal training refuses it.
+        scope: ``"token"`` takes each token's best iterate since all tokens before it settled. ``"sequence"``
+            takes the sequence's best iterate (the reference implementation's rule). This leaks the future,
+            so causal training refuses ``"sequence"``.
 
     Raises:
         ValueError: an unknown solver or scope.

@@ -24,14 +24,14 @@ class _State(NamedTuple):
 class Broyden(HistorySolver):
     """Broyden's quasi-Newton method on g(z) = f(z) - z (Broyden, 1965; Kelley, 1995, ch. 7).
 
-    z <- z - B g with B = -I + Σ u_i v_i^T, whose rank grows by one per step. A token restarts from B = -I
-    when its memory is full, and while earlier tokens still move, because this changes its map. The first step
-    is a Picard step. A Picard step also replaces a non-finite or huge step.
+    z <- z - B g with B = -I + Σ u_i v_i^T. Every step adds one term to the sum. A token restarts from B = -I
+    when its memory is full, and while earlier tokens still move, because their moves change its map. The
+    first step is a Picard step. A Picard step also replaces a non-finite or huge step.
 
     Args:
-        memory: highest rank of the sum, at least 1.
-        scope: ``"token"``: one inverse Jacobian per token. ``"sequence"``: one for all tokens of a sequence,
-            which leaks the future, so causal training refuses it.
+        memory: maximum number of terms in the sum, at least 1.
+        scope: with ``"token"``, every token has its own inverse Jacobian. With ``"sequence"``, all tokens of
+            a sequence share one. This leaks the future, so causal training refuses ``"sequence"``.
 
     Raises:
         ValueError: a value outside these ranges.
@@ -57,7 +57,7 @@ class Broyden(HistorySolver):
 
         moved, changed = z - state.z, residual - state.residual
         with torch.no_grad():
-            # B Δg and Δz^T B with the update so far
+            # These products give B Δg and Δz^T B for the B before this step's update.
             on_changed = torch.where(valid, self.dots(state.v, changed), 0.0)
             on_moved = torch.where(valid, self.dots(state.u, moved), 0.0)
         left = combine(state.v, on_moved) - moved

@@ -1,9 +1,9 @@
 """Base class of solvers with a memory: slots, dot products, restarts, a guarded step.
 
-The memory is a list of M slots, each a tensor (B, W, D), the latest first. Every token has an age: the number
-of slots that are valid for it, zero after a restart. The small systems mask out all other slots. A step makes
-a new list instead of writing into a buffer, so it can be unrolled with an autograd graph. It needs no
-counter on the host, so a CUDA graph can record it.
+The memory is a list of M tensors (B, W, D), called slots; the latest slot comes first. The age of a token is
+the number of its valid slots; a restart sets the age to zero. Solvers mask out all other slots. A step makes
+a new list instead of writing into a buffer, so autograd can record the step. A step needs no counter on the
+host, so a CUDA graph can record the step.
 
 Shapes: B sequences, W tokens in the window, D width, M memory.
 """
@@ -16,7 +16,7 @@ from deqseq.checks import Scope, check_count, check_scope
 from deqseq.solver import Progress, Solver
 
 MAX_STEP = 100.0
-"""Longest step, as a multiple of the residual. A Newton step has 1 / (1 - ρ) at contraction rate ρ."""
+"""Longest step, divided by the residual. At contraction rate ρ, a Newton step has the ratio 1 / (1 - ρ)."""
 STEADY_SHARE = 0.3
 """A token uses its history only while earlier tokens' residuals are at most this share of its residual."""
 
@@ -26,8 +26,8 @@ class HistorySolver(Solver):
 
     Attributes:
         memory: number of slots.
-        scope: ``"token"``: every token has its own coefficients, so its iterates depend on earlier tokens
-            only. ``"sequence"``, for comparison: all tokens of a sequence share them.
+        scope: with ``"token"``, every token has its own coefficients, so its iterates do not depend on later
+            tokens. With ``"sequence"``, all tokens of a sequence share coefficients (for comparison).
     """
 
     memory: int
@@ -63,8 +63,8 @@ class HistorySolver(Solver):
     def restarted(self, progress: Progress) -> Tensor:
         """(B, W) bool, tokens that restart: their history is not used.
 
-        A token restarts while an earlier token moves nearly as much as the token itself, because its map is
-        then still changing. In sequence scope, all tokens restart when new ones enter the window.
+        A token restarts while an earlier token's residual exceeds ``STEADY_SHARE`` times its own residual:
+        its map is then changing. In sequence scope, all tokens restart when new tokens enter the window.
         """
         entered = progress.entered
         if not self.causal:

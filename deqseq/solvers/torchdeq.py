@@ -17,9 +17,9 @@ _NEVER = 1_000_000
 class TorchDEQ(Solver):
     """A torchdeq solver inside our loop: ``solver="torchdeq:anderson"``.
 
-    torchdeq's solvers have their own loop and call f. Here such a solver is a coroutine, suspended at every
-    call of f. Meanwhile our loop evaluates f, judges and counts as for any other solver. The tolerance of
-    torchdeq never stops the solver.
+    torchdeq's solvers have their own loop and call f. Here such a solver is a coroutine that pauses at every
+    call of f. During the pause our loop evaluates f, judges the result and counts, as for any other solver.
+    The tolerance of torchdeq never stops the solver.
 
     torchdeq mixes whole sequences, so an early token's iterates depend on later tokens. Therefore causal
     training and windows refuse these solvers. They cannot be unrolled with an autograd graph.
@@ -72,7 +72,7 @@ class TorchDEQ(Solver):
     ) -> tuple[Tensor, SolverState]:
         if fz.requires_grad:
             raise ValueError(f"{self} cannot be unrolled with a graph: use Picard or Anderson")
-        # torchdeq has no padding: set f(z) = z there, so that padding looks solved.
+        # torchdeq has no padding: set f(z) = z at padding, so that padding looks solved.
         fz = torch.where((progress.iterations == 0)[..., None], z, fz)
         dtype = torch.promote_types(z.dtype, torch.float32)
         if state is None:
@@ -96,13 +96,13 @@ class _Coroutine:
             return fz
 
         def run() -> None:
-            solve(f)  # when it ends, the caller gets None
+            solve(f)  # when ``solve`` ends, the caller gets None
 
         self._solver, self._getcurrent = greenlet(run), getcurrent
-        self._resume()  # stops at the first call of f, at the initial guess: the loop has f(z0) already
+        self._resume()  # runs up to the first call, f(z0); the loop has f(z0) already
 
     def send(self, fz: Tensor) -> Tensor | None:
-        """Pass ``fz`` to the suspended solver; returns its next iterate, ``None`` once it has ended."""
+        """Pass ``fz`` to the suspended solver; returns its next iterate, ``None`` after the solver's end."""
         return None if self._solver.dead else self._resume(fz)
 
     def _resume(self, *values: Tensor) -> Tensor | None:

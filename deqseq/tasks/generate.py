@@ -16,13 +16,13 @@ from deqseq.tasks.common import command_line
 from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, PositiveInt
 
-# For few to many iterations, from the 256-colour table: green, yellow, orange, red.
+# Terminal colours (of 256) from few to many iterations: green, yellow, orange, red.
 SHADES = (34, 70, 106, 142, 178, 208, 196)
 # Maximum number of tokens whose text fits below a figure.
 _FEW = 64
 
 Show = Callable[[str, int | None], str]
-"""Formats a token's text with its iterations; ``None``: the token was generated but not solved."""
+"""Formats a token's text and its number of iterations, which is ``None`` if the token was not solved."""
 
 
 class _Watch:
@@ -39,7 +39,7 @@ class _Watch:
 
 
 class _SolvedStreamer:
-    """Streams tokens with the iterations they took.
+    """Prints each new token with its number of iterations.
 
     A call of the model generates a new token, and only the next call solves it. So a new token is printed
     one call later.
@@ -67,7 +67,7 @@ class _SolvedStreamer:
         self.printed += 1
         text = str(self.tokenizer.decode(self.tokens[: self.printed]))
         added = ""
-        if not text.endswith("\ufffd"):  # else the character needs further tokens
+        if not text.endswith("\ufffd"):  # else the last character needs more tokens
             added, self.text = text[len(self.text) :], text
         sys.stdout.write(self.show(added, iterations))
         sys.stdout.flush()
@@ -197,7 +197,7 @@ def generate(
             streamer = _SolvedStreamer(vocabulary, watch, show)
     torch.manual_seed(seed)
     options: dict[str, Any] = {} if solve is None else {"solve": solve}
-    if temperature > 0:  # top_k=0: all tokens; transformers' default is the 50 most likely
+    if temperature > 0:  # top_k=0: sample from all tokens, not the 50 most likely
         options |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": 0}
     found = network.generate(
         tokens.input_ids, attention_mask=tokens.attention_mask, max_new_tokens=max_new_tokens,
@@ -225,7 +225,7 @@ def summary(watch: _Watch) -> str:
 def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Path) -> bool:
     """Draw iterations and residual of every token as a PNG; returns whether it was written.
 
-    The first ``prompt`` tokens are the prompt's. If there are few, ``texts`` label the axis.
+    The first ``prompt`` tokens are the prompt's. If there are few tokens, ``texts`` label the axis.
     """
 
     def drawn(axes: list[Any]) -> None:

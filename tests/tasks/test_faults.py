@@ -145,7 +145,7 @@ def test_a_file_of_another_step_is_noticed(settings: RunSettings, whole: Path, t
     assert train(settings, run) == weights(whole)
 
 
-@pytest.mark.parametrize("name", ["model/model.safetensors", "training.json", "stage-1/model.safetensors"])
+@pytest.mark.parametrize("name", ["model/model.safetensors", "training.json"])
 def test_a_damaged_finished_run_is_repeated_from_its_last_checkpoint(
     settings: RunSettings, whole: Path, tmp_path: Path, name: str
 ) -> None:
@@ -173,8 +173,10 @@ def test_a_damaged_start_is_refused(settings: RunSettings, whole: Path, tmp_path
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     for source in (f"checkpoint-{STEPS}", "model", "stage-1"):
         flip(run / source / "model.safetensors")
+        if source == "stage-1":  # training that repeats its end does not take the damage for whole
+            train(settings, run)
         begun = replace(settings, start_from=str(run / source))
-        with pytest.raises(ValueError, match=r"is damaged: .* copy it again"):
+        with pytest.raises(ValueError, match=r"is damaged: .*model\.safetensors .* copy it again"):
             pretrain(begun, tmp_path / "next", progress=False)
     assert not (tmp_path / "next").exists()
 

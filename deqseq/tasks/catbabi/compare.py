@@ -24,7 +24,7 @@ _SUMMARY: tuple[Column, ...] = (
 
 
 def save(found: Evaluation, run: Path, **more: Any) -> None:
-    """Write a run's evaluation as JSON, with the fields ``more``, which describe how it was made."""
+    """Write a run's evaluation as JSON; the fields ``more`` describe how the evaluation was made."""
     file = _file(run, found.split)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {**asdict(found), **more})

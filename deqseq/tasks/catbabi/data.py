@@ -1,4 +1,4 @@
-"""CatbAbI as tensors: built, saved, and read in streams.
+"""Builds, saves and loads CatbAbI as tensors, and reads it in streams.
 
 A story is ``<eos>`` followed by its words. Stories are concatenated, so ``<eos>`` also follows a story's last
 word. The target of every token is the next token.
@@ -74,7 +74,7 @@ class Stories:
         return self.take(torch.randperm(len(self), generator=generator))
 
     def runs(self, streams: int) -> list[int]:
-        """The ``streams`` + 1 edges that split the tokens into about equal runs of whole stories."""
+        """Split the stories into ``streams`` runs of about equal length; returns ``streams`` + 1 edges."""
         wanted = torch.arange(streams + 1) * (len(self.tokens) / streams)
         middles = (self.edges[1:] + self.edges[:-1]) / 2
         edges: list[int] = self.edges[torch.searchsorted(middles, wanted)].tolist()
@@ -91,7 +91,7 @@ class CatBabi:
 
     @property
     def question(self) -> int:
-        """The token ``?``, whose target is the answer."""
+        """The index of the token ``?``; the target of ``?`` is the answer."""
         return self.vocabulary.index(QUESTION)
 
     @property
@@ -109,7 +109,7 @@ class CatBabi:
 def build(
     read: Callable[[str, int], list[Story]], output: str | Path, drop_last: bool = False
 ) -> dict[str, Any]:
-    """Encode the stories ``read(split, task)`` of all splits and tasks; returns the manifest with the counts.
+    """Encode the stories of all splits and tasks, from ``read(split, task)``; returns the manifest.
 
     Writes one safetensors file per split, ``vocabulary.json`` and ``manifest.json`` to folder ``output``.
     ``drop_last`` leaves out the last story of every split of every task, as the original publication does.
@@ -185,7 +185,8 @@ class StoryStreams(IterableDataset[Batch]):
 
     Args:
         stories: stories to read.
-        question: token whose targets get a loss (the others are ``IGNORE_INDEX``); ``None``: all targets.
+        question: only the targets of this token get a loss; other labels are ``IGNORE_INDEX``. ``None``: all
+            targets get a loss.
         batch_size, cut: B and L.
         seed: seed of the shuffles.
 
@@ -228,7 +229,7 @@ class StoryStreams(IterableDataset[Batch]):
 
 
 def once(stories: Stories, batch_size: int, cut: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield batches that contain every token of the stories once: inputs, targets and tasks (B, L) int64.
+    """Yield inputs, targets and tasks, each (B, L) int64; every token of the stories occurs once.
 
     Each batch is the next piece of B parallel streams of shuffled stories. After a shorter stream
     has ended, its targets are ``IGNORE_INDEX``.

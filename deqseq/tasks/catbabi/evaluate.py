@@ -30,11 +30,11 @@ class Evaluation:
         split: train, valid or test.
         data: fingerprint of the data.
         tokens, questions: number of tokens and number of questions in the stories.
-        accuracy: share of the questions that were answered right.
+        accuracy: share of questions with a right answer.
         accuracy_by_task: accuracy by task number, for tasks with questions.
         perplexity: over all tokens; ``None`` for a model that was trained on answers only.
-        iterations, residual, converged: evaluations per token, relative residual and share converged, means
-            over tokens; ``None`` for an explicit model.
+        iterations, residual, converged: mean evaluations per token, mean relative residual, and share of
+            tokens that converged; ``None`` for an explicit model.
         seconds: duration of the whole evaluation.
     """
 
@@ -80,7 +80,7 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Read a split's stories of the run's tasks once, in ``batch_size`` streams, and score the answers.
 
-    The run's settings give mode, tasks, cut and dtype. ``solve``: solve options; the model's by default.
+    Uses mode, tasks, cut and dtype of the run's settings. ``solve``: solve options; the model's by default.
 
     Raises:
         ValueError: ``data`` has another vocabulary than the run; an unknown split, or a split without

@@ -1,8 +1,8 @@
 """bAbI stories and their words, read from bAbI's files or from a Hugging Face dataset.
 
-A story is one list of words. A statement is its words and ``.``; a question is its words, ``?`` and the
-answer as one word, even if it has several parts (``n,w``, ``apple,milk``). Everything is lower case.
-Supporting facts are dropped.
+A story is one list of words. A statement becomes its words and ``.``; a question becomes its words, ``?`` and
+its answer. An answer is one word, even if it has several parts (``n,w``, ``apple,milk``). All words are lower
+case. Supporting facts are dropped.
 """
 
 from collections.abc import Iterable
@@ -48,13 +48,13 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
 
 
 def read_dataset(name: str, config: str, split: str, task: int, revision: str | None = None) -> list[Story]:
-    """The stories of one task in a dataset on the hub, or in a local folder of the same form.
+    """The stories of one task in a dataset on the hub, or in a local folder with the same layout.
 
     The layout is as in ``facebook/babi_qa``: configuration ``CONFIG-qa1`` has splits train, validation and
     test. A row's ``story`` is a list of lines with ``text`` and ``answer``; statements have an empty answer.
 
     Raises:
-        ValueError: ``datasets`` cannot load it, or its rows have another form.
+        ValueError: ``datasets`` cannot load the dataset, or its rows have another form.
     """
     try:
         from datasets import load_dataset
@@ -76,7 +76,7 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
 
 
 def _lines(story: Any) -> Iterable[tuple[str, str]]:
-    """Pairs (text, answer) of a story: a list of mappings or, from ``datasets``, a mapping of lists."""
+    """Pairs (text, answer) of a story. ``story`` may be a list of mappings or a mapping of lists."""
     if isinstance(story, dict):
         return zip(story["text"], story["answer"], strict=True)
     return ((line["text"], line["answer"]) for line in story)

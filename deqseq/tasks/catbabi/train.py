@@ -27,9 +27,9 @@ _STATE = "streams.pt"
 def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM:
     """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
-    Writes a checkpoint every ``save_steps`` steps, at the end the model (``config.json``,
-    ``model.safetensors``), and ``settings.json`` and ``training.json`` (seconds, and a log). A finished run
-    is loaded, not trained again.
+    Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
+    (``config.json``, ``model.safetensors``) and ``training.json``: the duration in seconds, and a log. A
+    finished run is loaded, not trained again.
 
     Raises:
         ValueError: ``output`` holds another run; the data are missing or too small.
@@ -60,7 +60,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
 class StreamTrainer(AlignedTrainer):
     """Trainer that carries the state, without a gradient, from batch to batch.
 
-    If a backbone has a slot per token (attention), only the last piece is carried, as in Transformer-XL.
+    With attention, the state has a slot per token: only the last piece is carried, as in Transformer-XL.
     Checkpoints contain the state, so a resumed run equals an uninterrupted one.
     """
 
@@ -78,7 +78,7 @@ class StreamTrainer(AlignedTrainer):
         return result
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean over labels that are not ``IGNORE_INDEX``; zero if there are none."""
+        """The mean loss of all labels except ``IGNORE_INDEX``; zero if all labels are ``IGNORE_INDEX``."""
         total = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="sum")
         return total / (labels != IGNORE_INDEX).sum().clamp_min(1)
 

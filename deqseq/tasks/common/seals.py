@@ -64,14 +64,16 @@ def fault(folder: Path, content: bool = True) -> str | None:
         for path, entry in files:
             size = path.stat().st_size if path.is_file() else None
             if size is None:
-                return f"is damaged: {path.name} is missing"
+                return f"is damaged: {path.relative_to(folder)} is missing"
             if size != entry.get("bytes"):
-                return f"is damaged: {path.name} has {size} bytes instead of {entry.get('bytes')}"
+                return (
+                    f"is damaged: {path.relative_to(folder)} has {size} bytes instead of {entry.get('bytes')}"
+                )
         if content:
             checksums = _checksums([path for path, _ in files])
             for (path, entry), checksum in zip(files, checksums, strict=True):
                 if entry.get("xxh3_128", checksum) != checksum:
-                    return f"is damaged: the checksum of {path.name} is not the one in {SEAL}"
+                    return f"is damaged: the checksum of {path.relative_to(folder)} is not the one in {SEAL}"
     except OSError as error:
         return f"cannot be read: {error}"
     return None

@@ -1,6 +1,6 @@
 """The command line: ``python -m deqseq.tasks.evaluate {perplexity,length,iterations,duality,downstream}``.
 
-Imports transformers only after the arguments have been checked, so that help and errors are fast.
+Checks the arguments before importing transformers, so that help and errors are fast.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Downstream tasks through EleutherAI's lm-eval, with data from the hub or from JSONL files.
 
-Prompts, choices and metrics are lm-eval's, with one exception: if a HellaSwag file lacks fields of lm-eval's
-prompt, the prompt is the context alone, and ``own_prompt`` says so.
+Prompts, choices and metrics are lm-eval's, with one exception. Some HellaSwag files lack fields of lm-eval's
+prompt; their prompt is the context alone, and ``own_prompt`` says so.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class Task:
     Attributes:
         folder: folder of lm-eval's task files.
         pattern: glob pattern of the local file's name.
-        metric: the metric in the average; ``acc_norm`` divides log-likelihoods by the choices' characters.
-        chance: the metric of a random guess; ARC's assumes four choices, as in nearly all its questions.
+        metric: the task's metric in the average over tasks. ``acc_norm`` divides a choice's log-likelihood by
+            the choice's number of characters.
+        chance: the metric of a random guess. ARC's value assumes four choices, as most questions have.
         prompt: document field with the text to continue.
         choices: document fields with the choices.
         answer: document field with the right choice; ``None`` if the prompt contains the answer.
-        options: returns a document's choices as a dictionary; keys: the possible values of ``answer``.
+        options: returns a document's choices as a dictionary; its keys are the possible answers.
         convert: converts a document from the original release's schema to the hub's.
     """
 
@@ -158,7 +159,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
     """The documents of a JSONL file, in the schema of the hub.
 
     Raises:
-        ValueError: a line that is not a document of the task; no documents at all.
+        ValueError: a line is not a document of the task, or the file has no documents.
     """
     docs = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -166,7 +167,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
             continue
         try:
             docs.append(_read_doc(TASKS[name], line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # last three: a malformed field
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a malformed field
             said = error if isinstance(error, ValueError) else repr(error)
             raise ValueError(f"{path}, line {number}: no document of {name}: {said}") from error
     if not docs:
@@ -175,7 +176,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
 
 
 def _read_doc(task: Task, line: bytes) -> Doc:
-    """One document, with its answer in the hub's form. lm-eval scores other forms as wrong, or fails."""
+    """One document; its answer gets the hub's form. With other forms, lm-eval fails or scores wrongly."""
     doc = json.loads(line.decode())
     if not isinstance(doc, dict):
         raise ValueError(f"it must be a JSON object, got {doc!r}")
@@ -205,7 +206,7 @@ def _own_prompt(name: str, docs: Sequence[Doc]) -> str | None:
 
 
 def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> dict[str, Any]:
-    """lm-eval's task from the file ``definition``, with ``docs`` as its data."""
+    """The task that the file ``definition`` of lm-eval defines, with ``docs`` as its data."""
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -213,7 +214,7 @@ def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> 
     fields = TASKS[name].fields + ([*_ACTIVITY] if name == "hellaswag" and not own_prompt else [])
     kept = [{field: doc[field] for field in fields} for doc in docs]
 
-    # lm-eval cannot change the data of its own tasks by name, so load the definition and change it.
+    # A task loaded by its name reads its own data, so load the definition and change the data.
     return {
         **load_yaml(definition),
         "dataset_path": str(path),
@@ -239,7 +240,7 @@ def evaluate_tasks(
     model: PreTrainedModel, tokenizer: Any, names: Sequence[str] = tuple(TASKS),
     files: Mapping[str, Path] | None = None, limit: int | None = None, batch_size: int = 8,
 ) -> list[TaskScore]:  # fmt: skip
-    """Zero-shot scores. Implicit models are solved with their own options (``layer.eval_solve``).
+    """Score a model on tasks, zero-shot. Implicit models use their own solve options (``layer.eval_solve``).
 
     Args:
         names: names in :data:`TASKS`.
@@ -247,8 +248,8 @@ def evaluate_tasks(
         limit: documents per task; all by default.
 
     Raises:
-        ValueError: a task twice; malformed files; data missing on the hub; tokens outside the model's
-            vocabulary; lm-eval is not installed.
+        ValueError: a task occurs twice; a file is malformed; the hub lacks the data; a token is outside the
+            model's vocabulary; lm-eval is not installed.
     """
     from deqseq.tasks.common.tokenizer import first_line
 
@@ -268,7 +269,7 @@ def evaluate_tasks(
     if files is not None:
         index = manager.task_index
         tasks = [_over_docs(name, docs[name], files[name], index[name].yaml_path) for name in names]
-    # Bootstrap in this process: processes forked from one that runs torch can hang.
+    # Bootstrap in this process: a fork of a process that runs torch can hang.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
     screen = sys.stderr  # shows the progress bar
@@ -307,7 +308,7 @@ def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
 
 
 def _watched(lm: Any, screen: TextIO) -> Any:
-    """Make ``lm`` check all tokens before it scores any, and show its progress bar on ``screen``."""
+    """Make ``lm`` check all tokens before scoring, and show its progress bar on ``screen``."""
     from deqseq.tasks.common.models import check_tokens
 
     compute = lm._loglikelihood_tokens

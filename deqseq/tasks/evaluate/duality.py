@@ -20,9 +20,9 @@ from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer
 from deqseq.tasks.evaluate.perplexity import Search, batches, exponential, losses, run, search_fields
 
-# Rows of logits compared at once, in float32.
+# Number of rows of logits that are compared at once, in float32.
 _ROWS = 1024
-# Number of tokens listed: those with the largest differences.
+# Number of tokens in the list of the largest differences.
 _WORST = 5
 
 
@@ -50,13 +50,13 @@ class Agreement(Search):
 
     Attributes:
         tokens: number of tokens compared.
-        agreement: share of tokens with the same most likely next token.
+        agreement: share of tokens whose most likely next token is the same in both windows.
         max_logit_diff, mean_logit_diff: largest and mean absolute difference of logits.
         kl: mean Kullback-Leibler divergence KL(first window || this window), nats per token.
         perplexity: perplexity of the text in this window.
         seconds: time in the model and the loss.
         worst: the tokens with the largest differences. A token may differ although it converged in both
-            windows: a residual measures the last step, and a slow search may be far from the fixed point.
+            windows: the residual measures the last step, but a slow search may be far from the fixed point.
     """
 
     tokens: int
@@ -113,7 +113,7 @@ class _Comparison:
         return Agreement(
             **search_fields(self.options, self.solves), tokens=tokens, agreement=same,
             max_logit_diff=self.worst[0].max_logit_diff, mean_logit_diff=mean,
-            kl=max(0.0, divergence),  # rounding may make it negative if predictions are equal
+            kl=max(0.0, divergence),  # rounding can make a mean of 0 negative
             perplexity=exponential(self.nll / tokens), seconds=self.seconds,
             worst=[found for found in self.worst if found.max_logit_diff > 0],
         )  # fmt: skip
@@ -124,9 +124,10 @@ def compare_windows(
     model: PreTrainedModel, tokens: Tensor, length: int, windows: Sequence[Window],
     policy: ConvergencePolicy | None = None, batch_size: int = 8,
 ) -> list[Agreement]:  # fmt: skip
-    """Solve ``tokens`` (N,), in sequences of ``length``, in every window; compare each with the first window.
+    """Solve ``tokens`` (N,) in every window and compare each window with the first.
 
     Args:
+        length: tokens per sequence.
         windows: windows to compare, at least two.
         policy: convergence policy in all windows; the model's evaluation policy by default.
 
@@ -152,7 +153,7 @@ def compare_windows(
             start = time.perf_counter()
             out = run(model, inputs, comparison.options)
             comparison.nll += losses(out.logits, targets).sum().item()
-            comparison.seconds += time.perf_counter() - start  # item() has waited for the device
+            comparison.seconds += time.perf_counter() - start  # item() waits for the device
             first = out if first is None else first
             comparison.add(out, first)
     return [comparison.read(len(tokens) - 1) for comparison in comparisons]

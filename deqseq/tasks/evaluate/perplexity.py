@@ -1,6 +1,6 @@
 """Perplexity of a text: overall, by position, by length and by number of iterations.
 
-Shapes: N tokens of a text, S sequences, B of them in a batch, L tokens in each, V vocabulary.
+Shapes: N tokens of a text, B sequences of a batch, L tokens of a sequence, V vocabulary.
 """
 
 import math
@@ -55,10 +55,10 @@ class Search:
     Attributes:
         window: tokens solved at a time, or ``"all"``.
         policy, budget: the convergence policy, and its maximum number of evaluations per token.
-        iterations: evaluations per token until its search ended, mean over tokens.
-        residual: relative residual, mean over tokens.
+        iterations: mean number of evaluations until the search of a token ended.
+        residual: mean relative residual of the tokens.
         converged: share of tokens that met the tolerance; ``None`` for policies without a tolerance.
-        passes_per_batch: calls of f per batch, mean; each call evaluates one window.
+        passes_per_batch: mean number of calls of f for a batch; each call evaluates one window.
     """
 
     window: int | str | None
@@ -89,9 +89,9 @@ class Score(Search):
     """The score of a text under one model, at one sequence length and with fixed solve options.
 
     Attributes:
-        tokens: number of predicted tokens: all except the first.
+        tokens: number of predicted tokens; the text's first token is not predicted.
         nll: mean negative log-likelihood of a predicted token.
-        seconds, tokens_per_second: time and speed of the model and the loss.
+        seconds, tokens_per_second: time in the model and the loss, and the speed.
         by_position: means over the positions 1 to 16, 17 to 32, 33 to 64 and so on.
     """
 
@@ -163,12 +163,12 @@ def score(
     """Perplexity of ``tokens`` (N,) in sequences of each of the ``lengths``.
 
     Every token except the first is predicted once at every length, so the lengths are comparable. Few tokens
-    share a position, and their losses differ by more than the effect of the position. So ``by_position`` also
-    reports how the loss of the same tokens differs from their loss at the first length.
+    share a position, so the mean loss at a position is noisy. ``by_position`` therefore also reports the
+    change of the same tokens' loss from the first length.
 
     Args:
-        batch_size: sequences per batch at the shortest length. Longer sequences run in smaller batches with
-            about as many tokens. Does not change results.
+        batch_size: sequences per batch at the shortest length. At other lengths, a batch has about the same
+            number of tokens. Does not change results.
         solve: solve options; the model's by default.
 
     Raises:
@@ -207,7 +207,7 @@ def score(
 
 
 def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
-    """Means of the values in ``measured``, each (N - 1,), by the token's position in its sequence."""
+    """Means of each tensor (N - 1,) in ``measured``, by the tokens' position in their sequence."""
     position = torch.arange(len(measured["nll"])) % length
     doublings = max(0, math.ceil(math.log2(length / _FIRST_BUCKET)))
     edges = [0, *(min(length, _FIRST_BUCKET * 2**i) for i in range(doublings + 1))]
@@ -231,8 +231,8 @@ def score_by_budget(
 ) -> list[Score]:  # fmt: skip
     """Score the same text with each number of iterations in ``budgets``, and last with the model's policy.
 
-    Without a window and ``rtol``, every token does exactly this number of iterations. With a window or a
-    tolerance ``rtol``, it does at most this number, because a window slides only when tokens settle.
+    Without a window and ``rtol``, every token does exactly this number of iterations. With ``rtol``, it does
+    at most this number. A window slides only when tokens settle, so a window always uses a tolerance.
 
     Raises:
         ValueError: the model is explicit; a budget below 1; see also :func:`score`.

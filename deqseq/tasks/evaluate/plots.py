@@ -1,4 +1,4 @@
-"""Figures of the reports: each function draws the rows of one report on axes that lie one below another."""
+"""Figures of the reports. Each function draws the rows of one report on ``axes``, from top to bottom."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from deqseq.tasks.evaluate.downstream import TaskScore
 from deqseq.tasks.evaluate.duality import Agreement
 from deqseq.tasks.evaluate.perplexity import Score, exponential
 
-# A mean over fewer tokens is not drawn.
+# Minimum number of tokens for a mean to be drawn.
 _ENOUGH = 30
 
 
 def positions(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw perplexity and, on the second axis if there is one, iterations by position, for one score."""
+    """Draw the first score's perplexity by position; a second axis, if given, shows the iterations."""
     shown = [p for p in scores[0].by_position if p.tokens >= _ENOUGH]
     last = [p.last for p in shown]
     low, high = ([exponential(p.nll + s * (p.nll_stderr or 0)) for p in shown] for s in (-1, 1))
@@ -63,7 +63,7 @@ def windows(axes: list[Any], found: Sequence[Agreement]) -> None:
     """Draw the divergence from the first window and the mean iterations per token, by window."""
     names = [str(a.window) for a in found]
     place = range(len(found))
-    # A logarithmic axis has no zero, so windows without a difference, such as the first, get no point.
+    # A logarithmic axis cannot show zero, so windows that equal the first window get no point.
     axes[0].plot(place, [a.kl or None for a in found], "o-", label="KL divergence, mean, nats")
     different = [1 - a.agreement or None for a in found]
     axes[0].plot(place, different, "s--", label="share of other most likely tokens")
@@ -79,7 +79,7 @@ def windows(axes: list[Any], found: Sequence[Agreement]) -> None:
 
 
 def tasks(axes: list[Any], scores: Sequence[TaskScore]) -> None:
-    """Draw each task's metric in the average, with its standard error, and the chance level."""
+    """Draw each task's main metric, its standard error and the chance level."""
     place = range(len(scores))
     error = [s.main_stderr or 0.0 for s in scores]
     axes[0].bar(place, [s.main for s in scores], yerr=error, capsize=3)

@@ -87,7 +87,7 @@ def report(options: Any) -> None:
 
 
 def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
-    """The options. Defaults that the model or the machine sets are replaced by the values used."""
+    """The options as a dictionary, with the values that were used instead of defaults."""
     unrecorded = ("model", "output", "force", "files")
     found = {name: value for name, value in vars(options).items() if name not in unrecorded}
     found["tokenizer"] = options.tokenizer or options.model

@@ -79,9 +79,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
             record["validation"] = {name: value for name, value in scores.items() if isinstance(value, float)}
             logger.info("held-out perplexity %.2f", math.exp(scores["eval_loss"]))
             write_card(final, settings, record)
-            models = [final, *folder.path.glob("stage-*")]
-            files = [file for model in models for file in model.rglob("*") if file.suffix != ".md"]
-            folder.finish(record, files)
+            folder.finish(record, [file for file in final.rglob("*") if file.suffix != ".md"])
         state.wait_for_everyone()
     return final
 

@@ -22,7 +22,8 @@ from deqseq.solution import Status
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.models import implicit_layer
-from deqseq.tasks.common.trainer import CurriculumTrainer
+from deqseq.tasks.common.seals import seal, unseal
+from deqseq.tasks.common.trainer import CurriculumTrainer, writing
 from deqseq.tasks.pretraining import shards
 from deqseq.tasks.pretraining.watch import Advice, Speed, graph_evaluations, model_radius
 
@@ -245,7 +246,12 @@ class _Schedule(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in self.ends[:-1]:
             number = self.ends.index(state.global_step) + 1
-            self.trainer.save_model(str(Path(str(args.output_dir)) / f"stage-{number}"))
+            folder = Path(str(args.output_dir)) / f"stage-{number}"
+            unseal(folder)
+            with writing(folder):
+                self.trainer.save_model(str(folder))
+            if args.should_save:
+                seal(folder)
             self.trainer.advice = Advice()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

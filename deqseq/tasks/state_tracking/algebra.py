@@ -1,8 +1,8 @@
 """Finite groups and monoids as Cayley tables, and running products in them.
 
 A token is the index of an element. Permutations are 0-based tuples and multiply as functions,
-``(a·b)(i) = a[b[i]]``: the right factor acts first. Direct products number their
-elements with the left factor first: in ``A4xZ5`` the element ``(a, z)`` has index ``5·a + z``.
+``(a·b)(i) = a[b[i]]``: the right factor acts first. Elements of a direct
+product are sorted by the left factor first: in ``A4xZ5`` the element ``(a, z)`` has index ``5·a + z``.
 
 Shapes: B batch, L tokens, N elements.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_ELEMENTS = 5040
-"""Largest number of elements allowed: that of S7, whose table of 25 million entries takes 200 MB."""
+"""Maximum number of elements of an algebra. S7 has 5040; its table of 25 million entries takes 200 MB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Algebra:
         elements: the N elements in token order: permutations as 0-based tuples, integers for
             Z_n, letters for M, tuples of components for products.
         table: (N, N) int64 on the CPU; ``table[a, b]`` is the index of a·b.
-        factors: the factors of a direct product from left to right, empty otherwise.
+        factors: the factors of a direct product from left to right; empty for other algebras.
         identity: index of the identity, which is the first element.
 
     Objects are compared and hashed by ``id()``, not by content, so that ``functools.cache`` accepts them.
@@ -56,9 +56,9 @@ class Algebra:
     def parts(self) -> tuple[Tensor, Tensor]:
         """Indices of the elements of the group part and of the monoid part: int64, on the CPU, sorted.
 
-        Elements of the group part are the identity in every factor that is not a group. Elements of the
-        monoid part are the identity in every factor that is a group. Every element of the algebra is a
-        product of one element of each part; its index is the sum of their indices.
+        In the group part, the components in factors that are not groups are the identity. In the monoid
+        part, the components in factors that are groups are the identity. Every element of the algebra is
+        the product of one element of each part; its index is the sum of these two elements' indices.
         """
         group = monoid = torch.zeros(1, dtype=torch.int64)
         for factor in self.factors or (self,):
@@ -70,10 +70,10 @@ class Algebra:
 
     @cached_property
     def chance(self) -> float:
-        """Accuracy of a guess late in a sequence: one divided by the size of the smallest ideal.
+        """Accuracy of a random guess late in a sequence: 1 / (number of elements of the smallest ideal).
 
-        Long random products lie in this ideal. The ideal of a group is the whole group. The ideal of
-        ``A5xM`` has the 60 elements whose part in M is X, the absorbing element.
+        Long random products lie in this ideal. The smallest ideal of a group is the whole group. The smallest
+        ideal of ``A5xM`` has 60 elements: their component in M is X, the absorbing element.
         """
         if self.is_group:
             return 1 / len(self)
@@ -87,7 +87,7 @@ def _permutation_group(name: str, n: int) -> Algebra:
 
     even_only = name[0] == "A"
     elements = torch.tensor([p for p in permutations(range(n)) if not even_only or Permutation(p).is_even])
-    # In lexicographic order, the keys (permutations read as numbers in base n) are sorted.
+    # A key is a permutation read as a number in base n. The elements are in the order of their keys.
     place_values = n ** torch.arange(n - 1, -1, -1)
     keys = (elements * place_values).sum(dim=1)
     table = torch.empty(len(elements), len(elements), dtype=torch.int64)
@@ -136,11 +136,11 @@ def _build(names: tuple[str, ...]) -> Algebra:
 
 
 def algebra(name: str) -> Algebra:
-    """The algebra called ``name``. It is built once and shared, so treat it as read-only.
+    """The algebra called ``name``. All callers share one object, so treat it as read-only.
 
     Known names are the cyclic groups ``Z60`` …, the symmetric groups ``S5`` … (permutations in
     lexicographic order), the alternating groups ``A5`` … (even permutations in lexicographic
-    order), the four-element aperiodic monoid ``M``, and direct products of any number of these,
+    order), the four-element aperiodic monoid ``M``, and their direct products, with names
     joined by ``x`` or ``_x_``: ``A5xM`` has 240 elements.
 
     Raises:
@@ -165,12 +165,12 @@ def _flat_table(algebra: Algebra, device: torch.device) -> Tensor:
 def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     """Running products ``y[:, 0] = x[:, 0]``, ``y[:, t] = y[:, t-1] · x[:, t]``.
 
-    A scan in two levels: chunks of about √L tokens are scanned in parallel, then the chunks' total products
-    are scanned. Last, each chunk is multiplied by the product of all earlier chunks. This needs about 2√L
-    sequential table look-ups instead of L, and twice the work. The host never waits for the device.
+    A scan in two levels: first, chunks of about √L tokens are scanned in parallel. Then the total products of
+    the chunks are scanned. Last, each chunk is multiplied by the product of all earlier chunks. This takes
+    about 2√L sequential steps instead of L, but twice the work. The host never waits for the device.
 
-    ``tokens``: (B, L) integers in [0, N), with B and L positive; the range is not checked. Returns (B, L)
-    int64 on the same device.
+    ``tokens``: (B, L) integers in [0, N); B and L are positive. The range of the tokens is not checked.
+    Returns (B, L) int64 on the same device.
     """
     n, (batch, length) = len(algebra), tokens.shape
     table = _flat_table(algebra, tokens.device)

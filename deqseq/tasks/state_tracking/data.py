@@ -34,10 +34,10 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Random tokens and their running products, both (B, L) int64 on the generator's device.
 
-    The group part of a token (all factors that are groups, taken together) is the identity with
-    probability ``identity_probability`` and otherwise uniform over the other elements. So the share of hard
-    tokens, which move the group's state, is ``1 - identity_probability``. Factors that are not groups are
-    uniform. If no factor is a group, the probability has no effect.
+    The group part of a token is its components in all factors that are groups. With probability
+    ``identity_probability`` the group part is the identity; otherwise it is uniform over the other elements.
+    So ``1 - identity_probability`` of the tokens are hard: they change the group's state. Components in the
+    other factors are uniform. If no factor is a group, ``identity_probability`` has no effect.
 
     Raises:
         ValueError: sizes below 1, or a probability outside [0, 1].
@@ -49,7 +49,7 @@ def sample(
     device = generator.device
     group, monoid = _parts(algebra, device)
 
-    # Both parts of a token come from one uniform number, whose 53 bits suffice.
+    # One uniform number has enough bits (53) to choose both parts of a token.
     uniform = torch.rand(batch_size, length, dtype=torch.float64, generator=generator, device=device)
     token = torch.zeros(batch_size * length, dtype=torch.int64, device=device)
     if len(monoid) > 1:
@@ -58,8 +58,8 @@ def sample(
         uniform -= choice
         token = monoid.index_select(0, choice.flatten())
     if len(group) > 1:
-        # Map [0, p) to 0, which is the identity, and [p, 1) to the others, [1, n). If p = 1, [p, 1) is
-        # empty, so any scale is right.
+        # Numbers below p give index 0, the identity. Larger numbers give the other indices. If p = 1, all
+        # numbers are below p, so any scale is right.
         others = len(group) - 1
         uniform -= identity_probability
         uniform *= others / max(1.0 - identity_probability, 1e-300)
@@ -73,17 +73,17 @@ _MASK = 0xFFFFFFFF
 
 
 def _scramble(x: int) -> int:
-    """A bijection of 32-bit integers in which every input bit affects all output bits (from MurmurHash3)."""
+    """A bijection of 32-bit integers, from MurmurHash3: every input bit affects all output bits."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
 
 
 def batch_seed(seed: int, index: int) -> int:
-    """The seed of batch ``index`` in the stream ``seed``, the same on every machine.
+    """The seed of batch ``index`` in the stream with seed ``seed``; the same on every machine.
 
     PyTorch's CPU generator uses only the low 32 bits of a seed. The result has 32 bits and is a bijection of
-    ``index``, so the first 2³² batches of a stream have different seeds. Most hash functions allow repeats.
+    ``index``, so the first 2³² batches of a stream have different seeds. Most hashes could repeat seeds.
     """
     low, high = seed & _MASK, (seed >> 32) & _MASK
     return _scramble(_scramble(_scramble(high) ^ low) ^ (index & _MASK))
@@ -98,7 +98,7 @@ class WordProblemStream:
         identity_probability: in [0, 1]; see :func:`sample`.
         seed: different seeds below 2³² give different streams.
         batch_size: B.
-        device: where batches are made. The CPU and a GPU make different batches from the same seed.
+        device: device that makes the batches. The CPU and a GPU make different batches from the same seed.
     """
 
     algebra: Algebra
@@ -155,7 +155,7 @@ def algebra_of_csv(path: str | Path) -> Algebra:
     """The algebra in the name of a benchmark file: A4xZ5 for ``A4_x_Z5=20.csv``.
 
     Raises:
-        ValueError: a name of another form, or an unknown algebra.
+        ValueError: the name has another form, or the algebra is unknown.
     """
     match = re.fullmatch(r"(.+)=[0-9]+\.csv", Path(path).name)
     if match is None:

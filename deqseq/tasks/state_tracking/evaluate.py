@@ -32,11 +32,12 @@ class Evaluation:
     Attributes:
         length: tokens per sequence.
         window: tokens solved at a time; ``None``: all.
-        accuracy, accuracy_last10, accuracy_sequence: share of right answers over all tokens and over
-            the last ten tokens of each sequence; share of sequences without an error.
-        iterations: evaluations per token until its search ended, mean over tokens.
-        passes: calls of f per batch, mean; each call evaluates one window.
-        residual: relative residual, mean over tokens.
+        accuracy: share of right answers for all tokens.
+        accuracy_last10: share of right answers for the last ten tokens of each sequence.
+        accuracy_sequence: share of sequences without an error.
+        iterations: mean number of evaluations until the search of a token ended.
+        passes: mean number of calls of f for a batch; each call evaluates one window.
+        residual: mean relative residual of the tokens.
         converged: share of tokens whose search met the tolerance.
         seconds: duration of the whole evaluation.
         accuracy_by_position, iterations_by_position, converged_by_position: means per position.
@@ -87,8 +88,8 @@ def evaluate(
     Args:
         window: tokens solved at a time; all by default. Explicit models ignore all solve options.
         tolerance, max_iter: limits of the search; the model's evaluation policy by default.
-        damping: solve with Picard's iteration and this damping; the model's solver by default. With a smaller
-            value, tokens that oscillate between two values can converge.
+        damping: solve with Picard's iteration and this damping; the model's solver by default. Tokens
+            that oscillate can converge with a smaller damping.
         batch_size: sequences solved together; does not change results.
 
     Raises:
@@ -135,7 +136,7 @@ def evaluate_fresh(
     model: ImplicitForCausalLM | LSTM, settings: TrainSettings, length: int, sequences: int, seed: int = 0,
     identity_probability: float | None = None, **options: Any,
 ) -> Evaluation:  # fmt: skip
-    """Call :func:`evaluate` with ``options`` on new random sequences of the model's task, of any length.
+    """Evaluate a model on new random sequences of its task; :func:`evaluate` gets the ``options``.
 
     ``identity_probability``: by default the value used in training.
     """
@@ -145,7 +146,7 @@ def evaluate_fresh(
 
 
 def held_out(settings: TrainSettings, length: int, sequences: int, seed: int) -> WordProblems:
-    """New random sequences of the model's task, of any length."""
+    """New random sequences of the task in ``settings``, each with ``length`` tokens."""
     p = settings.identity_probability
     return generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)
 
@@ -166,11 +167,11 @@ def window_name(found: Evaluation) -> str:
 
 
 def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
-    """The evaluations as a text table, one line each."""
+    """A text table with one line for each evaluation."""
     return results.table(_COLUMNS, rows)
 
 
 def save(rows: Sequence[tuple[str, Evaluation]], path: Path, **asked: Any) -> None:
-    """Write the evaluations as JSON, each with the options in ``asked``."""
+    """Write the evaluations as JSON; each also gets its model's name and the fields ``asked``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, [{"model": name, **asked, **asdict(found)} for name, found in rows])

@@ -48,9 +48,9 @@ class Jacobian:
         token: number of the token in its sequence, from 1.
         entries: number of entries of the state, S.
         diagonal, off_diagonal: largest absolute value on the diagonal, and off the diagonal.
-        off_diagonal_mass: sum of the absolute values off the diagonal, divided by this sum of all entries.
+        off_diagonal_mass: sum of ``|J|`` off the diagonal, divided by the sum of ``|J|``.
         disagreement: largest absolute difference between :func:`by_formula` and :func:`by_differences`,
-            divided by the largest absolute value.
+            divided by the largest entry of ``|J|``.
     """
 
     model: str
@@ -69,9 +69,10 @@ _COLUMNS: tuple[Column, ...] = (
 
 
 def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
-    """J (S, S) from the derivatives of one step at the equilibrium, without further solves.
+    """J (S, S) by the formula above, from the derivatives of one step at the equilibrium.
 
-    ``layer``: one Mamba2 block in float64. ``x``: (1, 1, D), a token's input. ``state``: before the token.
+    ``layer``: has one Mamba2 block, in float64. ``x``: (1, 1, D), the input of a token. ``state``: the state
+    before this token.
     """
     backbone = layer.backbone
     tail, h = state.layers[0]
@@ -94,7 +95,7 @@ def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
 
 @torch.no_grad()
 def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
-    """J (S, S) by central differences: solves the layer again for states with one changed entry.
+    """J (S, S) by central differences: changes each entry of the state and solves the layer again.
 
     The arguments are those of :func:`by_formula`.
     """
@@ -124,7 +125,7 @@ def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> A
 
 
 def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tensor]]:
-    """Yield the Jacobian at every token of ``x`` (1, L, D): a summary and the matrix J (S, S).
+    """For every token of ``x`` (1, L, D), yield a summary of the Jacobian and the matrix J (S, S).
 
     Raises:
         ValueError: the layer is not one Mamba2 block, its state is too large, or a solve does not converge.
@@ -157,10 +158,11 @@ def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tens
 
 
 def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[tuple[str, Layer, Tensor]]:
-    """Yield names, layers and inputs (1, L, D): first two random layers, of the size in the paper's check,
-    with random inputs; then the trained layers of ``runs`` with new sequences of their word problems.
+    """Yield the name, the layer and the input (1, L, D) of every case.
 
-    A trained layer's name ends with the name of its folder, or with the path if folders share a name.
+    The first two cases are an explicit and an implicit layer of the size in the paper's check, with random
+    weights and inputs. The other cases are the trained layers of ``runs`` on new word problems. The name of a
+    trained layer ends with the name of its folder, or with the path if folders share a name.
 
     Raises:
         ValueError: a folder without a finished run; the run of an LSTM.
@@ -225,7 +227,7 @@ def check(
 
 
 def plot(rows: Sequence[Jacobian], last: Mapping[str, Tensor], path: Path) -> None:
-    """Write a PNG of the Jacobians at the last token, and of the off-diagonal mass at all tokens."""
+    """Write a PNG that shows each layer's Jacobian at the last token and off-diagonal mass at all tokens."""
 
     def draw(axes: list[Any]) -> None:
         from matplotlib.colors import BoundaryNorm

@@ -1,4 +1,4 @@
-"""The recurrent baseline, an LSTM. It can solve the word problem, but runs one token at a time."""
+"""The recurrent baseline, an LSTM. It can solve the word problem, but it processes one token at a time."""
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel

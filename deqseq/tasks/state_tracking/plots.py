@@ -17,7 +17,7 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
     def draw(axes: list[Any]) -> None:
         top, middle, bottom = axes
         for i, (name, e) in enumerate(rows):
-            wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}  # keeps coinciding lines visible
+            wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}  # equal curves stay visible
             position = range(1, e.length + 1)
             window = "" if e.iterations is None else f", window {window_name(e)}"
             label = f"{name}, length {e.length}{window}"
@@ -40,13 +40,13 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
 def plot_by_length(
     curves: Mapping[tuple[float, str], Mapping[int, Sequence[float]]], path: Path, chance: float, trained: int
 ) -> None:
-    """Write a PNG of the accuracy of the last ten tokens by length, one panel per probability.
+    """Write a PNG of the accuracy of the last ten tokens by length, one panel per probability ``p``.
 
     Straight lines show ``chance`` and ``trained``, as in :func:`plot_by_position`.
 
     Args:
-        curves: ``curves[p, name][length]`` has the accuracies of all seeds, where ``p`` is the probability of
-            the identity. Draws a line through their means and a band from the worst to the best.
+        curves: ``curves[p, name][length]`` lists the accuracies of all seeds; ``p`` is the probability of the
+            identity. A line shows the mean of the seeds, and a band shows the worst and the best seed.
     """
     if not curves:
         return
@@ -73,7 +73,7 @@ def plot_by_length(
 
 
 def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:
-    """Write a PNG of the loss and, for implicit models, the evaluations of f by training step."""
+    """Write a PNG of the loss by training step; for implicit models, also of the evaluations of f."""
     entries = [entry for entry in log if "loss" in entry]
     steps = [entry["step"] for entry in entries]
 

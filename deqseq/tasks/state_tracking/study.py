@@ -189,7 +189,7 @@ def conduct(
 
 
 def _test(settings: TrainSettings, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
-    """Train, then run the missing evaluations. Each result is saved at once."""
+    """Train the model, then run the evaluations that have no saved result. Saves each result at once."""
     model = train(settings, folder)
     for key, case in tqdm(cases.items(), desc="tests", leave=False):
         found = _read(folder / _RESULTS)
@@ -224,7 +224,7 @@ def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A table, one line per variant and test: mean and worst accuracy over seeds, means of the search."""
+    """A table with a line per variant and test: worst accuracy of the seeds, and means over the seeds."""
     groups: dict[str, list[Result]] = {}
     for r in results:
         groups.setdefault(json.dumps([r.variant, r.case]), []).append(r)

@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM | LSTM:
     """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
-    Writes a checkpoint every ``save_steps`` steps, at the end the model (``config.json``,
-    ``model.safetensors``), and ``settings.json`` and ``training.json`` (seconds, and a log of loss,
-    iterations and residual every 50 steps). A finished run is loaded, not trained again. The returned model
-    is loaded from the folder, in float32, because the trainer's model keeps the trainer's autocast.
+    Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
+    (``config.json``, ``model.safetensors``) and ``training.json``: the duration in seconds, and a log of
+    loss, iterations and residual every 50 steps. A finished run is loaded, not trained again. The returned
+    model is loaded from the folder, in float32, because the trainer's model keeps the trainer's autocast.
 
     Raises:
         ValueError: ``output`` holds another run.
@@ -81,5 +81,5 @@ class _Batches(IterableDataset[Batch]):
     def _stage(self, index: int) -> int:
         last = len(self.ends) - 1
         stage = next((i for i, end in enumerate(self.ends) if index < end), last)
-        rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)  # spreads them evenly
+        rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)  # evenly spread
         return last - 1 if stage == last and rehearses else stage

@@ -21,7 +21,7 @@ _FLASH = {
 
 
 class AttentionFunction:
-    """One of transformers' attention functions, for calls without keys and values of earlier tokens.
+    """One of transformers' attention functions. A call has no keys and values of earlier tokens.
 
     Raises:
         ValueError: an unknown name; transformers or the function's package cannot be imported.
@@ -37,7 +37,7 @@ class AttentionFunction:
                 f"imported ({error}); 'sdpa' needs only torch"
             ) from error
         known = {key: value for key, value in ALL_ATTENTION_FUNCTIONS.items() if not key.startswith("paged|")}
-        if "eager" not in known:  # every model of transformers defines it; take Llama's
+        if "eager" not in known:  # every model file of transformers defines it; take Llama's
             from transformers.models.llama.modeling_llama import eager_attention_forward
 
             known["eager"] = eager_attention_forward
@@ -48,7 +48,7 @@ class AttentionFunction:
 
             try:
                 lazy_import_flash_attention(name)
-            except Exception as error:  # extensions built for another torch fail in many ways
+            except Exception as error:  # an extension built for another torch may raise any error
                 raise ValueError(
                     f"attention {name!r} needs a GPU and {_FLASH[name]}, which does not work here: {error}"
                 ) from error
@@ -87,7 +87,7 @@ class AttentionFunction:
 
 
 def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Do not compile: on the CPU, compiled flex attention is wrong at lengths 24, 40, 72 (torch 2.13)."""
+    """Call without compiling: torch 2.13 compiles flex attention wrongly on the CPU (lengths 24, 40, 72)."""
     with torch.compiler.set_stance("force_eager"):
         return function(*args, **options)
 
@@ -97,7 +97,7 @@ def _block_mask(width: int, device: torch.device) -> Any:
     """flex attention's causal mask, the same for all sequences and heads."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # A later call may save the mask for its backward pass; autograd cannot save inference tensors.
+    # Autograd cannot save inference tensors, and a later call may save this cached mask.
     with torch.inference_mode(False):
         return create_block_mask(
             _causal, None, None, width, width, device=str(device), _compile=device.type != "cpu"

@@ -24,23 +24,23 @@ _MOST_BLOCKS = 4096
 
 
 class Prepared(NamedTuple):
-    """``Context.shared`` of a stack: the implementations, and the effective weights of every block."""
+    """A stack's ``Context.shared``: the chosen implementations and the effective weights of every block."""
 
     choice: kernels.Choice
     weights: list[Any]
 
 
 class StackTrace(NamedTuple):
-    """The trace of a stack's evaluation: the implementation that advances states, and every block's trace."""
+    """The trace of a stack's evaluation: the implementation for ``advance``, and every block's trace."""
 
     form: str
     blocks: list[Any]
 
 
 class Block(nn.Module):
-    """A pre-norm mixer and an optional pre-norm MLP, whose outputs are added to the residual stream.
+    """A pre-norm mixer and an optional pre-norm MLP. Their outputs are added to the residual stream.
 
-    The next block adds the last output to the stream, because the addition is fused with the next norm.
+    The next block adds this block's last output to the stream, so that one kernel adds and normalises.
     """
 
     def __init__(self, d_model: int, norm_eps: float, mixer: nn.Module, mlp: nn.Module | None) -> None:
@@ -62,8 +62,8 @@ class Block(nn.Module):
     def by_parts(
         self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
     ) -> tuple[Tensor, Tensor, Any]:
-        """Compute the block operation by operation. Returns three values: the stream, the output that the
-        next block adds to it, and the mixer's trace.
+        """Compute the block operation by operation. Returns the stream, the output that the next block adds
+        to the stream, and the mixer's trace.
 
         ``inputs`` are the mixer's arguments after its weights.
         """
@@ -99,7 +99,7 @@ class Stack(Backbone):
         injection: bool, input_skip: bool,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not (math.isfinite(norm_eps) and norm_eps > 0):  # a token may be all zeros
+        if not (math.isfinite(norm_eps) and norm_eps > 0):  # with eps 0, the norm of a token of zeros is NaN
             raise ValueError(f"norm_eps must be finite and positive, got {norm_eps}")
         if input_skip and not injection:
             raise ValueError("input_skip needs injection=True: an explicit layer passes x as z")
@@ -151,7 +151,7 @@ class Stack(Backbone):
 
 
 class Injection(nn.Module):
-    """W RMSNorm(x) + b (B, L, width), which every block adds; x (B, L, D) is the layer's input."""
+    """W RMSNorm(x) + b (B, L, width), which every block adds. x (B, L, D) is the layer's input."""
 
     def __init__(self, d_model: int, width: int, norm_eps: float = RMS_EPS) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Injection(nn.Module):
 
 
 class InputSkip(nn.Module):
-    """gain * z + x (B, W, D), the stream before the first block; the gain (D,) starts at 0."""
+    """The stream before the first block: gain * z + x (B, W, D). The gain (D,) is initialised to 0."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
     """The effective weight of a linear map or convolution. Backbones do not call the module.
 
     Raises:
-        ValueError: ``module`` is of another class, such as an adapter; its ``forward`` would never be called.
+        ValueError: ``module`` has another class, such as an adapter's. Its ``forward`` would never be called.
     """
     if type_before_parametrizations(module) not in (nn.Linear, nn.Conv1d):
         raise ValueError(
@@ -225,14 +225,14 @@ def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
 
 
 def projection(linear: nn.Linear) -> Tensor:
-    """The effective weight of a linear map, in autocast's type. The cast runs once per forward pass."""
+    """The effective weight of a linear map, cast to autocast's type once per forward pass."""
     weight = plain_weight(linear)
     return weight.to(kernels.autocast_dtype(weight))
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise ``ValueError`` for a size that is not a whole number of at least 1, or too many blocks."""
+    """Raise ``ValueError`` if a size is not an integer >= 1, or if ``n_layer`` is too large."""
     for name, value in sizes.items():
         check_count(name, value)
-    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # such a number is a mistake, and building them takes minutes
+    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # surely a mistake; building them takes minutes
         raise ValueError(f"n_layer must be at most {_MOST_BLOCKS}, got {sizes['n_layer']}")

@@ -18,7 +18,7 @@ from deqseq.ops import advance, one_token
 from deqseq.ops.one_token import AttentionWeights, SwiGLUWeights
 
 SLOTS = 64
-"""A state grows by multiples of this number of slots."""
+"""The number of slots that a growing state adds is a multiple of this number."""
 
 
 class Attention(nn.Module):
@@ -72,7 +72,7 @@ def no_slots(state: tuple[Tensor, ...] | None) -> bool:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions (Su et al., 2021), given as tables (B, 1, W, P), to ``x`` (B, H, W, P).
+    """Rotate ``x`` (B, H, W, P) by its positions (Su et al., 2021); ``cos`` and ``sin`` are (B, 1, W, P).
     Channels i and i + P / 2 form a pair."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
@@ -84,9 +84,9 @@ class LlamaBlock(Block):
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
         rotary: tuple[Tensor, Tensor], mask: Any, seen: Tensor | None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-        """The stream, the output that the next block adds to it, and the trace.
+        """The stream, the output that the next block adds to the stream, and the trace.
 
-        ``seen`` (B,): the number of filled slots. If given, there is one token per sequence and no mask.
+        ``seen`` (B,): the number of filled slots, given only for one token per sequence without a mask.
         """
         if seen is not None and state is not None:
             from deqseq.ops.one_token.triton import llama_block
@@ -100,7 +100,7 @@ class LlamaBackbone(Stack):
     """f(z, x): a stack of Llama blocks and a final norm, with x injected into every block.
 
     One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer. Fused attention
-    and our kernels have no second derivative. If you need it, use ``attention="eager"`` or call under
+    and our kernels have no second derivative. For second derivatives, use ``attention="eager"`` or call under
     ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, and on a GPU also under
     ``deqseq.kernels.use("torch")``.
 
@@ -115,8 +115,8 @@ class LlamaBackbone(Stack):
         attention: ``"sdpa"``, torch's function, which runs a flash kernel if possible; or a name in
             transformers' attention interface: ``"flash_attention_2"`` (or 3, 4), ``"flex_attention"``,
             ``"eager"``, or a name added by ``transformers.AttentionInterface.register`` (and by
-            ``AttentionMaskInterface.register`` if the function takes a mask). If the state has tokens, as in
-            windows and in decoding, torch's function is always used.
+            ``AttentionMaskInterface.register`` if the function takes a mask). With a non-empty state
+            (windows, decoding), torch's function is always used.
 
     Raises:
         ValueError: a size below 1, or one that breaks a rule above; an attention that is unknown or not
@@ -183,7 +183,7 @@ class LlamaBackbone(Stack):
         return self.through(stream, context, state, choice, injection, rotary, mask, seen)
 
     def _mask(self, width: int, state: State) -> Tensor | None:
-        """(B, 1, W, S + W) bool, true for filled slots and for the window's tokens up to each token.
+        """(B, 1, W, S + W) bool: each token attends to all filled slots, to earlier tokens and to itself.
 
         ``None`` if the state has no slots: plain causal attention needs no mask.
         """
@@ -195,8 +195,8 @@ class LlamaBackbone(Stack):
         return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """The state with slots for the tokens of ``z``. Growing copies the state, so each growth after the
-        first adds 50 % spare slots."""
+        """The state with enough slots for the tokens of ``z``. Growing copies the state. To grow rarely,
+        every growth after the first adds 50 % spare slots."""
         slots = state.layers[0][0].shape[2]
         needed = int(state.seen.max()) + z.shape[1] if slots else z.shape[1]
         if needed <= slots:
@@ -214,7 +214,7 @@ class LlamaBackbone(Stack):
         gone = (state.seen - tokens).clamp_min(0)
         kept = gone[:, None] + torch.arange(min(tokens, slots), device=gone.device)  # (B, S)
         kept = kept.clamp_max(slots - 1)[:, None, :, None]
-        # Rotations add up: rotating keys back by the number of removed tokens gives them their new positions.
+        # Positions restart at 0: rotate the kept keys back by the number of removed tokens.
         cos, sin = (table[:, None] for table in self._rotary(-gone[:, None]))
 
         def taken(values: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Mamba2Block(Block):
         self, stream: Tensor, added: Tensor | None, weights: tuple[MixerWeights, ValueGateWeights | None],
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
     ) -> tuple[Tensor, Tensor, LayerTrace | None]:  # fmt: skip
-        """The stream, the output that the next block adds to it, and the trace."""
+        """The stream, the output that the next block adds to the stream, and the trace."""
         sizes: MixerSizes = self.mixer.sizes
         if state is not None and sizes.norm_groups == 1 and one_token.applies(stream, state, choice):
             from deqseq.ops.one_token.triton import mamba2_block
@@ -86,14 +86,15 @@ class Mamba2Backbone(Stack):
         norm_groups: number of groups of channels that the gated norm normalises separately, a divisor of the
             inner width. The original Mamba2 uses ``n_groups``.
         norm_eps: constant that every norm adds to the mean square.
-        chunk_size: tokens in a chunk of the recurrence; within a chunk, the work is quadratic in its length.
-            Changes only the speed.
+        chunk_size: tokens in a chunk of the recurrence. The work in a chunk is quadratic in this size. The
+            size changes only the speed.
         dt_min, dt_max: range of the initial step sizes, which are log-uniform; the defaults are the original
-            Mamba2's. A head forgets within about ``1 / (dt * A)`` tokens; its decay rate A starts in [1, 16].
+            Mamba2's. A head forgets within about ``1 / (dt * A)`` tokens; the decay rate A starts in
+            [1, 16].
         weight_norm: true: use weight normalisation for every linear map and convolution.
         injection: false for explicit layers, which pass x as z.
-        input_skip: true: the residual stream starts at ``gain * z + x``; ``gain`` (D,) is learned and starts
-            at 0 (see ``to_implicit``).
+        input_skip: true: the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0 (see
+            ``to_implicit``).
 
     Raises:
         ValueError: a size below 1, or one that breaks a rule above; step sizes that break

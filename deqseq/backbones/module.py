@@ -85,7 +85,7 @@ class ModuleBackbone(Backbone):
 
 
 def _line(past: Tensor, seen: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Every sequence's past inputs followed by its new inputs, and the new inputs' indices (B, W)."""
+    """Append every sequence's new inputs to its past inputs. Also return the new inputs' indices (B, W)."""
     line = F.pad(past, (0, 0, 0, inputs.shape[1]))
     index = seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
     return line.scatter(1, index[..., None].expand_as(inputs), inputs.to(past.dtype)), index

@@ -21,7 +21,7 @@ for _config in (ImplicitConfig, ReferenceMamba2Config, ReferenceLlamaConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
 AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
 AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
-# With label smoothing, transformers' Trainer shifts the labels for the models in this table.
+# With label smoothing, transformers' Trainer shifts labels only for the models in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ImplicitConfig.model_type] = ImplicitForCausalLM.__name__
 
 __all__ = [

@@ -16,8 +16,8 @@ from deqseq.backbone import State, take_tokens
 class StateLayer(CacheLayerMixin):
     """The only layer of an :class:`EquilibriumCache`: a backbone's state with transformers' interface.
 
-    The blocks of a backbone are solved together, so this layer holds the states of all blocks: keys and
-    values with a slot for every token, or the convolution's tail and the SSM state.
+    All blocks are solved together, so one layer holds the states of all blocks. A block's state is its keys
+    and values with a slot for every token, or the convolution's tail and the SSM state.
 
     Attributes:
         state: the backbone's state; ``None`` before the first call, unless the cache was made with a state.
@@ -44,7 +44,7 @@ class StateLayer(CacheLayerMixin):
     def real(self) -> Tensor | None:
         """(B, C) bool, true for tokens and false for padding; ``None`` if there are no columns.
 
-        The tokens of a given state come first; shorter sequences are padded at the front.
+        The tokens of the constructor's ``state`` come first; its shorter sequences are padded at the front.
         """
         if self._earlier is None:
             return self._called
@@ -75,7 +75,7 @@ class StateLayer(CacheLayerMixin):
         real = (z.new_ones(z.shape[:2]) if attention_mask is None else attention_mask).bool()
         place = torch.arange(1, z.shape[1] + 1, device=z.device)
         last = take_tokens(z, (real * place).argmax(1, keepdim=True))[:, 0]
-        if self.equilibrium is not None:  # rows with only padding keep their equilibrium
+        if self.equilibrium is not None:  # a row of padding keeps its equilibrium
             last = torch.where(real.any(1, keepdim=True), last, self.equilibrium)
         self.state = state
         self.equilibrium = last.detach()
@@ -83,7 +83,7 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def guess(self, x: Tensor) -> Tensor | None:
-        """The initial guess (B, L, D) for a call: the equilibrium of the last token before it, if known."""
+        """The initial guess (B, L, D) for a call: the equilibrium of the last earlier token, if known."""
         if self.equilibrium is None:
             return None
         return self.equilibrium[:, None].expand_as(x).contiguous()
@@ -101,7 +101,7 @@ class StateLayer(CacheLayerMixin):
         """Remove the last ``-tokens_to_remove`` columns; the number is negative, as in transformers.
 
         Raises:
-            ValueError: a positive number; more columns than there are; a recurrent state.
+            ValueError: the number is positive; the cache has fewer columns; the state is recurrent.
         """
         columns = self.get_seq_length()
         if not -columns <= tokens_to_remove <= 0:
@@ -155,7 +155,7 @@ class StateLayer(CacheLayerMixin):
 
 
 def _same_form(state: State, fresh: State) -> bool:
-    """Whether layers, types, devices and sizes equal ``fresh``'s; a 0 in ``fresh``'s sizes fits any."""
+    """Whether ``state`` has ``fresh``'s layers, types, devices and sizes. A size 0 in ``fresh`` fits any."""
     if [len(layer) for layer in state.layers] != [len(layer) for layer in fresh.layers]:
         return False
     pairs = zip(itertools.chain(*state.layers), itertools.chain(*fresh.layers), strict=True)
@@ -169,14 +169,14 @@ def _same_form(state: State, fresh: State) -> bool:
 class EquilibriumCache(Cache):
     """The models' ``past_key_values``: the backbone state after the tokens that a model has solved.
 
-    A call adds its tokens after it has solved all of them. ``model(..., use_cache=True)`` and ``generate``
-    make a cache. Beam search reorders its sequences. ``crop(-n)`` removes the last n columns if the state has
-    a slot for every token (attention), and raises ``ValueError`` if the state is recurrent (Mamba2).
+    A call adds its tokens when all of them are solved. ``model(..., use_cache=True)`` and ``generate`` make a
+    cache. Beam search can reorder the cache's sequences. ``crop(-n)`` removes the last n columns if the state
+    has a slot for every token (attention), and raises ``ValueError`` if the state is recurrent (Mamba2).
 
     Args:
         rewinds: true: tokens can be removed from the backbone's states; see :attr:`~deqseq.Backbone.rewinds`.
         state: backbone state to continue; by default the cache is empty. The state's tokens count as columns.
-            Sequences that have seen fewer tokens than the longest are padded at the front.
+            Shorter sequences are padded at the front.
     """
 
     def __init__(self, rewinds: bool, state: State | None = None) -> None:

@@ -19,7 +19,7 @@ from deqseq.problem import SolveOptions
 logger = logging.getLogger(__name__)
 
 
-# Settings that transformers accepts besides the fields of a configuration.
+# Settings that transformers accepts although they are not fields of a configuration.
 _TRANSFORMERS = {
     "attn_implementation", "auto_map", "experts_implementation", "model_type", "name_or_path", "num_labels",
     "output_attentions", "quantization_config", "torch_dtype", "_attn_implementation_internal",
@@ -37,8 +37,8 @@ def _unknown(settings: Mapping[str, Any]) -> list[str]:
 class ImplicitConfig(PreTrainedConfig):
     """A causal language model over any backbone, implicit or explicit.
 
-    Backbone, solver, gradient strategy and policies are names or mappings ``{"name": ..., **options}``, as
-    for :class:`~deqseq.ImplicitSequenceLayer`.
+    Give the backbone, solver, gradient strategy and policies as names or mappings
+    ``{"name": ..., **options}``, as for :class:`~deqseq.ImplicitSequenceLayer`.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
@@ -48,7 +48,7 @@ class ImplicitConfig(PreTrainedConfig):
         convergence: convergence policy in training.
         eval_convergence: convergence policy in evaluation; by default the policy of training.
         window: tokens solved at a time; by default all.
-        causal: true: in training, raise for solvers and policies through which a token could depend on later
+        causal: true: training raises an error if the solver or the policy could make a token depend on later
             tokens.
         initial_guess: where the search starts in calls that continue a cache, such as in generation:
             ``"zero"``, or ``"previous"``: the equilibrium of the last token before the call.
@@ -57,8 +57,8 @@ class ImplicitConfig(PreTrainedConfig):
         tie_word_embeddings: true: the output layer uses the embeddings as its weights.
 
     Raises:
-        ValueError: unknown settings, names or options; a part given as an object, which a file cannot
-            store; a window below 1; a backbone without ``d_model``.
+        ValueError: unknown settings, names or options; an object as solver, policy or other part (files
+            cannot store objects); a window below 1; a backbone without ``d_model``.
     """
 
     model_type = "implicit_lm"
@@ -112,7 +112,7 @@ class ImplicitConfig(PreTrainedConfig):
             raise ValueError(
                 f"initializer_range must be finite and not negative, got {self.initializer_range}"
             )
-        # A wrong option raises here, not only when the model is built.
+        # Raise for a wrong option now, before a model is built.
         backbones.check(self.backbone)
         gradients.create(self.gradient)
         for policy in (self.convergence, self.eval_convergence):
@@ -123,8 +123,8 @@ class ImplicitConfig(PreTrainedConfig):
     def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
         """transformers' ``attn_implementation=`` sets the ``attention`` of a backbone that has this option.
 
-        The backbone checks the value. transformers checks whether the model's class supports its value, so it
-        gets "eager", which every class supports.
+        The backbone checks the value. transformers always gets "eager" instead, because it would check the
+        value too, and every model class supports "eager".
         """
         name = value.get("") if isinstance(value, Mapping) else value
         if name and backbones.takes(self.backbone, "attention"):

@@ -63,23 +63,23 @@ class ImplicitCausalLMOutput(ModelOutput):
 
 
 class ImplicitPreTrainedModel(PreTrainedModel):
-    """Base class that loads and saves the models: implicit and explicit ones, with any backbone."""
+    """Base class that loads and saves implicit and explicit models with any backbone."""
 
     config_class = ImplicitConfig
     config: ImplicitConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # Keep a layer on one device: every iteration reads all its weights and does not call the modules.
+    # Keep a layer on one device: iterations read its weights directly, without calling its modules' forward.
     _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers' form
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Backbones initialise themselves when they are built. Embeddings and output layer remain.
+        # Backbones are initialised when they are built, so initialise only embeddings and output layer here.
         if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
             nn.init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, but a checkpoint that does not fit the model raises and does not only warn.
+        """As in transformers, but a checkpoint that does not fit the model raises an error, not a warning.
 
         Raises:
             ValueError: weights are missing, unknown or of another shape (missing weights would be random);
@@ -142,8 +142,8 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 columns, the mask may also be (B, C + L), with the columns of earlier calls first.
             position_ids: (B, L) or (1, L) int64. Where positions restart at 0, another sequence begins.
             past_key_values: the cache of an earlier call, which this call continues and extends.
-            use_cache: true: return a cache. By default, the configuration decides in evaluation mode; calls
-                in training or with packed rows return one only if they are given one.
+            use_cache: true: return a cache. By default, a call that gets a cache returns it. Without one, the
+                configuration decides; calls in training or with packed rows return no cache.
             output_hidden_states: true: return ``hidden_states``. By default the configuration decides.
             solve: options of the solve; by default the configuration's.
             window: tokens solved at a time; ``None``: all; ``"layer"``: as in the options.
@@ -204,7 +204,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         if self.training or not self.config.use_cache or not self.layer.backbone.keeps_state:
             return False
         fits = all(t is None or t.shape == x.shape[:2] for t in (position_ids, attention_mask))
-        # The layer rejects wrong shapes later.
+        # If the shapes are wrong, the layer raises an error later.
         return position_ids is None or not fits or not packs_rows(position_ids, attention_mask)
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> EquilibriumCache | None:
@@ -226,7 +226,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
 
 
 def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) -> Tensor | None:
-    """The columns (B, L) of the attention mask for this call's tokens."""
+    """The last L columns (B, L) of the attention mask, which are this call's columns."""
     if mask is None or (mask.dim() == 2 and mask.shape[1] == length):
         return mask
     seen = 0 if content is None else content.get_seq_length()
@@ -246,7 +246,7 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
 
 
 def aligned_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x ``weight``^T, padded with zero columns to a multiple of 64, which is faster on GPUs."""
+    """x ``weight``^T with zero columns appended up to a multiple of 64, because GPUs are faster then."""
     return F.linear(x, F.pad(weight, (0, 0, 0, -weight.shape[0] % 64)))
 
 
@@ -267,7 +267,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ImplicitModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # transformers' flag: this cache cannot remove tokens (speculative decoding removes some).
+        # transformers' flag: true if the cache cannot remove tokens, as speculative decoding does.
         self._is_stateful = not self.model.layer.backbone.rewinds
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -299,13 +299,13 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         The weights are copied. The residual stream starts at ``gain * z + x`` (``input_skip`` of backbones),
         and the usual injection is added to the input projections. The gain and the injection start at 0, so
         f(z, x) = F(x) for every z, where F is the explicit model. A search finds this equilibrium in two
-        evaluations. The gain and the injection have non-zero gradients from the first step on.
+        evaluations. The gain and the injection get non-zero gradients from the first training step on.
 
         Args:
             config_overrides: settings of :class:`ImplicitConfig`, such as ``solver`` and ``convergence``.
 
         Raises:
-            ValueError: this model is implicit; an override of a setting that must stay the same.
+            ValueError: this model is implicit; ``config_overrides`` has a setting that must stay the same.
         """
         return conversion.to_implicit(self, config_overrides)
 
@@ -320,14 +320,14 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     ) -> ImplicitCausalLMOutput:  # fmt: skip
         """Logits (B, L, V) and, with ``labels`` (B, L), the loss of predicting the next token.
 
-        As in transformers, pass the input ids as ``labels``: this method shifts them, and ignores -100. If
-        your targets are aligned with the inputs, compute the loss from the logits.
+        As in transformers, pass the input ids as ``labels``. This method shifts the labels and ignores -100.
+        If your labels are already shifted, compute the loss from the logits.
 
         Args:
             logits_to_keep: number of last tokens to compute logits for (0: all tokens), or indices of the
                 tokens.
-            skip_logits: true: if there are ``labels``, return the loss and no logits. Mixed-precision
-                wrappers would copy the logits to float32.
+            skip_logits: true: with ``labels``, return the loss and no logits. This saves memory, because
+                mixed-precision wrappers copy returned logits to float32.
             loss_options: ``num_items_in_batch``, as transformers' trainer passes it. Arguments that
                 tokenizers, collators and ``generate`` may add are ignored: ``token_type_ids``,
                 ``cache_position``, and the offsets of flattened batches (``position_ids`` has the same
@@ -359,7 +359,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             vocab_size = self.config.vocab_size
             if self.loss_function is ForCausalLMLoss and logits.shape[-1] == vocab_size:
                 loss = next_token_loss(padded, labels, vocab_size, **loss_options)
-            else:  # a loss set by the user, or an output layer of another size
+            else:  # the user set a loss or resized the output layer
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_options)
         return ImplicitCausalLMOutput(
             loss=loss, logits=None if skip_logits and loss is not None else logits,

@@ -12,8 +12,8 @@ from typing import Any
 
 from deqseq.checks import check_count
 
-# Regular expressions for the reference's weight names -> our names. None of them matches one of our names, so
-# they can be applied to every checkpoint. Order matters: general expressions come last.
+# Regular expressions for the reference's weight names -> our names. No expression matches a name of ours, so
+# every checkpoint can be renamed with this table. Order matters: general expressions come last.
 KEYS = {
     r"^criterion\.decoder\.weight$": "lm_head.weight",
     r"^word_emb\.emb\.weight$": "model.embed_tokens.weight",
@@ -24,7 +24,7 @@ KEYS = {
     r"\.weight_v$": ".parametrizations.weight.original1",
 }
 
-# torchdeq's solvers -> ours. The fixed point is the same, but our solvers test every token separately.
+# torchdeq's solvers -> ours. Our solvers find the same fixed point, but test every token separately.
 _SOLVERS = {
     "fixed_point_iter": "picard", "simple_fixed_point_iter": "picard", "anderson": "anderson",
     "broyden": "broyden",
@@ -52,11 +52,13 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
       most ``f_max_iter`` iterations. The phantom gradient takes ``grad`` steps damped by ``tau``; ``ift`` and
       ``hook_ift`` become implicit differentiation.
     - In evaluation, a search takes at most ``eval_f_max_iter`` iterations. If this is missing or 0, the limit
-      is ``eval_factor * f_max_iter``, or ``f_max_iter`` without either. The reference damps iterations by
-      ``tau`` in evaluation, which leaves the fixed point the same. If the undamped iteration does not
-      converge, use ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
-    - The tolerance holds for every token, not for the norm over a sequence. The result is the last iterate,
-      not the best. The reference's rules leak later tokens in training (see :class:`~deqseq.Residual`).
+      is ``eval_factor * f_max_iter``; if ``eval_factor`` is missing or 0 too, ``f_max_iter``. The reference
+      damps iterations by ``tau`` in evaluation, which leaves the fixed point the same. If the undamped
+      iteration does not converge, use
+      ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
+    - We test the tolerance for every token, not for a whole sequence, and return the last iterate, not the
+      best. The reference's own rules let tokens depend on later tokens in training (see
+      :class:`~deqseq.Residual`).
 
     Settings that only training uses (Jacobian regularisation, supervision along the trajectory, weight decay,
     initialisation of the backbone) are ignored. Unknown settings outside the backbone are ignored too.

@@ -1,9 +1,9 @@
 """Operations of the backbones and the loop, one folder each.
 
-Callers use the function in ``__init__.py``. The plain PyTorch form is in this file or in ``naive.py``. It
-runs anywhere, and tests compare the fast forms with it. The fast forms are ``triton.py`` and one file per
-package that has the operation. :func:`deqseq.kernels.choose` selects the form of the backbones' operations;
-:func:`deqseq.kernels.fused` selects the form of the loop's operations.
+Callers use the function in ``__init__.py``. The plain PyTorch form is in this file or in ``naive.py``. The
+plain form runs anywhere, and tests compare the fast forms with it. The fast forms are in ``triton.py`` and
+in one file per package that has the operation. :func:`deqseq.kernels.choose` selects the form of the
+backbones' operations; :func:`deqseq.kernels.fused` selects the form of the loop's operations.
 
 =================  ======================================================================
 ``add_norm``       residual addition and RMSNorm

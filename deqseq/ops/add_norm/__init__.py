@@ -11,8 +11,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """``stream + added`` (B, W, D) in the stream's type, and its RMSNorm.
 
-    The norm has autocast's type, because linear maps follow. With ``last``, the norm is f(z) and has the
-    stream's type; the returned sum is undefined, because nothing reads it.
+    The norm has autocast's type, because linear maps follow. With ``last``, the norm is f(z) in the stream's
+    type, and the returned sum is undefined: do not read it.
     """
     dtype = stream.dtype if last else kernels.autocast_dtype(stream)
     # Compiled code uses the plain form, which the compiler fuses with the operations around it.

@@ -68,8 +68,8 @@ def _tile(width: int) -> dict[str, int]:
 def _forward(
     stream: Tensor, added: Tensor | None, weight: Tensor, eps: float | None, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum and its RMSNorm. If nothing is added, or nothing reads the sum (``last``), returns the
-    stream instead of the sum."""
+    """Returns the sum and its RMSNorm. With ``last``, or if ``added`` is ``None``, returns the stream instead
+    of the sum."""
     width = stream.shape[-1]
     rows = stream.numel() // width
     store = added is not None and not last
@@ -90,7 +90,7 @@ class _AddNorm(torch.autograd.Function):
         last: bool,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         total, out = _forward(stream, added, weight, eps, dtype, last)
-        # Save the total, an output that stays in memory anyway, instead of its two summands.
+        # Save the total instead of its two summands: the total is an output and stays in memory anyway.
         kept = (stream, added) if last else (total, None)
         ctx.save_for_backward(*kept, weight)
         ctx.eps = eps

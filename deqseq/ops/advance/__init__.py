@@ -15,15 +15,15 @@ from deqseq.ops.mixer.ssd import ssd_advance
 Layers = tuple[tuple[Tensor, ...], ...]
 
 MOST_TOKENS = 64
-"""Most tokens for Triton, which consumes them one by one. For more tokens, matrix products are faster."""
+"""Triton consumes up to this many tokens, one by one. For more tokens, matrix products are faster."""
 
 
 def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form: str) -> Layers:
     """The layers' states after the first ``count`` (B,) tokens.
 
     Args:
-        layers: per layer the convolution's tail (B, K-1, C) and the SSM state (B, H, P, N); may be changed in
-            place.
+        layers: per layer the convolution's tail (B, K-1, C) and the SSM state (B, H, P, N); the update may
+            be in place.
         traces: per layer, the trace of the evaluation.
     """
     if _by_triton(traces[0].x.shape[1], form):
@@ -38,7 +38,7 @@ def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form:
 def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> tuple[Tensor, Tensor]:
     tail, ssm = layer
     taps = tail.shape[1]
-    # The last inputs consumed, as indices into the tail followed by the new inputs.
+    # Indices of the last consumed inputs in the concatenation of the tail and the new inputs.
     last = torch.arange(taps, device=tail.device) + count[:, None]
     if taps:
         last = last[..., None]
@@ -52,10 +52,10 @@ def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> t
 def keys_values(
     layers: Layers, traces: Sequence[tuple[Tensor, Tensor]], seen: Tensor, count: Tensor, form: str
 ) -> Layers:
-    """The layers' keys and values, with the first ``count`` (B,) tokens written from slot ``seen`` (B,) on.
+    """The layers' keys and values after writing the first ``count`` (B,) tokens from slot ``seen`` (B,) on.
 
     Args:
-        layers: per layer keys and values (B, J, S, P); may be changed in place.
+        layers: per layer keys and values (B, J, S, P); the update may be in place.
         traces: per layer keys and values (B, J, W, P) of the evaluation.
     """
     width = traces[0][0].shape[2]
@@ -65,7 +65,7 @@ def keys_values(
         for (keys, values), (k, v) in zip(layers, traces, strict=True):
             append_(keys, values, k, v, seen, count)
         return layers
-    # Slot s takes the window's token s - seen, if that token is one of the first ``count``.
+    # Slot s takes token s - seen of the window, if 0 <= s - seen < count.
     token = torch.arange(layers[0][0].shape[2], device=count.device) - seen[:, None]  # (B, S)
     write = ((token >= 0) & (token < count[:, None]))[:, None, :, None]
     source = token.clamp(0, width - 1)[:, None, :, None]

@@ -17,7 +17,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
                       C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                       SUMMED: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                       BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """The first H programs update one head's state each, the other programs one block of the tail each."""
+    """Each of the first H programs updates a head's state. Each other program updates a block of the tail."""
     h = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
     consumed = tl.load(count + i)
@@ -38,7 +38,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
         elif TAPS > 0:
             c = (h - H) * BC + tl.arange(0, BC)[None, :]
             k = tl.arange(0, BT)[:, None]
-            at = k + (consumed - TAPS).to(tl.int32)  # index in the window; if negative, in the tail
+            at = k + (consumed - TAPS).to(tl.int32)  # index in the window; a negative index is in the tail
             real = (k < TAPS) & (c < C)
             kept = tail + i * TAPS * C + c
             new = tl.load(first + i * first_b + at * first_t + c, real & (at >= 0), 0.0).to(tl.float32)

@@ -14,9 +14,9 @@ from deqseq import kernels
 def next_token_loss(
     logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Cross-entropy of token t + 1 given the logits of token t, in float32; equals transformers' loss.
+    """transformers' loss: the cross-entropy of token t + 1 given the logits of token t, in float32.
 
-    For the backward pass, the fused form saves two numbers per token and no copy of the logits.
+    The fused form makes no copy of the logits for the backward pass.
 
     Args:
         logits: (B, L, V'). Columns from ``vocab_size`` on are ignored and get a gradient of zero.

@@ -15,8 +15,8 @@ from deqseq.kernels import device_of, first_derivative_only, launch
 
 IGNORED = -100
 
-# The kernels load padding columns and ignore them: V' is a multiple of a vector load's size, and a mask that
-# ends at V would split vector loads into scalar loads.
+# The kernels load all V' columns and ignore the padding, because V' is a multiple of a vector load's size. A
+# mask that ends at V would turn vector loads into scalar loads.
 
 
 @triton.jit

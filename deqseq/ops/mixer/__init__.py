@@ -22,7 +22,7 @@ def mix(
         injection: (B, W, 2 E + 2 G N + H) added to the input projection.
         state: the convolution's tail (B, K-1, E + 2 G N) and the SSM state (B, H, P, N) before the first
             token; zeros by default.
-        form: the implementation. For more than four taps, torch computes instead of Triton.
+        form: the implementation. With more than four taps, "triton" uses plain PyTorch instead.
     """
     if form == "triton" and weights.conv.shape[1] <= 4:
         from deqseq.ops.mixer.triton import mix as fused

@@ -1,4 +1,4 @@
-"""The Mamba2 mixer in plain PyTorch, and the records that all implementations use.
+"""The Mamba2 mixer in plain PyTorch, and the named tuples that all implementations use.
 
 Shapes: B sequences, W tokens, D width, E = H P inner width, H heads, P head dim, N state dim, G groups of
 heads that share b and c, K taps, C channels.
@@ -42,15 +42,15 @@ class MixerWeights(NamedTuple):
     in_proj: Tensor  # (2 E + 2 G N + H, D): rows [gate, x, b, c, dt]
     conv: Tensor  # (E + 2 G N, K)
     conv_bias: Tensor
-    decay: Tensor  # (H,) A < 0
+    decay: Tensor  # (H,) A, negative
     dt_bias: Tensor  # (H,)
-    skip: Tensor  # (H,) D
+    skip: Tensor  # (H,) D of Mamba2
     norm: Tensor  # (E,)
     out_proj: Tensor  # (D, E)
 
 
 class LayerTrace(NamedTuple):
-    """The values of an evaluation that are needed to update a layer's state."""
+    """The values from one evaluation that update a layer's state."""
 
     conv: tuple[Tensor, ...]  # each (B, W, E + 2 G N); the convolution's input is their sum
     x: Tensor  # (B, W, H, P) inputs of the recurrence

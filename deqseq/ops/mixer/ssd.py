@@ -43,7 +43,8 @@ def ssd(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None,
     y = (decay * (c @ b.transpose(-1, -2))).to(x.dtype) @ x
 
     if x.shape[1] > 1 or state is not None:
-        # Between chunks: what each chunk adds to the state, the state before it, and this state's outputs.
+        # Between chunks: compute what each chunk adds to the state, then the state before each chunk, then
+        # the outputs of these states.
         left = (total[..., -1:] - total).exp().to(x.dtype)  # decay from a token to its chunk's end
         added = (x * left[..., None]).transpose(-1, -2) @ b  # (B, C, G, H/G, P, N)
         kept = total[..., -1].exp().to(x.dtype)[..., None, None]  # decay through a chunk
@@ -67,7 +68,7 @@ def ssd_advance(x: Tensor, a: Tensor, b: Tensor, state: Tensor, count: Tensor) -
     total = a.cumsum(1)
     left = (total[:, -1:] - total).exp()  # decay from a token to the end; 1 for tokens that are not consumed
     left = left.where(consumed[..., None], left.new_zeros(()))
-    # Replace instead of multiplying by zero: tokens that are not consumed may be infinite.
+    # Do not multiply by zero: tokens that are not consumed may be infinite.
     x, b = (t.where(consumed[..., None, None], t.new_zeros(())) for t in (x, b))
     weighted = rearrange(x * left.to(x.dtype)[..., None], "b l (g h) p -> b l g h p", g=b.shape[2])
     added = torch.einsum("blghp,blgn->bghpn", weighted, b).flatten(1, 2)

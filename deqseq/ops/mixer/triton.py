@@ -1,8 +1,8 @@
 """The Mamba2 mixer in Triton: four fused kernels between the two projections.
 
-One kernel adds the injection and convolves; one computes step sizes; one runs the recurrence; one gates and
-normalises. The autograd graph keeps only the mixer's input and the recurrence's output; the backward pass
-recomputes the rest, which saves memory.
+The first kernel adds the injection and convolves, the second computes step sizes, the third runs the
+recurrence, and the fourth gates and normalises. To save memory, the autograd graph keeps only the mixer's
+inputs and the recurrence's output. The backward pass recomputes the rest.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ from deqseq.ops.mixer.triton_gated_norm import gated_norm, gated_norm_backward
 from deqseq.ops.mixer.triton_recurrence import recurrence_options, scan, scan_backward, steps
 
 PART = 160 * 2**20
-"""Most bytes of the projection that a backward pass recomputes at a time. The recomputation needs about
-ten times this memory in total."""
+"""The backward pass recomputes about this many bytes of the projection at a time. Recomputing needs about
+ten times this memory."""
 
 
 def _forward(
@@ -84,7 +84,7 @@ def _recompute(
     inputs: list[Tensor | None], y: Tensor, grad: Tensor, outputs: tuple[Tensor, Tensor], w: MixerWeights,
     sizes: MixerSizes, options: dict[str, Any],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Backward pass of a part of the batch. Writes ``outputs``: the projection's gradient, the normalised y.
+    """Backward pass of a part of the batch. Writes the projection's gradient and the normed y to ``outputs``.
 
     Returns the gradients of the norm (E,), the convolution (W, 5) and the heads (3, H), summed over tokens.
     """

@@ -20,7 +20,7 @@ def silu(x):
 @triton.jit
 def _conv_input(proj, inj, tail, t, c, L, J: tl.constexpr, W: tl.constexpr, HAS_INJ: tl.constexpr,
                 HAS_TAIL: tl.constexpr):  # fmt: skip
-    """The convolution's input at token t of a sequence and channels c; before the first token, the tail."""
+    """The convolution's input at token t and channels c. A negative t reads the tail."""
     at = tl.zeros_like(c) + t
     inside = (c < W) & (at >= 0) & (at < L)
     v = tl.load(proj + t * J + c, inside, 0.0).to(tl.float32)
@@ -73,9 +73,9 @@ def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, shares, 
                           J: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, HAS_INJ: tl.constexpr,
                           HAS_TAIL: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
                           UNROLL: tl.constexpr):  # fmt: skip
-    """Gradients of the convolution's input; and of its weight and bias, summed over T tokens.
+    """Gradients of the convolution's input, and of its weight and bias summed over a block of T tokens.
 
-    The next three tokens add to the input gradients, not to the sums.
+    The three tokens after the block add to the input's gradients, not to the sums.
     """
     c = tl.program_id(0) * C + tl.arange(0, C)
     first = tl.program_id(1) * T

@@ -1,6 +1,6 @@
 """The gate and norm of Mamba2 in Triton, forward and backward.
 
-Shapes: B sequences, L tokens, E inner width, J columns of the projection, whose first E are the gate.
+Shapes: B sequences, L tokens, E inner width, J columns of the projection; the first E columns are the gate.
 """
 
 import torch
@@ -76,7 +76,7 @@ def gated_norm_backward(
     grad: Tensor, y: Tensor, proj: Tensor, inj: Tensor | None, weight: Tensor, out: Tensor, d_proj: Tensor,
     sizes: MixerSizes,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of y and weight. Writes the gate's gradient into ``d_proj``, and the norm into ``out``."""
+    """Gradients of y and weight. Writes the gate's gradient to ``d_proj``, the norm's output to ``out``."""
     d_y = torch.empty_like(y)
     rows, columns = proj.shape[0] * proj.shape[1], proj.shape[2]
     group = sizes.inner // sizes.norm_groups

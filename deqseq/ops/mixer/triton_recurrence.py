@@ -1,9 +1,9 @@
 """The recurrence of Mamba2 (SSD; Dao & Gu, 2024, arXiv 2405.21060) in Triton, forward and backward.
 
-Forward: one program per head carries the state in registers from chunk to chunk. Backward, in four kernels:
-the states at the chunks' starts; the states' gradients, from the last chunk to the first; the gradients of x
-and the step sizes per head and chunk; the gradients of b and c per chunk, summed over a group's heads in
-registers, in a fixed order. Log decays have base 2, and their cumulative sums restart in every chunk.
+Forward: one program per head carries the state in registers from chunk to chunk. Backward: the first kernel
+computes the states at the chunks' starts; the second the states' gradients, from the last chunk to the first;
+the third the gradients of x and the step sizes; the fourth the gradients of b and c, summed over a group's
+heads in a fixed order. Log decays have base 2, and their cumulative sums restart in every chunk.
 
 Shapes: B sequences, L tokens, E inner width, H heads, P head dim, N state dim, G groups, W = E + 2 G N
 convolved channels [x, b, c], J columns of the projection, Q tokens of a chunk.
@@ -45,7 +45,7 @@ def _steps_kernel(proj, inj, dt_bias, decay, step, total, L, J: tl.constexpr, H:
 
 @triton.jit
 def _load(ptr, row, column, rows, columns, stride: tl.constexpr, EVEN: tl.constexpr):
-    """Load a tile; 0 beyond ``rows`` or ``columns``. EVEN: no tile extends beyond them."""
+    """Load a tile, with zeros beyond ``rows`` and ``columns``. EVEN: all tiles lie inside the matrix."""
     if EVEN:
         return tl.load(ptr + row * stride + column)
     return tl.load(ptr + row * stride + column, (row < rows) & (column < columns), 0.0)
@@ -61,7 +61,7 @@ def _store(ptr, row, column, rows, columns, stride: tl.constexpr, v, EVEN: tl.co
 
 @triton.jit
 def _decays(sums, q):
-    """Decay from every token of a chunk (columns) to itself and later tokens (rows); 0 to earlier tokens."""
+    """Decay (Q, Q) from the token of the column to the token of the row; 0 if the row's token is earlier."""
     return tl.exp2(tl.where(q[:, None] >= q[None, :], sums[:, None] - sums[None, :], float("-inf")))
 
 
@@ -237,7 +237,7 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
     state = _load(states + slot, n1, p, N, P, P, EVEN)
     kept = tl.dot(c, state, input_precision=PRECISION)
     carried = tl.sum(out32 * kept, 1) * tl.exp2(sums)
-    # A step size scales its token's input and, by its decay, all contributions that pass its token.
+    # A step size scales its token's input. The step's decay scales all terms from earlier to later tokens.
     d_total = by_row + carried - (by_column + moved) * dt
     d_end = tl.exp2(end) * tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
     d_end += tl.sum(moved * dt, 0)
@@ -311,7 +311,7 @@ def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
 
 def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """The compile-time constants of the recurrence's kernels."""
-    # Tokens of a chunk: as many as fit a multiprocessor; in a shorter sequence fewer, but at least 16.
+    # The chunk must fit a multiprocessor. Shorter sequences get smaller chunks, of at least 16 tokens.
     # Triton 3.6 compiles heads of 32 in chunks of 64 wrongly for Hopper (LOG.md).
     wide = sizes.d_state >= 64 and sizes.headdim >= 64
     small = sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2
@@ -335,8 +335,8 @@ def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> di
 def steps(
     proj: Tensor, inj: Tensor | None, w: MixerWeights, sizes: MixerSizes, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Step sizes, and cumulative sums of log2 decays, which restart in each chunk; both (B, H, L)
-    float32."""
+    """Step sizes, and cumulative sums of log2 decays, both (B, H, L) float32. The sums restart in each
+    chunk."""
     batch, length, columns = proj.shape
     step = torch.empty(batch, sizes.heads, length, device=proj.device, dtype=torch.float32)
     total = torch.empty_like(step)
@@ -367,7 +367,7 @@ def scan_backward(
     convolved: Tensor, step: Tensor, total: Tensor, state: Tensor | None, d_y: Tensor, d_proj: Tensor,
     w: MixerWeights, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``convolved``, and of decay, skip and dt_bias (3, H). Writes the step sizes' gradient into
+    """Gradients of ``convolved``, and of decay, skip and dt_bias (3, H). Writes the step sizes' gradient to
     ``d_proj``."""
     batch, length, _ = convolved.shape
     heads, chunks = options["H"], triton.cdiv(length, options["Q"])

@@ -1,6 +1,6 @@
 """Whole blocks for one token per sequence (decoding), fused in :mod:`deqseq.ops.one_token.triton`.
 
-The plain forms are the blocks of :mod:`deqseq.backbones`, which call the other operations one by one.
+The blocks of :mod:`deqseq.backbones` are the plain forms. They call the other operations one by one.
 Shapes: D width; H query heads, J key/value heads, P head dim.
 """
 

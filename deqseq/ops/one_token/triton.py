@@ -1,7 +1,6 @@
-"""Triton kernels for decoding: they compute a block for one token per sequence.
+"""Triton kernels for decoding. They compute a block for one token per sequence.
 
-With so few tokens, a kernel's start and first loads take most of its time, so each kernel does as much of the
-work as possible.
+With so few tokens, a kernel's start and first loads take most of its time, so few kernels do all the work.
 
 Shapes: B sequences, D inputs and N outputs of a projection; of Mamba2: E inner width, H heads, P head dim,
 N state dim, G groups, W = E + 2 G N convolved channels, K taps, J = E + W + H columns [gate, x, b, c, dt]; of
@@ -22,16 +21,16 @@ from deqseq.ops.mixer.triton_convolution import silu
 from deqseq.ops.one_token import AttentionWeights, Norm, SwiGLUWeights, ValueGateWeights
 
 _FEW = 132
-"""Fewest programs that occupy a GPU: the number of multiprocessors of an H100."""
+"""Start at least this many programs to occupy a GPU. An H100 has 132 multiprocessors."""
 _ALONE = 1
-"""Largest batch for which a projection starts separate programs per sequence."""
+"""Up to this batch size, a projection starts separate programs for every sequence."""
 
 
 @triton.jit
 def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, eps, D: tl.constexpr,
                 N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                 HAS_PLUS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Compute BN outputs of one sequence. All loads are issued before threads first exchange data."""
+    """Compute BN outputs of one sequence. Issue all loads before threads exchange data."""
     b = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     if HAS_PLUS:
@@ -75,8 +74,8 @@ def _rows_kernel(x, added, norm, weight, times, plus, total, out, B, plus_stride
                  N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                  HAS_PLUS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Compute BN outputs of all sequences. The norm's scale of a row is computed and applied at the end. With
-    SCALED it is computed and applied first, because unscaled inputs could overflow in float16."""
+    """Compute BN outputs of all sequences. The kernel multiplies by the norm's scale at the end. With SCALED,
+    it scales the inputs first, because unscaled inputs could overflow in float16."""
     r = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
     mine = tl.where(tl.program_id(0) == 0, B, 0)  # the first program stores the sum
@@ -126,9 +125,9 @@ def project(
     x: Tensor, weight: Tensor, norm: Norm | None = None, added: Tensor | None = None,
     plus: Tensor | None = None, times: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A linear map of few rows, fused with the norm before it and the operations after it.
+    """A linear map of few rows, fused with the preceding norm and the following operations.
 
-    Returns x + added (B, 1, D), B at most 64, and the output (B, 1, N) in the weight's type. ``plus``
+    B is at most 64. Returns x + added (B, 1, D), and the output (B, 1, N) in the weight's type. ``plus``
     (B, 1, N) is added to the output. With ``times`` (N, D), the weight of a second map, the output is
     silu(first) * second.
     """
@@ -144,7 +143,7 @@ def project(
         x, x if added is None else added, scale, weight.contiguous(),
         weight if times is None else times.contiguous(), x if plus is None else plus, total, out,
     ]  # fmt: skip
-    # One sequence needs no stride; passing it would compile a kernel for every value of the stride.
+    # One sequence needs no stride: pass 0, because other values could compile more kernels.
     stride = 0 if plus is None or batch == 1 else plus.stride(0)
     constants: dict[str, Any] = {
         "D": width, "N": columns, "HAS_ADDED": added is not None, "HAS_NORM": norm is not None,
@@ -239,7 +238,7 @@ def mamba2_block(
     stream: Tensor, added: Tensor | None, mixer: MixerWeights, mlp: ValueGateWeights | None,
     injection: Tensor | None, state: tuple[Tensor, ...], sizes: MixerSizes, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, LayerTrace]:  # fmt: skip
-    """A Mamba2 block with one group in its gated norm. Returns stream, tensor to add to it, and trace."""
+    """A Mamba2 block with one group in its gated norm. Returns stream, tensor to add to the stream, trace."""
     stream, row = project(stream, mixer.in_proj, norm, added, plus=injection)
     y, trace = mixer_step(row, mixer, state, sizes)
     added = project(y, mixer.out_proj, (mixer.norm, sizes.norm_eps))[1]
@@ -252,7 +251,7 @@ def mamba2_block(
 
 @triton.jit
 def _rotated(x, cos, sin, p, P: tl.constexpr):
-    """Apply rotary positions to a head, in its type."""
+    """Apply rotary positions to a head. The result has the head's type."""
     first = p < P // 2
     v = tl.load(x + p, p < P, 0.0).to(tl.float32)
     other = tl.load(x + tl.where(first, p + P // 2, p - P // 2), p < P, 0.0).to(tl.float32)
@@ -262,8 +261,8 @@ def _rotated(x, cos, sin, p, P: tl.constexpr):
 @triton.jit
 def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, scale, H: tl.constexpr,
                       J: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr):  # fmt: skip
-    """Attention of one head. Each of the BS rows has a separate running softmax, so threads exchange no data
-    in the loop over blocks."""
+    """Attention of one head. Each of the BS rows has a separate running softmax, so the loop over blocks
+    needs no data exchange between threads."""
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     j = h // (H // J)
@@ -277,7 +276,7 @@ def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, sca
     q = _rotated(row + h * P, c, s, p, P).to(tl.float32) * scale
     k = _rotated(row + (H + j) * P, c, s, p, P)
     v = tl.load(row + (H + J + j) * P + p, p < P, 0.0)
-    top = tl.full((BS,), -1e30, tl.float32)  # finite, so that masked scores have exp(-inf - top) = 0
+    top = tl.full((BS,), -1e30, tl.float32)  # not -inf: exp(-inf - top) of a masked score must be 0
     weight = tl.zeros((BS,), tl.float32)
     total = tl.zeros((BS, BP), tl.float32)
     for start in tl.range(0, filled, BS, num_stages=3):
@@ -308,7 +307,7 @@ def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, sca
 def attention_step(
     row: Tensor, rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor, heads: int
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Attention of the projected token (B, 1, (H + 2 J) P) to the first ``seen`` (B,) slots and to itself.
+    """The projected token (B, 1, (H + 2 J) P) attends to the first ``seen`` (B,) slots and to itself.
 
     Returns y (B, 1, H P), and the token's keys and values (B, J, 1, P).
     """
@@ -330,7 +329,7 @@ def llama_block(
     injection: Tensor | None, rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor,
     heads: int, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-    """A Llama block. Returns stream, tensor to add to it, and the token's keys and values (B, J, 1, P)."""
+    """A Llama block. Returns stream, tensor to add to the stream, and keys and values (B, J, 1, P)."""
     stream, row = project(stream, attention.qkv, norm, added, plus=injection)
     y, trace = attention_step(row, rotary, state, seen, heads)
     added = project(y, attention.out_proj)[1]

@@ -1,4 +1,4 @@
-"""The residuals of tokens, and which tokens converge, settle and freeze because of them.
+"""The residuals of tokens. They decide which tokens converge, settle and freeze.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
@@ -21,7 +21,7 @@ def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative(change: Tensor, size: Tensor) -> Tensor:
-    """``change / size`` as float32: 0 where both are zero, and finite wherever both are finite."""
+    """``change / size`` as float32. 0 / 0 gives 0, and finite inputs give finite results."""
     ratio = change / size.clamp_min(torch.finfo(size.dtype).tiny)
     largest = torch.finfo(torch.float32).max
     return torch.where(torch.isfinite(change), ratio.clamp_max(largest), ratio).float()
@@ -47,10 +47,10 @@ def settle(
     residual is not finite and every earlier token is settled or not finite either.
 
     Args:
-        residual: (B, W) residual of this evaluation; for settled tokens, of their last evaluation.
+        residual: (B, W) residual of each token's last evaluation.
         converged: (B, W) bool, true if the token meets the tolerance.
         stops: (B, W) bool, true if the policy lets the token settle.
-        settled: (B, W) bool, true if settled before this evaluation, and at padding.
+        settled: (B, W) bool, true for padding and for tokens that settled before this evaluation.
         active: (B, W) bool, the opposite of ``settled``: the tokens of this evaluation.
         iterations: (B, W) int64, number of evaluations of each token, including this one.
         status: (B, W) int64 before this evaluation.
@@ -58,8 +58,8 @@ def settle(
         codes: the statuses for tokens that converged, that did not converge, and that are not finite.
 
     Returns:
-        ``settled``, ``status`` and ``frozen`` (B, W) bool: z must not move, because the token is settled or
-        its evaluation is not finite.
+        ``settled`` and ``status`` after this evaluation, and ``frozen`` (B, W) bool, true if the token is
+        settled or its residual is not finite. z of a frozen token must not change.
     """
     if kernels.fused(residual):
         from deqseq.ops.residual import triton
@@ -67,9 +67,9 @@ def settle(
         return triton.settle(residual, converged, stops, settled, iterations, status, max_iter, codes)
     finite = torch.isfinite(residual)
     can_change = ~settled & finite
-    failed = ~finite & (can_change.cumsum(1) == 0)  # no earlier token can still make it finite
+    failed = ~finite & (can_change.cumsum(1) == 0)  # no earlier token can change this one
     done = settled | (stops & finite) | (iterations >= max_iter) | failed
-    # Settled tokens stay settled, including padding after unsettled tokens.
+    # Settled tokens stay settled. So does padding, even after unsettled tokens.
     settled = settled | ((~done).cumsum(1) == 0)
     code = torch.where(converged, codes[0], codes[1])
     code = torch.where(finite, code, codes[2])
@@ -77,9 +77,9 @@ def settle(
 
 
 def freeze(frozen: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
-    """z (B, W, D) where ``frozen`` (B, W), else the proposal.
+    """z (B, W, D) for ``frozen`` (B, W) tokens, the proposal for other tokens.
 
-    The result may be in the proposal's memory, unless gradients are recorded.
+    If gradients are not recorded, the result may overwrite the proposal.
     """
     if kernels.fused(z):
         from deqseq.ops.residual import triton

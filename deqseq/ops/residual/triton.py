@@ -1,4 +1,4 @@
-"""Triton forms, one kernel each; arguments and results as in :mod:`deqseq.ops.residual`."""
+"""The functions of :mod:`deqseq.ops.residual` in Triton, with one kernel per function."""
 
 import torch
 import triton
@@ -36,7 +36,7 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
 def residual(
     z: Tensor, fz: Tensor, judges: bool, atol: float = 0.0, rtol: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Every token's residual and verdict if ``judges`` is true, else the two norms."""
+    """If ``judges``, residual and convergence as in ``judge``; else the norms of f(z) - z and f(z)."""
     z, fz = z.contiguous(), fz.contiguous()
     first = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
     second = torch.empty_like(first, dtype=torch.bool if judges else torch.float32)
@@ -104,7 +104,7 @@ def _freeze_kernel(z, out, frozen, rows, D, R: tl.constexpr, BLOCK: tl.constexpr
 
 
 def freeze_(frozen: Tensor, z: Tensor, out: Tensor) -> Tensor:
-    """Overwrite ``out`` (B, W, D), contiguous, with z where ``frozen`` (B, W); other tokens are not read."""
+    """Overwrite contiguous ``out`` (B, W, D) with z where ``frozen`` (B, W); read z only there."""
     width = z.shape[-1]
     rows = z.numel() // width
     block = min(1024, triton.next_power_of_2(width))

@@ -61,8 +61,8 @@ def prepare(
         text: files; with --dataset, its data files
         output: folder for the shards
         tokenizer: name on the hub, tokenizer.json or folder
-        documents: what one document is in plain text: the file (pieces of about 1,000 tokens are held out),
-            the text between blank lines, or a line
+        documents: what one document of plain text is: the whole file (single pieces of about 1,000 tokens are
+            held out), the text between blank lines, or a line
         column: column of JSONL, parquet and datasets that has the text
         dataset: name on the hub, or a format such as json with TEXT as its files
         subset: configuration of the dataset
@@ -73,7 +73,7 @@ def prepare(
         part: K/N prepares part K of N parts of about equal bytes
         merge: folders of all parts; --output gets hard links to their shards, and nothing is tokenised
         force: start again: keep other files in the folder, and replace all its shards
-        verify: check finished shards instead
+        verify: prepare nothing; compare finished shards with their checksums
     """
     # Tokenizers and datasets take seconds to import, so parse the arguments first.
     from deqseq.tasks.common.corpus import HoldOut, TokenFolder, parts, pipeline

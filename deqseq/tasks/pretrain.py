@@ -95,7 +95,7 @@ def _demo(
     models. Takes minutes on two cores. Repeat the command to resume an interrupted demo.
 
     Args:
-        text: plain text files, 0.5 MB or more in all; Python's help pages by default
+        text: plain text files, together 0.5 MB or more; Python's help pages by default
         output: folder for all results
         steps: optimiser steps of every model, a multiple of 5; 400 by default
     """

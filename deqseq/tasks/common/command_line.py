@@ -40,15 +40,16 @@ def main(
     """Run a program and return its exit status.
 
     ``ValueError`` and ``OSError`` are errors that the user can correct: the program prints one line and ends
-    with status 2. It prints one line and ends with status 1 after a ``FloatingPointError`` (numbers are not
-    finite), if another process is gone, or if a pickle is refused. Any other exception is a bug and shows
-    its traceback. If several processes fail, only the first prints its error, with its rank and host.
+    with status 2. It prints one line and ends with status 1 if numbers are not finite
+    (``FloatingPointError``), if another process is gone, or if a pickle is refused. Any other
+    exception is a bug and shows its traceback. If several processes fail, only the first prints its error,
+    with its rank and host.
 
     Args:
         prog: the name of the program in its help.
         about: the description for ``--help``; the list of the commands follows it.
-        commands: the commands by name. A command may have ``settings: Annotated[dict, A_DATACLASS]``: this
-            dictionary gets the dataclass fields that are set on the command line; keys may be dotted names.
+        commands: the commands by name. A command may have a parameter ``settings: Annotated[dict,
+            A_DATACLASS]``: a dictionary of the dataclass fields that the command line sets, by dotted name.
         arguments: the arguments; ``sys.argv[1:]`` by default.
         interrupted: what to say when Ctrl-C or SIGTERM ends the program, with status 130 or 143.
         default: the command to run if the first argument is not the name of a command.
@@ -171,7 +172,7 @@ def check_folder(path: Path) -> None:
     if not nearest.is_dir():
         raise ValueError(f"{nearest} is not a folder")
     try:
-        with tempfile.TemporaryFile(dir=nearest):  # try it: root passes every check of permissions
+        with tempfile.TemporaryFile(dir=nearest):  # try to write: root passes every check of permissions
             pass
     except OSError as error:
         raise ValueError(f"nothing can be written to the folder {nearest}: {error.strerror}") from None

@@ -29,7 +29,7 @@ def save_figure(
     """Draw a figure and write it atomically as a PNG file; returns whether matplotlib is installed.
 
     Args:
-        draw: draws on the axes; they are listed row by row.
+        draw: function that draws on the axes, which it gets as a list, row by row.
         size: width and height in inches.
         options: passed to ``pyplot.subplots``.
     """

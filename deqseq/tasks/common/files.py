@@ -14,8 +14,8 @@ PART = ".part"
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write ``content`` as JSON, atomically. NaN and infinity become null, because JSON has neither."""
-    part = path.with_name(f"{path.name}{PART}")  # a killed write leaves this; the next replaces it
+    """Write ``content`` as JSON, atomically. NaN and infinity become null: JSON has no such numbers."""
+    part = path.with_name(f"{path.name}{PART}")  # a killed process leaves it; the next write replaces it
     with part.open("w") as file:
         file.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
         file.flush()
@@ -39,10 +39,10 @@ def rename(part: Path, path: Path) -> None:
 def locked(folder: Path, what: str) -> Iterator[None]:
     """Make ``folder`` and lock it until the context or the process ends.
 
-    File systems without locks are not protected.
+    On file systems without locks, nothing is locked.
 
     Args:
-        what: a verb for the error: what a process with the lock does with the folder, such as ``"prepares"``.
+        what: verb for the error message: what the other process does, such as ``"prepares"``.
 
     Raises:
         ValueError: another process has the lock.

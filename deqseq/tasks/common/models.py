@@ -23,7 +23,7 @@ from deqseq.tasks.common.tokenizer import first_line, is_local
 Window = int | None | Literal["model"]
 """Number of tokens solved at a time. ``None``: all. ``"model"``: the window in the model's options."""
 
-# Cutting a text may change the tokens near the cut, so a limited text is read this many tokens further.
+# Cutting a text may change the tokens near the cut, so reading goes on this many tokens beyond a limit.
 _SPARE = 64
 
 
@@ -116,7 +116,7 @@ def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[in
 def check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
     """Raise ``ValueError`` if a token is outside the model's vocabulary.
 
-    Only tokens that occur are checked: the tokenizer may have more, such as one for padding.
+    The tokenizer may have larger tokens, such as a padding token, if ``tokens`` does not contain them.
     """
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     if tokens.numel() and (largest := int(tokens.max())) >= vocabulary:
@@ -133,7 +133,8 @@ def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
 
 
 def needed_layer(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
-    """The implicit layer of a model; ``ValueError`` if there is none. ``what``: the feature that needs it."""
+    """The implicit layer of a model; ``ValueError`` if the model is explicit. ``what``: the feature that
+    needs the layer."""
     layer = implicit_layer(model)
     if layer is None:
         raise ValueError(f"{what} is for implicit models, but this {type(model).__name__} is explicit")
@@ -144,7 +145,7 @@ def solve_options(
     model: torch.nn.Module, window: Window = "model", rtol: float | None = None, max_iter: int | None = None,
     damping: float | None = None,
 ) -> SolveOptions | None:  # fmt: skip
-    """The model's evaluation options, with the given ones replaced; ``None`` for an explicit model.
+    """The model's evaluation options, changed by the arguments; ``None`` for an explicit model.
 
     If ``rtol`` or ``max_iter`` is given, :class:`~deqseq.Residual` replaces a policy of another class, with
     1e-3 as the default of ``rtol``.

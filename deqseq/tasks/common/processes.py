@@ -1,4 +1,4 @@
-"""Runs with several processes: one process works for all, and an error in one stops all."""
+"""Runs with several processes: one process works for all processes; an error in any process stops all."""
 
 import json
 import os
@@ -15,14 +15,14 @@ _CORRECTABLE = (ValueError, OSError, FloatingPointError)  # errors that the user
 
 
 class ElsewhereError(ValueError):
-    """Another process has failed; the message has its error."""
+    """Another process has failed; the message contains the error of that process."""
 
 
 def everywhere(function: Callable[[], T]) -> T:
-    """Call a function on every process of the run. If it fails on any process, all raise.
+    """Call a function on every process of the run. If it fails on any process, all processes raise.
 
     The failed process of lowest rank raises the error of the function; all others raise
-    :class:`ElsewhereError`. All processes must call this together, and wait for the slowest.
+    :class:`ElsewhereError`. All processes must call this function; each waits for the slowest.
     """
     if not _several():
         return function()
@@ -44,7 +44,7 @@ def everywhere(function: Callable[[], T]) -> T:
 
 
 def on_first(function: Callable[[], T]) -> T:
-    """Call a function on the first process; all processes return the result. If it fails, all raise."""
+    """Call a function on the first process; all processes return its result, or raise if it fails."""
     if not _several():
         return function()
     import torch.distributed as dist
@@ -60,7 +60,7 @@ def on_every_node(function: Callable[[], None]) -> None:
 
 
 def speaks() -> bool:
-    """Whether this process should print its error: true for the first process of the run that calls this.
+    """Whether this process should print its error: true for the first process that calls this.
 
     Always false if the process that hosts the run's store is gone; torchrun's report then shows the errors.
     """
@@ -75,7 +75,7 @@ def speaks() -> bool:
 
 
 def name() -> str:
-    """Rank and host of this process, to begin a message; empty if there is only one process."""
+    """A prefix for messages: rank and host of this process; empty if there is only one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ""
     return f"process {os.environ['RANK']} on {socket.gethostname()}: "

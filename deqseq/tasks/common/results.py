@@ -16,7 +16,7 @@ import deqseq
 from deqseq.tasks.common.files import write_json
 
 Column = tuple[str, Callable[[Any], str]]
-"""A column's title, and a function that returns the text of the cell of a row."""
+"""The title of a column, and the function that maps a row to the text of its cell."""
 
 
 def table(columns: Sequence[Column], rows: Sequence[Any], form: str = "plain") -> str:
@@ -29,7 +29,7 @@ def table(columns: Sequence[Column], rows: Sequence[Any], form: str = "plain") -
 def column(
     name: str, form: str = "", title: str | None = None, of: Callable[[Any], Any] = lambda row: row
 ) -> Column:
-    """A column with one attribute of every row; ``-`` where the attribute is ``None``.
+    """A column that shows one attribute of every row, or ``-`` if the attribute is ``None``.
 
     Args:
         name: name of the attribute; also the title unless ``title`` is given.
@@ -68,7 +68,7 @@ class ResultFolder:
             self._check()
 
     def write(self, rows: Sequence[Any], model: Any, **more: Any) -> None:
-        """Write the rows (dataclasses), entries ``more``, the model's configuration, :func:`provenance`."""
+        """Write the JSON file: rows (dataclasses), ``more``, model configuration and :func:`provenance`."""
         self.path.mkdir(parents=True, exist_ok=True)
         config = json.loads(model.config.to_json_string())
         made = {**self._head, "config": config, **provenance(model.device)}

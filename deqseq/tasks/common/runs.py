@@ -23,7 +23,7 @@ class RunFolder:
     """The folder of one run, with its settings in ``settings.json``. Nothing is written before :meth:`start`.
 
     Args:
-        settings: plain data, nested as needed.
+        settings: plain data; may be nested.
         may_change: names of settings that may differ when a run is resumed; the folder then keeps the new
             values.
 
@@ -55,7 +55,7 @@ class RunFolder:
         write_json(self.path / _SETTINGS, self._settings)
 
     def locked(self) -> AbstractContextManager[None]:
-        """A context in which no other process trains in the folder; ``ValueError`` if one does already."""
+        """Lock the folder for training; ``ValueError`` if another process trains in the folder."""
         return locked(self.path, "trains in")
 
     def finished(self) -> bool:
@@ -83,9 +83,9 @@ class RunFolder:
         seal(self.path, [self.path / _SETTINGS, self.path / _RECORD, *files])
 
     def last_checkpoint(self) -> Path | None:
-        """The newest checkpoint that is whole; ``None`` if there is none.
+        """The newest whole checkpoint, or ``None``.
 
-        A newer checkpoint that is damaged or incomplete (the process was killed) is logged and unsealed.
+        Newer checkpoints that are damaged or incomplete are logged and unsealed.
         """
         found = checkpoints(self.path)
         for path in reversed(found):

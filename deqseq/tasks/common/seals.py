@@ -1,4 +1,4 @@
-"""Seals: a seal shows that the files of a folder are complete, and whether they have changed since.
+"""Seals: a seal shows whether the files of a folder are complete and unchanged.
 
 A seal is the file ``complete.json``, written last. It lists the files with their sizes and checksums. The
 checksum of a file is the XXH3 (128 bits) of its blocks' checksums; a block has 16 MiB. A folder without a
@@ -38,15 +38,15 @@ def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
 
 
 def unseal(folder: Path) -> None:
-    """Mark a folder as incomplete: before rewriting or removing it, or because it is damaged."""
+    """Remove the seal of a folder that is damaged, or will be rewritten or removed."""
     (folder / SEAL).unlink(missing_ok=True)
 
 
 def fault(folder: Path, content: bool = True) -> str | None:
-    """What is wrong with a folder, to print after its name; ``None`` if the files match the seal.
+    """What is wrong with a folder, as text to print after its name; ``None`` if the files match the seal.
 
     Args:
-        content: compare checksums too, which reads every file. Seals of version 0.1 have sizes only.
+        content: also compare checksums, which reads every file. Seals of version 0.1 have no checksums.
     """
     try:
         listed = json.loads((folder / SEAL).read_text())
@@ -91,7 +91,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def rotate(run: Path, keep: int | None) -> None:
-    """Remove all checkpoints but the last ``keep`` whole ones. ``None`` keeps every whole one."""
+    """Keep the last ``keep`` whole checkpoints (``None``: all whole checkpoints), and remove the others."""
     found = checkpoints(run)
     whole = [path for path in found if fault(path, content=False) is None]
     kept = whole if keep is None else whole[-keep:]

@@ -1,6 +1,6 @@
 """Settings: keyword-only dataclasses, filled from YAML and command lines and checked by jsonargparse.
 
-The docstring of a class has the help of its fields, under ``Args``.
+The help of a field is in the docstring of its class, under ``Args``.
 """
 
 import difflib
@@ -94,9 +94,9 @@ def unknown_field(name: str, known: Sequence[str]) -> str:
 
 
 def build_changed(kind: type[T], tree: Mapping[str, Any], changes: Mapping[str, Any]) -> T:
-    """Like :func:`build`, after ``changes`` to fields with dotted names, such as ``stages.0.until``.
+    """Like :func:`build`, but ``changes`` first replaces fields by dotted name, such as ``stages.0.until``.
 
-    To change an option of a part that is given by name, ``backbone: llama`` becomes ``{name: llama}`` first.
+    ``backbone: llama`` becomes ``backbone: {name: llama}`` before an option of the backbone is changed.
     """
     parameters = _parameters(kind).values()
     found = {p.name: deepcopy(p.default) for p in parameters if p.default is not p.empty} | dict(tree)
@@ -140,7 +140,8 @@ def yaml_value(text: str, what: str) -> Any:
 
 
 def read_yaml(source: str, shipped: Path) -> Tree:
-    """The mapping in a YAML file: a path, or a name in ``shipped``; ``ValueError`` if it cannot be read."""
+    """The mapping in a YAML file. ``source``: a path, or the name of a file in ``shipped``. ``ValueError`` if
+    the file cannot be read."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         names = sorted(path.stem for path in shipped.glob("*.yaml"))
@@ -234,7 +235,7 @@ def plain(value: Any) -> Any:
 
 
 def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function or dataclass. A field's default may be its factory's result."""
+    """The parameters of a function or dataclass. A default factory's result becomes the default."""
     found = dict(inspect.signature(source).parameters)
     for f in fields(source) if is_dataclass(source) else ():
         if f.default_factory is not MISSING:
@@ -243,7 +244,7 @@ def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _item_type(hint: Any) -> Any:
-    """The item type of a list that the command line takes as several values; ``None`` for other types."""
+    """The type of the items if the command line takes ``hint`` as a list of several values, else ``None``."""
     kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     first, *others = (kind for kind in kinds if kind is not NoneType)
     item = get_args(first)[0] if not others and get_origin(first) is list else None

@@ -32,7 +32,7 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is a path: it exists, or looks like a path instead of a name on the hub."""
+    """Whether a name is a path: the path exists, or the name looks like a path and not like a hub name."""
     return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 

@@ -33,7 +33,7 @@ class Stream(Protocol):
 
 
 class CurriculumCallback(TrainerCallback, ExportableState):
-    """Applies a curriculum to every implicit layer of the model; saved in checkpoints.
+    """Applies a curriculum to every implicit layer of the model. Checkpoints save the curriculum.
 
     The stage depends only on the step, so a resumed run starts in the right stage. Resuming from a checkpoint
     with another curriculum raises ``ValueError``.
@@ -68,11 +68,11 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
 
 class Totals(TrainerCallback, ExportableState):
-    """Seconds and losses of the whole run, also before interruptions; saved in checkpoints."""
+    """Seconds and losses, summed over the whole run, also before interruptions. Checkpoints save the sums."""
 
     def __init__(self) -> None:
         self.seconds = self.losses = 0.0  # up to the step where this process started
-        self.sum_of_losses = 0.0  # of all steps up to the last checkpoint
+        self.sum_of_losses = 0.0  # over all steps up to the last checkpoint
         self._since = time.perf_counter()
 
     @property
@@ -111,7 +111,7 @@ class CurriculumTrainer(Trainer):
         self.solves = SolveStatistics(tail=True)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Weight decay applies to matrices; not to biases, norms, A, D, dt and weight normalisation's g."""
+        """The matrices' names. Biases, norms, A, D, dt and weight normalisation's g have no weight decay."""
         found = model.named_parameters()
         return [name for name, p in found if p.dim() > 1 and not name.endswith("original0")]
 
@@ -136,14 +136,14 @@ class CurriculumTrainer(Trainer):
         }
 
     def read(self, solves: SolveStatistics) -> dict[str, float]:
-        """The statistics over all processes, rounded for the log; resets them."""
+        """Return the statistics over all processes, rounded for the log, and reset the statistics."""
         found = solves.read(lambda values: self.accelerator.reduce(values, reduction="sum"))
         solves.reset()
         return {name: round(value, 5) for name, value in found.items() if name != "share_completed"}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # transformers does not sync files, removes old checkpoints before the new one is complete, and
-        # counts incomplete checkpoints among those to keep. So this method seals first, then removes.
+        # counts incomplete checkpoints among those to keep. So this method seals the new one, then removes.
         run = Path(str(self.args.output_dir))
         folder = run / f"checkpoint-{self.state.global_step}"
         running = self.accelerator.gather(self._tr_loss).mean().item()
@@ -164,7 +164,7 @@ class AlignedTrainer(CurriculumTrainer):
     Trains on one device, on a stream of whole batches.
 
     Args:
-        label_smoothing: share of the target spread over all tokens.
+        label_smoothing: share of the target probability that is spread over all tokens.
         options: passed to transformers' ``Trainer``.
     """
 
@@ -200,7 +200,7 @@ class AlignedTrainer(CurriculumTrainer):
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def train_in(self, folder: RunFolder) -> None:
-        """Train to the end, starting from the last whole checkpoint if any; write model and record."""
+        """Train to the end, from the last whole checkpoint if one exists. Write the model and the record."""
         checkpoint = folder.last_checkpoint()
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
@@ -214,7 +214,7 @@ class AlignedTrainer(CurriculumTrainer):
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A context for writing to ``folder``. Other packages' errors (a full disk) become ``OSError``."""
+    """A context for writing to ``folder``. Errors of packages such as safetensors become ``OSError``."""
     try:
         yield
     except (OSError, ValueError):

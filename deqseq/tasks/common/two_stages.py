@@ -32,9 +32,9 @@ Settings = TypeVar("Settings", bound="TwoStageSettings")
 class TwoStageSettings:
     """A model, and its training in two stages.
 
-    The first stage unrolls iterations from zero and differentiates through them, which is a cheap way to
-    learn the task. The second stage searches for the fixed point; the gradient goes through a few phantom
-    steps. Backbones, policies and gradient strategies receive only the settings that they accept.
+    The first stage unrolls a few iterations from zero and differentiates through them, which
+    is cheap. The second stage searches for the fixed point; the gradient goes through a few phantom steps.
+    Backbones, policies and gradient strategies receive only the settings that they accept.
 
     Args:
         backbone: name of any installed backbone, or a mapping {name: NAME, option: value}
@@ -50,13 +50,13 @@ class TwoStageSettings:
         damping: damping of Picard's iteration; 1 means none. Set other solvers' damping in the solver mapping
         steps: optimiser steps
         batch_size: sequences per optimiser step
-        learning_rate: highest rate; it warms up over 5 % of the steps and decays over the last 30 %
+        learning_rate: highest learning rate, after a warm-up over 5 % of the steps; decays over the last 30 %
         weight_decay: weight decay of matrices
         max_grad_norm: gradients are clipped to this norm; 0 means no clipping
-        label_smoothing: share of the target spread over all tokens, which keeps the logits from growing
+        label_smoothing: share of the target probability spread over all tokens; keeps the logits from growing
         unrolled_share: share of the steps in the unrolled stage
         unrolled_iterations: iterations of the unrolled stage
-        tolerance: tolerance of searches on the relative residual
+        tolerance: relative residual at which a search ends
         max_iter: maximum number of evaluations of a token in a training search
         eval_max_iter: maximum number of evaluations of a token in an evaluation search
         phantom_steps: steps of the phantom gradient in the fixed-point stage
@@ -111,7 +111,7 @@ class TwoStageSettings:
         )
 
     def _curriculum(self, window: int | None = None, **unrolled: Any) -> Curriculum | None:
-        """The two stages; ``None`` for an explicit model. ``unrolled``: more options of the first one."""
+        """The two stages; ``None`` for an explicit model. ``unrolled``: more options of the first stage."""
         if self.explicit:
             return None
         first = {"name": "unrolled", "iterations": self.unrolled_iterations, **unrolled}
@@ -151,7 +151,8 @@ class TwoStageSettings:
 
 
 def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple[Settings, Tree]:
-    """The settings of a finished run, and the saved entries ``others``; ``ValueError`` if there is no run."""
+    """The settings of a finished run, and the entries ``others`` of its settings file; ``ValueError`` if the
+    run does not exist."""
     found = read_settings(path)
     also = {name: found.pop(name, None) for name in others}
     try:
@@ -163,7 +164,7 @@ def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple
 
 
 def _filled(registry: Registry[Any], part: str | Mapping[str, Any], **options: Any) -> Tree:
-    """``part`` as a mapping, plus the ``options`` that it accepts and does not set."""
+    """``part`` as a mapping, with the ``options`` that the part accepts and does not set itself."""
     own = {"name": part} if isinstance(part, str) else dict(part)
     taken = {name: value for name, value in options.items() if registry.takes(own, name)}
     return {"name": own.get("name"), **taken, **own}

@@ -23,7 +23,7 @@ _ROUNDS = 8  # of the Feistel network; 4 give a strong pseudo-random permutation
 
 
 class TrainingOrder(Dataset[Row]):
-    """The rows of a training run in order. Every pass over the data has another random order.
+    """The rows of a training run, in order of training. Each pass over the data has its own random order.
 
     Row i depends only on i and the seed, and needs no earlier rows. So a run can be resumed at any step, on
     any number of processes.
@@ -48,9 +48,9 @@ class TrainingOrder(Dataset[Row]):
 def shuffled(position: int, size: int, key: bytes) -> int:
     """The image of ``position`` in a pseudo-random permutation of ``range(size)``; O(1) time and memory.
 
-    A Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002) permutes the pairs
-    (a, b) with a and b below the square root of ``size``, rounded up. A pair whose number is not below
-    ``size`` is permuted again.
+    A Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002) permutes the
+    numbers below ``side`` ** 2; ``side`` is the square root of ``size``, rounded up. A result of ``size`` or
+    more is permuted again.
 
     Args:
         key: selects the permutation; at most 64 bytes.
@@ -74,7 +74,7 @@ class Data:
     Attributes:
         train: the training rows; a map-style dataset in the order of the run, or a stream.
         validation: the held-out rows; a map-style dataset.
-        fingerprint: changes if the data does.
+        fingerprint: a hash that changes if the data changes.
         order: version of the order of the training rows; ``None`` for a stream, which keeps its own order.
         verify: reads all data and raises ``ValueError`` if it has changed since it was prepared.
     """
@@ -100,7 +100,7 @@ class Data:
 
 
 def open_data(settings: RunSettings) -> Data:
-    """The data of a run; ``ValueError`` if data are missing, too few or unfinished, or none are held out."""
+    """The data of a run; ``ValueError`` if data is missing, unfinished or too small, or none is held out."""
     if settings.data is None:
         raise ValueError("no data: name a folder made by deqseq.tasks.prepare with --data FOLDER")
     if settings.stream is not None:
@@ -125,8 +125,8 @@ def _streamed(settings: RunSettings, given: StreamSettings) -> Data:
     """The rows of a Hugging Face dataset, tokenised on the fly. Training skips the documents that ``prepare``
     would hold out.
 
-    Evaluation uses the first ``eval_rows`` rows of ``validation_split``; if there is no such split, the first
-    rows of the held-out documents.
+    Evaluation uses the first ``eval_rows`` rows of ``validation_split``; without this setting, the first rows
+    of the held-out documents.
     """
     tokenizer = load_tokenizer(given.tokenizer)
     hold_out = HoldOut(given.validation_share)

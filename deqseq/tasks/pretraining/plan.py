@@ -23,21 +23,21 @@ from deqseq.tasks.pretraining.watch import PEAK, Flops, graph_evaluations
 
 _GIB = 2**30
 _FUSED = {"mamba2": 0.15}
-"""Memory of the activations that our kernels save for the backward pass, divided by plain PyTorch's.
+"""Memory of activations saved for the backward pass: our kernels' memory divided by plain PyTorch's.
 
-Measured on the 130M model in the free stage on one H100: 17 GiB of activations (of 22.5 GiB in all), and
+Measured on the 130M model in the free stage on one H100: the activations take 17 GiB with our kernels, and
 118 GiB in plain PyTorch.
 """
 
 
 @dataclass
 class StagePlan:
-    """Costs of one stage, or of a whole run without stages."""
+    """Costs of one stage, or of a run that has no stages."""
 
-    first: int  # optimiser steps, counted from 1
-    last: int
+    first: int  # first optimiser step of the stage, counted from 1
+    last: int  # last optimiser step
     evaluations: int  # maximum number of evaluations of f in a forward pass
-    with_graph: int  # the part of ``evaluations`` that the backward pass goes through
+    with_graph: int  # evaluations that the backward pass goes through, included in ``evaluations``
     flops: float  # FLOPs of the stage if every search uses its maximum number of evaluations
     activations: float  # estimated bytes of activations and logits on a device
 
@@ -77,7 +77,7 @@ def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]
 def saved_bytes(config: ImplicitConfig, length: int) -> float:
     """Bytes that plain PyTorch saves for the backward pass of one evaluation on one row, in float32.
 
-    Counted on fake tensors, without weights and the context's shared tensors.
+    The count uses fake tensors. It leaves out the weights and the context's shared tensors.
     """
     sizes: dict[int, int] = {}
 

@@ -1,6 +1,6 @@
 """Run files: YAML with the fields of :class:`RunSettings`.
 
-With ``base: NAME``, a file inherits the fields that it does not set from another run file. The command line
+A file with ``base: NAME`` inherits the fields that it does not set from the run file NAME. The command line
 changes any field by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
 """
 

@@ -22,7 +22,7 @@ from deqseq.tasks.common.settings import (
     check_types,
 )
 
-# Importing models takes seconds, so at run time it waits until other checks have passed.
+# Importing models takes seconds, so functions import them after the cheaper checks.
 if TYPE_CHECKING:
     from deqseq.causal_lm import ImplicitConfig
     from deqseq.curriculum import Curriculum
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """All settings of a run. Those in ``RESUMES`` do not determine the model and may change on resuming.
+    """All settings of a run. The settings in ``RESUMES`` may change when the run is resumed.
 
     Args:
         model: preset such as mamba2-130m; {preset: NAME, ...} to change its options; or a mapping of
@@ -38,28 +38,28 @@ class RunSettings:
         explicit: train the explicit twin, which applies the same stack once, without stages
         data: folder made by deqseq.tasks.prepare; or a Hugging Face dataset to stream, as {dataset: NAME,
             subset, split, validation_split, validation_share, files, column, tokenizer}
-        documents: with joined, tokens also see earlier documents in their row; with separate, only their own
-            document
+        documents: if joined, a token also sees earlier documents in its row; if separate, a token sees only
+            its own document
         length: tokens per row
         tokens: tokens to train on; give either tokens or steps
         steps: optimiser steps; give either steps or tokens
         passes: maximum number of passes over the data
         batch_tokens: tokens per optimiser step, over all processes
-        per_device_batch_size: rows that a process has in memory at a time
+        per_device_batch_size: rows in one forward pass of a process
         learning_rate: highest learning rate
         min_learning_rate: learning rate at the end
         warmup_share: share of the steps over which the learning rate rises linearly
-        decay_share: share of the steps, at the end, over which the learning rate falls as 1 - sqrt
+        decay_share: last share of the steps, over which the learning rate falls as 1 - sqrt
         weight_decay: weight decay of matrices; norms, biases, A, D, dt and weight-norm gains do not decay
         beta1: beta1 of AdamW
         beta2: beta2 of AdamW
         max_grad_norm: gradients are clipped to this norm
         stages: list of {until, gradient, convergence, eval_convergence, window}; until is the end of a stage,
             as a share of the training, {tokens: N} or {steps: N}
-        start_from: model folder or checkpoint to load the weights from, with a new optimiser state
+        start_from: model folder or checkpoint with the initial weights; the optimiser's state is new
         bf16: autocast to bfloat16; weights stay float32
         compile: compile the blocks with torch.compile; not for Mamba2
-        activation_budget: share of the activations that compiled blocks keep; cheap ones are recomputed first
+        activation_budget: share of activations that compiled blocks keep; cheap activations are recomputed
         recompute: recompute every evaluation in the backward pass (activation checkpointing)
         seed: seed of weights and order of the rows
         workers: processes that load rows
@@ -175,7 +175,7 @@ class RunSettings:
         return round(self.decay_share * self.total_steps)
 
     def accumulation(self, processes: int) -> int:
-        """Gradient accumulation steps; ``ValueError`` if the rows do not divide into batches of processes."""
+        """Gradient accumulation steps; ``ValueError`` if the processes cannot share the rows evenly."""
         rows, size = self.rows_per_step, self.per_device_batch_size
         together = processes * size
         if rows % together == 0:
@@ -209,7 +209,7 @@ class RunSettings:
                     options[name] = getattr(last, name)
         try:
             return ImplicitConfig(**options)
-        except StrictDataclassError as error:  # not a subclass of ValueError
+        except StrictDataclassError as error:  # this error is no ValueError
             raise ValueError(" ".join(str(error).split())) from error
 
     def curriculum(self) -> Curriculum | None:
@@ -252,7 +252,7 @@ class RunSettings:
 
 
 RESUMES = {
-    "data",  # it may have moved; its fingerprint must not change
+    "data",  # the folder may have moved; the data's fingerprint must not change
     "per_device_batch_size", "compile", "activation_budget", "recompute", "workers", "log_steps",
     "eval_steps", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every process writes a part of weights and optimiser; any number of processes reads.
+"""Sharded checkpoints: each process writes its part; any number of processes can read the checkpoint.
 
 ``torch.distributed.checkpoint`` writes the files to the folder ``shards`` of a checkpoint. torch unpickles
 parts of these files, and a pickle can run any code. So this module first reads these parts with unpicklers
@@ -59,7 +59,7 @@ def save_shards(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> Non
 
 
 def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
-    """Read all weights into a model that is not sharded, in each process separately.
+    """Read all weights into an unsharded model. Each process reads for itself.
 
     Raises:
         ValueError: the weights are damaged, or belong to another model.
@@ -82,7 +82,7 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> 
 
 
 class _Metadata(pickle.Unpickler):
-    """Refuses everything but the metadata of tensors."""
+    """Unpickles only the metadata of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -92,7 +92,7 @@ class _Metadata(pickle.Unpickler):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Refuses objects that torch would load from a shard by pickle, except plain values and tensors."""
+    """Refuses pickled objects in a shard, except plain values and tensors."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         torch.load(value, weights_only=True)

@@ -1,4 +1,4 @@
-"""From settings to a trained model in a folder."""
+"""Trains a model as its settings say, and saves the model in a folder."""
 
 import logging
 import math
@@ -36,9 +36,9 @@ _VISIBLE_AFTER = 60  # seconds in which a shared file system must show a new fil
 def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -> Path:
     """Train in folder ``output``; an interrupted run is resumed from its last whole checkpoint.
 
-    Writes ``settings.json``, checkpoints, ``stage-N/`` with the model at the end of every stage but the
-    last, ``model/`` with the final model, its tokenizer and a model card, and ``training.json`` with scores
-    and the log. A finished run is not repeated. Returns the folder of the model.
+    Writes ``settings.json``, checkpoints and ``training.json`` (scores and log). ``stage-N/`` gets the model
+    at the end of every stage but the last; ``model/`` gets the final model, its tokenizer and a model card.
+    A finished run is not repeated. Returns the folder of the model.
 
     Raises:
         ValueError: ``output`` holds another run; the data do not exist, do not fit the model's vocabulary or
@@ -119,7 +119,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> ImplicitForCausalLM:
-    """The model in float32, with the weights of a checkpoint, of ``settings.start_from``, or new ones."""
+    """The model in float32. Its weights come from ``checkpoint`` or ``settings.start_from``, or are new."""
     set_seed(settings.seed)
     config = data.fitted(settings.config())
     check_fits(config)
@@ -156,7 +156,7 @@ def make_trainer(
         model, args, settings.curriculum(), speed, settings.spectral_every, train_dataset=data.train,
         eval_dataset=Subset(data.validation, few), processing_class=data.tokenizer,
     )  # fmt: skip
-    # The log is written to the folder, and to report_to; it need not be printed.
+    # The log is written to the folder, and to report_to, so it is not printed.
     trainer.remove_callback(PrinterCallback)
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(Progress)
@@ -164,11 +164,11 @@ def make_trainer(
 
 
 def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
-    """Compile every block. ``budget``: share of the activations to keep; cheap ones are recomputed first."""
+    """Compile every block. ``budget``: share of the activations to keep; cheap activations are recomputed."""
     import torch._dynamo.config
     import torch._functorch.config
 
-    # A block is compiled again for every stage, without a graph, and for the last batch of an evaluation.
+    # A block is compiled again for each stage, for calls without a graph, and for an evaluation's last batch.
     # Beyond the limit, PyTorch silently runs blocks without compiling them.
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.activation_memory_budget = budget
@@ -207,7 +207,7 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         ddp_find_unused_parameters=False,
         logging_steps=settings.log_steps,
         logging_first_step=True,
-        logging_nan_inf_filter=False,  # the trainer checks them itself
+        logging_nan_inf_filter=False,  # the trainer checks the losses itself
         eval_strategy="steps",
         eval_steps=settings.eval_steps,
         save_steps=settings.save_steps,

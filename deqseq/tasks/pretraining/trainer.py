@@ -43,10 +43,10 @@ class Diverged(FloatingPointError):
 class PretrainTrainer(CurriculumTrainer):
     """Next-token training of implicit and explicit models.
 
-    - The model computes the loss without returning logits, so none are copied to float32.
+    - The model computes the loss without returning logits, so no logits are copied to float32.
     - A checkpoint has the weights (``model.safetensors``) and the optimiser's state by parameter name
-      (``optimizer.pt``); with FSDP, both are sharded. One process, DDP and FSDP can resume from
-      both forms, on any number of processes. The caller loads the weights.
+      (``optimizer.pt``); with FSDP, weights and state are sharded. A run can resume from either
+      form, with or without FSDP, on any number of processes. The caller loads the weights.
     - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights change.
 
     Args:
@@ -73,7 +73,7 @@ class PretrainTrainer(CurriculumTrainer):
         self.add_callback(speed)
         self.add_callback(_Schedule(self, curriculum))
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, number of non-finite tokens
-        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids and z of a row, positions of all
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids, z of a row; all rows' positions
         if self.is_fsdp_enabled:
             self._prepare_fsdp(self.accelerator.state.fsdp_plugin)
 
@@ -94,7 +94,7 @@ class PretrainTrainer(CurriculumTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
-        with self.accelerator.autocast():  # FSDP models do not enter it themselves
+        with self.accelerator.autocast():  # FSDP models do not enter autocast themselves
             outputs = model(**inputs, skip_logits=True, use_cache=False)
         solution, loss = outputs.solution, outputs.loss
         if solution is not None:
@@ -135,8 +135,8 @@ class PretrainTrainer(CurriculumTrainer):
     ) -> dict[str, float]:
         """The Trainer's evaluation, exact for any number of rows.
 
-        With several processes, Trainer repeats rows to fill the last batches, and counts them twice. So the
-        batch size is reduced until batches divide the rows evenly, or to 1.
+        With several processes, Trainer repeats rows to fill the last batches, and counts these rows twice. So
+        this method takes the largest batch size that divides the rows evenly among the processes, or 1.
         """
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
@@ -155,7 +155,7 @@ class PretrainTrainer(CurriculumTrainer):
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
             if self.args.device.type == "cuda":
                 logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            line = self.state.global_step // self.args.logging_steps  # equal in a resumed run
+            line = self.state.global_step // self.args.logging_steps  # a resumed run has the same numbers
             if line and self.spectral_every and line % self.spectral_every == 0:
                 logs |= self._radius()
             if self.layer is not None:
@@ -174,7 +174,7 @@ class PretrainTrainer(CurriculumTrainer):
             return {}
         self.speed.count()
         ids, z, positions = self._last
-        if positions is not None:  # documents were solved separately: take the first one
+        if positions is not None:  # documents were solved separately: take the first document
             end = int((positions[0] == 0).cumsum(0).eq(1).sum())
             ids, z = ids[:, :end], z[:, :end]
         with self.accelerator.autocast():

@@ -21,7 +21,7 @@ from deqseq.regularisation import spectral_radius
 from deqseq.tasks.common.models import needed_layer
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Peak FLOP/s in dense bfloat16; keys: part of the device's name."""
+"""Peak FLOP/s in dense bfloat16. The keys are parts of device names."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -34,7 +34,7 @@ class Flops:
     """FLOPs of a model in a forward pass on one row of ``length`` tokens.
 
     PyTorch's FLOP counter runs the plain implementation on fake tensors. It counts matrix products,
-    convolutions and full attention (not only the causal half), but no element-wise operations.
+    convolutions and attention between all tokens (masked pairs too), but no element-wise operations.
 
     Attributes:
         evaluation: FLOPs of one evaluation of f.
@@ -70,11 +70,11 @@ def graph_evaluations(gradient: GradientStrategy | None) -> int:
 class Speed(TrainerCallback):
     """Measures tokens per second and model FLOPs utilisation over the time spent training.
 
-    Evaluations and checkpoints do not count. ``elapsed``: seconds of training so far, including those before
+    The time of evaluations and checkpoints is left out. ``elapsed``: seconds of training so far, also before
     an interruption.
 
     Args:
-        rows: number of rows, of ``length`` tokens each, per process and step.
+        rows: number of rows per process and step; a row has ``length`` tokens.
         peak: peak FLOP/s of a device; ``None`` if unknown.
     """
 
@@ -129,7 +129,7 @@ _WINDOW = 10
 class Advice:
     """Warns if solves get worse, and suggests what to try. Gives each warning once per stage.
 
-    Compares the means over the older and the newer half of the last ten lines of the log.
+    Compares the mean over the last five lines of the log with the mean over the five lines before.
     """
 
     def __init__(self) -> None:

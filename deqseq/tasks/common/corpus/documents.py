@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 from deqseq.tasks.common.corpus.storage import expanded, is_compressed, is_remote, local_stamp, opened, stamp
 from deqseq.tasks.common.tokenizer import first_line
 
-# Minimum bytes in a piece of a file, about 1000 tokens; the maximum is twice this. Each piece is held out or
-# trained on as a whole. Pieces are small so that even a single book gets a validation split.
+# Minimum bytes of a piece of a file, about 1000 tokens; the maximum is 2 * _PIECE. A whole piece is held out
+# or trained on. Pieces are small, so even a single book gets a validation split.
 _PIECE = 4096
 
 
@@ -24,15 +24,15 @@ class Document(NamedTuple):
 
     text: str  # never empty
     ends: bool  # whether the document ends here; otherwise the next piece continues it
-    next: int  # where the source continues after it: a byte offset in a file, or a row number
-    size: int  # bytes in the source
+    next: int  # where reading continues after this document: a byte offset in a file, or a row number
+    size: int  # bytes of this document in the source
 
 
 class TextFile:
     """A plain text file in UTF-8. If the whole file is one document, it is read in pieces of 4 to 8 KiB.
 
     Args:
-        path: local, or remote with its protocol; compressed if it ends in .gz, .zst, .xz, .bz2 or .zip.
+        path: a local path or a remote URL. Files ending in .gz, .zst, .xz, .bz2 or .zip are unpacked.
         documents: what one document is: ``"file"``, the whole file; ``"blank"``, a block between blank lines;
             ``"line"``, a line.
 
@@ -41,7 +41,7 @@ class TextFile:
         stored: bytes of the file.
 
     Raises:
-        ValueError: no such file, or an empty one.
+        ValueError: the file does not exist or is empty.
     """
 
     def __init__(self, path: str, documents: str = "file") -> None:
@@ -75,7 +75,8 @@ class TextFile:
     def cut(self, near: int) -> int | None:
         """Offset of the first document that begins at byte ``near`` or later; ``None`` if there is none.
 
-        A compressed file, or a file that is one document, is not cut: returns 0 or ``None``, the nearer end.
+        A compressed file, or a file that is one document, is not cut: returns 0 if ``near`` is in the first
+        half of the file, else ``None``.
         """
         if self.kind == "file" or is_compressed(self.path):
             return 0 if 2 * near < self.stored else None
@@ -96,7 +97,7 @@ class TextFile:
         return ((part, True) for part in (file if self.kind == "line" else _paragraphs(file)))
 
     def _text(self, data: bytes, start: int) -> str:
-        """The text of ``data``, which begins at offset ``start`` of the file; empty if not a document."""
+        """The text of ``data``, which begins at offset ``start`` of the file; empty for blank lines."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -153,7 +154,7 @@ class DatasetRows:
         self._rows = stream(name, subset, split, files)
 
     def part(self, number: int, count: int) -> "DatasetRows":
-        """Part ``number``, from 1, of ``count``: some files, or some row groups if files are too few."""
+        """Part ``number`` (1 to ``count``): some files, or some row groups if files are too few."""
         rows = self._rows if self._rows.num_shards >= count else self._rows.reshard()
         if rows.num_shards < count:
             raise ValueError(
@@ -164,7 +165,7 @@ class DatasetRows:
         return found
 
     def cut(self, near: int) -> int | None:
-        """Like :meth:`TextFile.cut` of a compressed file: returns 0 or ``None``, the nearer end."""
+        """Rows are not cut: returns 0 if ``near`` is in the first half of the bytes, else ``None``."""
         return 0 if 2 * near < self.stored else None
 
     def describe(self) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
 
 
 def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Paths, sizes and modification times of ``files``, or else of all files in folder ``name``. They show
-    whether a dataset has changed."""
+    """Paths, sizes and modification times of ``files``; without ``files``, of all files in folder ``name``.
+    They show whether a dataset has changed."""
     inside = (path for path in Path(name).rglob("*") if path.is_file())
     return [local_stamp(path) for path in [*map(Path, files)] or sorted(inside)]

@@ -22,7 +22,7 @@ _PROBE = (
 )
 # Normalisers that work on characters or on words, never across a space.
 _NEAR = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "ByteLevel"}
-# The cache of words is emptied above this many characters: about a million English words, or 300 MB.
+# Maximum characters of the cached words: about a million English words, or 300 MB. A larger cache is emptied.
 _REMEMBERED = 2**23
 
 
@@ -61,7 +61,7 @@ class Encoder:
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # text that spells out a special token is plain text
+        self._backend.encode_special_tokens = True  # special tokens in a text are plain text
         self._known: dict[str, list[int]] = {}
         self._known_characters = 0
         self._remembers = remember
@@ -93,7 +93,7 @@ class Encoder:
         return list(chain.from_iterable(parts)) == self._encode([_PROBE])[0]
 
     def _knowing(self, words: Collection[str]) -> dict[str, list[int]]:
-        """The cache of ids by word; it contains at least ``words``."""
+        """Add ``words`` to the cache of ids by word; returns the cache."""
         if self._known_characters > _REMEMBERED:
             self._known, self._known_characters = {}, 0
         known = self._known  # another thread may replace the attribute

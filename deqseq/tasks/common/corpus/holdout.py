@@ -11,10 +11,10 @@ SALT = "deqseq"
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Holds out a random share of the documents, chosen by a hash of their text.
+    """Holds out a pseudo-random share of the documents: a hash of a document's text decides.
 
-    Equal texts are always in the same split, in shards and in streams, on every machine. A larger share
-    holds out all documents that a smaller share holds out.
+    Equal texts are always in the same split, in shards and in streams, on every machine. Documents
+    held out at one share are also held out at every larger share.
 
     Args:
         share: share of the documents to hold out, in [0, 1).

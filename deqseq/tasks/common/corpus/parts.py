@@ -1,7 +1,7 @@
 """Preparation by several machines: each makes the folder of one part, then the parts are merged.
 
-A part is a range of the documents in their order, so the parts in their order have the tokens of a single
-preparation. Merging links the shards of all parts into one folder and copies nothing but the tokenizer.
+A part is a range of consecutive documents, so all parts together have the same tokens as one preparation
+without parts. Merging makes hard links to all shards in one folder, and copies the tokenizer.
 """
 
 import os
@@ -30,10 +30,10 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[Source], Place, Place]:
-    """The sources of a part, its beginning, and the beginning of the next part.
+    """The sources of a part, the place where it begins, and the place where the next part begins.
 
     A dataset is divided by its files, or by row groups (parquet) if files are fewer than parts. Other files
-    are divided between documents into parts of about equal bytes. A compressed file is not divided.
+    are cut between documents, into parts of about equal bytes. A compressed file is not cut.
     """
     number, count = part
     if part != WHOLE and len(sources) == 1 and isinstance(sources[0], DatasetRows):
@@ -42,7 +42,7 @@ def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[S
 
 
 def _border(sources: Sequence[Source], number: int, count: int) -> Place:
-    """The first document that begins after ``number`` / ``count`` of all bytes."""
+    """The beginning of part ``number`` + 1: a document near ``number`` / ``count`` of all bytes."""
     if number == 0:
         return Place()
     if number == count:
@@ -61,7 +61,7 @@ def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> Non
 
     Raises:
         ValueError: a part is missing, given twice, unfinished or damaged; parts have different settings or
-            sources; a part is on another file system, which hard links cannot cross.
+            sources; a part is not on the file system of ``output``, so hard links cannot be made.
     """
     found = sorted(((_finished(Path(path)), Path(path)) for path in parts), key=lambda pair: _part(pair[0]))
     first, place = found[0]
@@ -104,7 +104,7 @@ def _part(manifest: Manifest) -> tuple[int, int]:
 
 
 def _settings(manifest: Manifest) -> dict[str, Any]:
-    """The settings that must be equal in all parts; not files' times, which differ between machines."""
+    """The settings that must be equal in all parts. Files' times are left out; machines differ in them."""
     head = flat_head({**manifest.head, "part": _part(manifest)[1]})
     return {name: value for name, value in head.items() if not name.endswith(("modified", "modified_ns"))}
 

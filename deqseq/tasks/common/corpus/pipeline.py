@@ -28,7 +28,7 @@ _BATCH = 2**18
 
 @dataclass
 class Text:
-    """Consecutive text of one split. ``ends``: an end-of-text token follows."""
+    """Consecutive text of one split. ``ends``: whether an end-of-text token follows."""
 
     split: Split
     text: str
@@ -37,7 +37,7 @@ class Text:
 
 @dataclass
 class Batch:
-    """Texts that are tokenised together. ``next``: where reading continues after them; ``size``: bytes."""
+    """Texts that are tokenised together. ``next``: where the next batch begins; ``size``: bytes."""
 
     texts: list[Text]
     next: Place
@@ -52,7 +52,8 @@ def prepare(
 
     Args:
         name: the name of the tokenizer, for the manifest.
-        shard_tokens: shards end after the batch with which a shard reaches this number of tokens.
+        shard_tokens: when a shard reaches this number of tokens, the shards of both splits end after
+            its batch.
         workers: threads that tokenise.
         force: start again: replace all shards in the folder.
         part: K and N: prepare only part K of N.
@@ -105,8 +106,9 @@ def prepare(
 
 
 def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
-    """Read the documents to find errors early; tokenising takes a hundred times as long. Datasets, compressed
-    and remote files: read only the first document. Returns whether there are documents."""
+    """Read the documents to find errors before tokenising, which takes a hundred times as long. Datasets,
+    compressed files and remote files are read only up to the first document. Returns whether there are
+    documents."""
     found = False
     with _bar("check", sources, begin, begin, end) as bar:
         for number, documents in _between(sources, begin, end):
@@ -126,8 +128,7 @@ def _between(sources: Sequence[Source], start: Place, end: Place) -> Iterator[tu
 
 
 def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place, end: Place) -> Iterator[Batch]:
-    """All documents from ``start`` to ``end``, in batches. The batches after a batch
-    depend only on its end, ``next``.
+    """All documents from ``start`` to ``end``, in batches. A batch's ``next`` determines all later batches.
 
     Neighbouring pieces of a document are joined if they are in the same split; else an end-of-text token
     separates them. A long document is cut at places that do not depend on the documents before it, so parts
@@ -175,7 +176,7 @@ def _encode(encoder: Encoder, batch: Batch) -> Encoded:
 def _in_order(
     pool: ThreadPoolExecutor, encoder: Encoder, batches: Iterator[Batch], ahead: int
 ) -> Iterator[tuple[Batch, Encoded]]:
-    """The batches with their tokens; at most ``ahead`` of them are tokenised at a time."""
+    """The batches with their tokens, in order. The workers already have the next ``ahead`` batches."""
     under_way: deque[tuple[Batch, Future[Encoded]]] = deque()
     for batch in batches:
         under_way.append((batch, pool.submit(_encode, encoder, batch)))

@@ -1,6 +1,6 @@
 """Rows of a fixed length for training: from a folder of shards, or packed from a stream of documents.
 
-Shapes: L tokens of a row.
+Shapes: L is the number of tokens in a row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = dict[str, Tensor]
 
 
 class TokenFolder:
-    """Token shards as ``python -m deqseq.tasks.prepare`` makes them.
+    """A folder of token shards, made by ``python -m deqseq.tasks.prepare``.
 
     Attributes:
         vocab_size: the tokenizer's number of tokens, added tokens included.
@@ -43,7 +43,8 @@ class TokenFolder:
         fingerprint: a hash of the shards and the tokenizer; the same on every machine.
 
     Raises:
-        ValueError: there is no manifest, preparation is unfinished, or a shard is missing or of another size.
+        ValueError: the manifest is missing, preparation is unfinished, or a shard is missing or has a wrong
+            size.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -72,7 +73,7 @@ class TokenFolder:
         return load_tokenizer(str(self.path / TOKENIZER))
 
     def verify(self) -> None:
-        """Raise ``ValueError`` if a file is missing, or its checksum is not the manifest's."""
+        """Raise ``ValueError`` if a file is missing, or its checksum differs from the manifest's."""
         checksums = {shard.file: shard.sha256 for shard in self._manifest.shards}
         checksums |= self._manifest.tokenizer_checksums()
         with ThreadPoolExecutor(8) as pool:
@@ -89,7 +90,7 @@ class TokenFolder:
             raise ValueError(f"{file} is corrupted (its checksum is not the manifest's): {again}")
 
     def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
-        """A split in rows of ``length`` tokens; ``ValueError`` if it is shorter than one row."""
+        """A split in rows of ``length`` tokens; ``ValueError`` if the split is shorter than one row."""
         shards = self._shards(split)
         files = {self.path / shard.file: shard.tokens for shard in shards}
         rows = TokenRows(files, self._manifest.head["dtype"], length, _separator(documents, self.end_of_text))
@@ -111,8 +112,8 @@ class TokenRows(Dataset[Row]):
     A row is read on access. No file stays open, so the number of files is not limited.
 
     Args:
-        files: paths and numbers of tokens.
-        end_of_text: the token that ends documents, to separate them; ``None`` joins them.
+        files: the number of tokens of each file, by path.
+        end_of_text: the token that ends a document, if documents are separate; ``None`` if they are joined.
     """
 
     def __init__(self, files: dict[Path, int], dtype: str, length: int, end_of_text: int | None) -> None:
@@ -147,12 +148,12 @@ class TokenRows(Dataset[Row]):
 
 
 class StreamedRows(IterableDataset[Row]):
-    """Rows packed from a stream of documents in order, tokenised on the fly.
+    """Rows packed from a stream of documents, in its order. Documents are tokenised on the fly.
 
     Args:
         documents: texts, or rows of a dataset with a text in ``column``.
-        split: use only the documents that ``hold_out`` assigns to this split; ``"train"`` skips what
-            ``prepare`` holds out. ``None``: all documents.
+        split: read only this split's documents; ``hold_out`` selects them as ``prepare`` does. ``None``: read
+            all documents.
     """
 
     def __init__(

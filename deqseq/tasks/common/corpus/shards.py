@@ -34,7 +34,7 @@ _HEAD = {"tokenizer", "dtype", "sources", "hold_out", "shard_tokens"}
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens. ``documents``: how many documents end in it."""
+    """One file of tokens. ``documents``: the number of documents that end in the file."""
 
     file: str
     split: Split
@@ -66,19 +66,19 @@ class Place:
 
 @dataclass
 class Manifest:
-    """The finished shards of a folder, and the tokenizer, sources and settings that they were made from."""
+    """The finished shards of a folder, and the tokenizer, sources and settings of their preparation."""
 
     head: dict[str, Any]  # tokenizer, sources and settings
     next: Place | None = None  # where an unfinished preparation continues
-    shards: list[Shard] = field(default_factory=list)  # the finished ones
-    tokenizer_files: dict[str, str] = field(default_factory=dict)  # names and SHA-256
+    shards: list[Shard] = field(default_factory=list)  # finished shards
+    tokenizer_files: dict[str, str] = field(default_factory=dict)  # SHA-256 by file name
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a folder.
 
         Raises:
-            ValueError: there is no manifest, it is damaged, or a shard is missing or has another size.
+            ValueError: the manifest is missing or damaged, or a shard is missing or has a wrong size.
         """
         path = folder / _MANIFEST
         if not path.is_file():
@@ -165,10 +165,10 @@ def _check_name(name: Any) -> None:
 
 
 class Preparation:
-    """Writes the shards of a folder. An interrupted preparation continues.
+    """Writes the shards of a folder, or continues an interrupted preparation.
 
-    Nothing is written before :meth:`start`. ``force``: start again, and replace the shards that the
-    folder has. ``begin``: where reading begins.
+    Nothing is written before :meth:`start`. ``force``: start again, and replace the folder's
+    shards. ``begin``: where reading begins.
 
     Raises:
         ValueError: without ``force``, the folder has other files, damaged shards, or shards made from other
@@ -219,7 +219,7 @@ class Preparation:
         return {split: ShardWriter(self.path, split, number, dtype) for split, number in numbers.items()}
 
     def commit(self, writers: dict[Split, ShardWriter], next: Place | None) -> None:
-        """Finish the shards, which contain everything up to ``next``."""
+        """Finish the open shards; reading continues at ``next``, or is finished if ``next`` is ``None``."""
         finished = [writer.finish() for writer in writers.values()]
         self.manifest.shards += [shard for shard in finished if shard is not None]
         self.manifest.next = next
@@ -232,7 +232,7 @@ def shard_name(split: Split, number: int) -> str:
 
 
 class ShardWriter:
-    """One shard while it is written, under a temporary name."""
+    """Writes one shard under a temporary name."""
 
     def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype) -> None:
         self.path = folder / shard_name(split, number)
@@ -263,7 +263,7 @@ class ShardWriter:
 
 
 def flat_head(head: dict[str, Any]) -> dict[str, Any]:
-    """The head as a flat dictionary; the keys of a source's settings begin with its path."""
+    """The head as a flat dictionary; the keys of a source's settings begin with the source's path."""
     sources = head["sources"]
     own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
     found = {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}

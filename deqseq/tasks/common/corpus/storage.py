@@ -16,12 +16,13 @@ _COMPRESSED = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is remote: fsspec reads it."""
+    """Whether a path names a remote file, which fsspec reads."""
     return "://" in path
 
 
 def is_compressed(path: str) -> bool:
-    """Whether a file is compressed, by its suffix; ``ValueError`` if the package that reads it is missing."""
+    """Whether a file's suffix says that it is compressed; ``ValueError`` if the package to unpack
+    the file is missing."""
     suffix = Path(path).suffix.lower()
     if suffix in _COMPRESSED and infer_compression(path) is None:
         raise ValueError(f"{path} cannot be unpacked: for {suffix}, install deqseq[lm]")
@@ -29,8 +30,8 @@ def is_compressed(path: str) -> bool:
 
 
 def expanded(path: str) -> list[str]:
-    """The sorted remote files that match a pattern; any other path is returned alone. ``ValueError`` if no
-    file matches."""
+    """The remote files that match a pattern, sorted; for any other path, a list with this path.
+    ``ValueError`` if no file matches."""
     if not is_remote(path) or "*" not in path:
         return [path]
     with _one_line(path):
@@ -54,7 +55,7 @@ def stamp(path: str) -> dict[str, Any]:
 
 
 def local_stamp(path: Path) -> dict[str, Any]:
-    """Path, bytes and time of change of a local file; only the path if there is no such file."""
+    """Path, bytes and time of change of a local file; only the path if the file does not exist."""
     if not path.is_file():
         return {"path": str(path)}
     known = path.stat()
@@ -63,7 +64,7 @@ def local_stamp(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
-    """The content of a file, unpacked. Seeking in a compressed file reads from its start."""
+    """Open a file for reading, unpacked. Seeking in a compressed file reads from its start."""
     if not is_remote(path) and not is_compressed(path):
         with open(path, "rb") as file:
             yield file

@@ -277,7 +277,7 @@ def _finished(solution: Solution, inputs: Inputs) -> Solution:
 
 
 def _state_after(state: State | None, unsolvable: Tensor) -> State | None:
-    """The state after the ``unsolvable`` (B, L) tokens: the layers of sequences with such tokens are NaN."""
+    """Advance ``state`` past ``unsolvable`` (B, L) tokens; the state of their sequences becomes NaN."""
     if state is None:
         return None
     affected = unsolvable.any(1)

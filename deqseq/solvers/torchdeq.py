@@ -18,7 +18,7 @@ class TorchDEQ(Solver):
     """A torchdeq solver inside our loop: ``solver="torchdeq:anderson"``.
 
     torchdeq's solvers have their own loop and call f. Here such a solver is a coroutine that pauses at every
-    call of f. During the pause our loop evaluates f, judges the result and counts, as for any other solver.
+    call of f. During the pause our loop evaluates f, tests the residual and counts the iteration, as always.
     The tolerance of torchdeq never stops the solver.
 
     torchdeq mixes whole sequences, so an early token's iterates depend on later tokens. Therefore causal

@@ -1,9 +1,9 @@
 """The recurrence of Mamba2 (SSD; Dao & Gu, 2024, arXiv 2405.21060) in Triton, forward and backward.
 
-Forward: one program per head carries the state in registers from chunk to chunk. Backward: the first kernel
-computes the states at the chunks' starts; the second the states' gradients, from the last chunk to the first;
-the third the gradients of x and the step sizes; the fourth the gradients of b and c, summed over a group's
-heads in a fixed order. Log decays have base 2, and their cumulative sums restart in every chunk.
+Forward: one program per head carries the state in registers from chunk to chunk. Backward: four kernels
+compute (1) the states at the chunks' starts; (2) the states' gradients, from the last chunk to the first;
+(3) the gradients of x and the step sizes; (4) the gradients of b and c, summed over a group's heads in a
+fixed order. Log decays have base 2, and their cumulative sums restart in every chunk.
 
 Shapes: B sequences, L tokens, E inner width, H heads, P head dim, N state dim, G groups, W = E + 2 G N
 convolved channels [x, b, c], J columns of the projection, Q tokens of a chunk.

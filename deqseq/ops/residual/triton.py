@@ -104,7 +104,7 @@ def _freeze_kernel(z, out, frozen, rows, D, R: tl.constexpr, BLOCK: tl.constexpr
 
 
 def freeze_(frozen: Tensor, z: Tensor, out: Tensor) -> Tensor:
-    """Overwrite contiguous ``out`` (B, W, D) with z where ``frozen`` (B, W); read z only there."""
+    """Copy z to contiguous ``out`` (B, W, D) for tokens in ``frozen`` (B, W); read no other z."""
     width = z.shape[-1]
     rows = z.numel() // width
     block = min(1024, triton.next_power_of_2(width))

@@ -252,7 +252,7 @@ def _item_type(hint: Any) -> Any:
 
 
 def _descriptions(source: Callable[..., Any]) -> dict[str, str]:
-    """The help of parameters, from the docstrings of a function, or of a class and its bases."""
+    """Descriptions of parameters, from the docstring of a function, or of a class and its bases."""
     found: dict[str, str] = {}
     for documented in reversed(getattr(source, "__mro__", (source,))):
         for parameter in docstring_parser.parse(documented.__doc__ or "").params:

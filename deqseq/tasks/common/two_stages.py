@@ -164,7 +164,7 @@ def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple
 
 
 def _filled(registry: Registry[Any], part: str | Mapping[str, Any], **options: Any) -> Tree:
-    """``part`` as a mapping, with the ``options`` that the part accepts and does not set itself."""
+    """``part`` as a mapping, plus those ``options`` that it accepts and does not contain yet."""
     own = {"name": part} if isinstance(part, str) else dict(part)
     taken = {name: value for name, value in options.items() if registry.takes(own, name)}
     return {"name": own.get("name"), **taken, **own}

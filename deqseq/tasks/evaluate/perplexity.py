@@ -231,8 +231,8 @@ def score_by_budget(
 ) -> list[Score]:  # fmt: skip
     """Score the same text with each number of iterations in ``budgets``, and last with the model's policy.
 
-    Without a window and ``rtol``, every token does exactly this number of iterations. With ``rtol``, it does
-    at most this number. A window slides only when tokens settle, so a window always uses a tolerance.
+    With neither a window nor ``rtol``, a budget n means exactly n iterations per token; otherwise at most n.
+    A window slides only when tokens settle, so a window always uses a tolerance.
 
     Raises:
         ValueError: the model is explicit; a budget below 1; see also :func:`score`.

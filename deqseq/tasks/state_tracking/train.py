@@ -53,7 +53,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
 class _Batches(IterableDataset[Batch]):
     """The batches of all stages, made on the training device. Stages with short sequences come first.
 
-    In the last stage, the share ``rehearsal`` of the batches comes from the stage before it.
+    In the last stage, a fraction ``rehearsal`` of the batches comes from the stage before.
     """
 
     def __init__(self, settings: TrainSettings, device: torch.device) -> None:

@@ -12,7 +12,7 @@ must notice (one line, or an earlier checkpoint), or end in the same results.
 Programs run in processes forked from this one, on the CPU with one thread; a failure's folder is kept.
 """
 
-import contextlib
+import argparse
 import hashlib
 import json
 import os
@@ -288,13 +288,19 @@ def main() -> int:
     summary = [
         dict(zip(("fault", "program", "outcome"), key, strict=True), runs=n) for key, n in table.items()
     ]
-    common.print_table("\nfaults", summary)
+    wrong = any(row["outcome"] not in ("equal", "refused in one line") for row in rows)
+    return conclude("faults", options, rows, summary, folder, wrong)
+
+
+def conclude(
+    title: str, options: argparse.Namespace, rows: list[Row], summary: list[Row], folder: Path, wrong: bool
+) -> int:
+    """Print and write what came out; remove the folder of the runs unless one went wrong. The exit status."""
+    common.print_table(f"\n{title}", summary)
     common.write_results(options.output, options, rows=rows, summary=summary)
-    wrong = [row for row in rows if row["outcome"] not in ("equal", "refused in one line")]
     if not wrong:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
-    return 1 if wrong else 0
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(wrong)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 import common
 import torch
 from common import Row
-from faults import Program, programs, whole_checkpoint
+from faults import Program, conclude, programs, whole_checkpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm.auto import tqdm
 
@@ -172,13 +172,8 @@ def main() -> int:
     summary: list[Row] = [
         {"outcome": outcome, "runs": count} for outcome, count in Counter(r["outcome"] for r in rows).items()
     ]
-    common.print_table("\na rank of two nodes is killed", summary)
-    common.write_results(options.output, options, rows=rows, summary=summary)
-    wrong = [row for row in rows if "but" in row["outcome"] or not row["outcome"].startswith("equal")]
-    if not wrong:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
-    return 1 if wrong else 0
+    wrong = any("but" in row["outcome"] or not row["outcome"].startswith("equal") for row in rows)
+    return conclude("a rank of two nodes is killed", options, rows, summary, folder, wrong)
 
 
 if __name__ == "__main__":

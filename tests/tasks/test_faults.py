@@ -5,7 +5,9 @@ import os
 import pickle
 import shutil
 import signal
+import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from deqseq.tasks.common import command_line, seals
@@ -21,7 +24,7 @@ from deqseq.tasks.common.models import load_model
 from deqseq.tasks.common.seals import checkpoints, fault, rotate, seal
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.settings import RunSettings
-from deqseq.tasks.pretraining.shards import _load
+from deqseq.tasks.pretraining.shards import _load, wait_for
 from deqseq.tasks.pretraining.train import arguments, pretrain
 from deqseq.tasks.pretraining.trainer import PretrainTrainer
 
@@ -278,6 +281,14 @@ def test_code_in_sharded_checkpoints_is_not_executed(
     with pytest.raises(ValueError, match="shards cannot be read"):
         _load(loaded, tmp_path / "shards", no_dist=True)
     assert not (tmp_path / "harm").exists()
+
+
+def test_shards_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+    saving: Future[Any] = Future()
+    full = OSError("No space left on device")
+    saving.set_exception(CheckpointException("save", {1: (full, traceback.StackSummary())}))
+    with pytest.raises(OSError, match="shards cannot be written: process 1: No space left on device"):
+        wait_for(saving, tmp_path)
 
 
 def test_sigterm_says_what_ctrl_c_says(capsys: pytest.CaptureFixture[str]) -> None:

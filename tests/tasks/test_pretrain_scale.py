@@ -58,6 +58,18 @@ def shard_on_cpus():
             self.distributed_type = DistributedType.FSDP
     AcceleratorState.__init__ = init
 
+def write_late(calls, total):
+    '''Write shards only after two more steps, while their checkpoint has no seal.'''
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    original = FileSystemWriter.write_data
+    def write_data(self, *args, **kwargs):
+        end = min(len(calls) + 4, total)
+        while len(calls) < end:
+            time.sleep(0.001)
+        assert not (Path(self.path).parent / "complete.json").exists()
+        return original(self, *args, **kwargs)
+    FileSystemWriter.write_data = write_data
+
 def forked(output, environment, changes):
     '''The id of a process that trains in folder tmp / output.'''
     child = os.fork()
@@ -76,6 +88,8 @@ def forked(output, environment, changes):
                 calls.append(self.solves._nfe)
             return found
         PretrainTrainer.compute_loss = watched
+        if output == "late":
+            write_late(calls, changes["steps"] * 2)
         pretrain(RunSettings(**{**SETTINGS, "data": data, **changes}), tmp / output, progress=False)
         (tmp / f"{output}-nfe-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(calls))
         os._exit(0)
@@ -143,10 +157,11 @@ coarse = {"one": together("coarse", **few), "exact": together("exact", **{**few,
           "fsdp": together("coarse fsdp", 2, True, per_device_batch_size=1, **few)}
 
 SETTINGS["per_device_batch_size"] = 1
-moved = {"one": together("a", keep=9), "fsdp": together("b", 2, True, keep=9)}
+moved = {"one": together("a", keep=9), "fsdp": together("b", 2, True, keep=9),
+         "late": together("late", 2, True, keep=9, steps=12)}
 sharded = sorted(path.name for path in (tmp / "b" / "checkpoint-6").iterdir())
 for name, source, processes, fsdp in (
-    ("fsdp to one", "b", 1, False), ("fsdp to two", "b", 2, True),
+    ("late to one", "late", 1, False), ("fsdp to one", "b", 1, False), ("fsdp to two", "b", 2, True),
     ("fsdp to four", "b", 4, True), ("one to fsdp", "a", 2, True), ("one to ddp", "a", 2, False)
 ):
     cut(source, name, 6)
@@ -201,7 +216,7 @@ def test_ranks_give_the_losses_of_one_process(found: Any) -> None:
 
 
 def test_checkpoint_goes_on_elsewhere(found: Any) -> None:
-    """The same losses as without a move, whether it is sharded or not."""
+    """The same losses as without a move: sharded or not, and with shards that are written two steps late."""
     assert "shards" in found["sharded"]
     assert not {"model.safetensors", "optimizer.pt"} & set(found["sharded"])
     for name, losses in found["moved"].items():

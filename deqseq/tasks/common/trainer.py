@@ -152,10 +152,13 @@ class CurriculumTrainer(Trainer):
         with writing(folder):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                seal(folder)
+            self.complete(folder)
+
+    def complete(self, checkpoint: Path) -> None:
+        """Seal a checkpoint whose files are written, and remove old checkpoints."""
         if self.args.should_save:
-            rotate(run, self.keep)
+            seal(checkpoint)
+            rotate(checkpoint.parent, self.keep)
 
 
 class AlignedTrainer(CurriculumTrainer):

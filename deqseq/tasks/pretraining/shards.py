@@ -8,6 +8,7 @@ that allow only tensors, plain values and metadata of tensors.
 import pickle
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 _FOLDER = "shards"
 _DCP = "torch.distributed.checkpoint"
@@ -44,18 +45,31 @@ def is_sharded(checkpoint: str | Path) -> bool:
     return (Path(checkpoint) / _FOLDER).is_dir()
 
 
-def save_shards(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> None:
-    """Write weights and optimiser; all processes must call this. Returns when all files are synced.
+def save_shards(
+    model: nn.Module, optimizer: Any, checkpoint: str | Path, group: dist.ProcessGroup
+) -> Future[Any]:
+    """Copy weights and optimiser to the CPU, and start a thread that writes the copy.
 
-    Raises:
-        OSError: a process cannot write.
+    All processes must call this. The shards are complete when :func:`wait_for` returns.
+
+    Args:
+        group: all processes, with backend gloo. Only the writing threads may use it.
     """
     folder = Path(checkpoint) / _FOLDER
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)  # an interrupted save may have left other shards
     dist.barrier()
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    _call(lambda: save(state, checkpoint_id=folder), OSError, f"{folder} cannot be written")
+    return async_save(state, checkpoint_id=folder, process_group=group)  # type: ignore[return-value]
+
+
+def wait_for(saving: Future[Any], checkpoint: str | Path) -> None:
+    """Wait until all processes have written and synced their shards.
+
+    Raises:
+        OSError: a process could not write.
+    """
+    _call(saving.result, OSError, f"{Path(checkpoint) / _FOLDER} cannot be written")
 
 
 def load_weights(model: nn.Module, checkpoint: str | Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from deqseq.solution import Status
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.models import implicit_layer
+from deqseq.tasks.common.processes import everywhere
 from deqseq.tasks.common.seals import seal, unseal
 from deqseq.tasks.common.trainer import CurriculumTrainer, writing
 from deqseq.tasks.pretraining import shards
@@ -74,6 +76,9 @@ class PretrainTrainer(CurriculumTrainer):
         self.add_callback(_Schedule(self, curriculum))
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, number of non-finite tokens
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids, z of a row; all rows' positions
+        self._background = ThreadPoolExecutor(1)  # completes sharded checkpoints
+        self._writing: Future[Any] | None = None  # the shards of the newest checkpoint
+        self._completing: Future[None] | None = None
         if self.is_fsdp_enabled:
             self._prepare_fsdp(self.accelerator.state.fsdp_plugin)
 
@@ -89,6 +94,7 @@ class PretrainTrainer(CurriculumTrainer):
         plugin.mixed_precision_policy = None
         if self.layer is not None:
             self.layer.group = dist.group.WORLD
+        self._writers = dist.new_group(backend="gloo")
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
@@ -196,7 +202,7 @@ class PretrainTrainer(CurriculumTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_fsdp_enabled:
-            shards.save_shards(self.model, self.optimizer, output_dir)
+            self._writing = shards.save_shards(self.model, self.optimizer, output_dir, self._writers)
         elif self.args.should_save:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             state = get_optimizer_state_dict(self.model, self.optimizer, options=options)
@@ -204,6 +210,33 @@ class PretrainTrainer(CurriculumTrainer):
             torch.save(state, Path(output_dir) / "optimizer.pt")
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.finish_checkpoint()
+        super()._save_checkpoint(model, trial)
+
+    def complete(self, checkpoint: Path) -> None:
+        """Seal a checkpoint and remove old ones; with FSDP in the background, when the shards are written."""
+        if self._writing is None:
+            super().complete(checkpoint)
+            return
+        saving, seal_it = self._writing, super().complete
+
+        def wait_and_seal() -> None:
+            shards.wait_for(saving, checkpoint)
+            seal_it(checkpoint)
+
+        self._completing = self._background.submit(wait_and_seal)
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the last sharded checkpoint is sealed. All processes must call this.
+
+        Raises:
+            OSError: a process could not write.
+        """
+        if self._completing is not None:
+            completing, self._completing = self._completing, None
+            everywhere(completing.result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -242,6 +275,9 @@ class _Schedule(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in self.ends:
             control.should_log = control.should_evaluate = control.should_save = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.finish_checkpoint()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in self.ends[:-1]:

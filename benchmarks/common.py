@@ -51,7 +51,7 @@ def comparison_parser(text: str | None, output: str) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser, **defaults: tuple[Any, Any]) -> argparse.Namespace:
-    """Parse the command line. ``defaults``: two defaults per option, without and with ``--quick``."""
+    """Parse the command line. ``defaults``: per option, one without and one with ``--quick``."""
     options = made.parse_args()
     for name, (full, quick) in defaults.items():
         if getattr(options, name) is None:
@@ -81,7 +81,10 @@ def stopwatch(function: Callable[[], Any], device: str) -> float:
 def time_over(
     bare: Callable[[], Any], function: Callable[[], Any], device: str, rounds: int
 ) -> tuple[float, float]:
-    """Median seconds of ``function``, and its median time ratio to ``bare``. Calls of the two alternate."""
+    """Time alternating calls of ``function`` and ``bare``.
+
+    Returns the median seconds of ``function``, and the median of its time divided by the time of ``bare``.
+    """
     bare(), function()
     pairs = [(stopwatch(bare, device), stopwatch(function, device)) for _ in range(rounds)]
     ratios = [seconds / alone for alone, seconds in pairs]
@@ -89,7 +92,7 @@ def time_over(
 
 
 def family(name: str) -> str:
-    """The name without its options: ``anderson`` for ``anderson-5`` and ``anderson:5``."""
+    """A solver's or strategy's name without options: ``anderson`` for ``anderson-5`` and ``anderson:5``."""
     return name.replace(":", "-").partition("-")[0]
 
 
@@ -133,7 +136,10 @@ def _cell(value: Any) -> str:
 def write_results(
     file: Path, options: argparse.Namespace, machine: Mapping[str, Any] | None = None, **results: Any
 ) -> None:
-    """Write settings, machine, versions, date and ``results`` as JSON. ``machine``: more entries about it."""
+    """Write settings, machine, versions, date and ``results`` as JSON.
+
+    ``machine``: entries to add to the description of the machine.
+    """
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     described = {"device": machine_name(options.device), "threads": torch.get_num_threads(), **versions}
@@ -161,10 +167,11 @@ def checksum(model: torch.nn.Module, *inputs: Tensor) -> str:
 def measure_grid(
     file: Path, keys: Sequence[Mapping[str, Any]], measure: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> list[Row]:
-    """The rows ``{**key, **measure(key)}``, each appended to ``file`` (JSON lines) when it is measured.
+    """Measure one row per key: ``{**key, **measure(key)}``. Returns all rows.
 
-    Rows that the file already has are not measured again. If a measurement raises, its row has the error as
-    ``problem`` and is not written, so the next run measures it again.
+    Each row is appended to ``file`` (JSON lines) as soon as it is measured. Rows that are already in the file
+    are not measured again. If a measurement fails, the returned row has the error as ``problem``. This row is
+    not written to the file, so the next run measures it again.
 
     Raises:
         ValueError: a line of the file is not a row.
@@ -187,7 +194,7 @@ def measure_grid(
 
 
 def _read_rows(file: Path) -> list[Row]:
-    """The rows of ``file``. A last line that was only partly written is removed from the file."""
+    """The rows of ``file``. Removes the last line from the file if that line is incomplete."""
     file.touch()
     text = file.read_bytes()
     whole = text[: text.rfind(b"\n") + 1]

@@ -1,15 +1,17 @@
-"""Kill programs and damage their files, again and again: do they end in the same results?
+"""Test recovery: kill programs or damage their files, run them again, and check the results.
 
-Kills: training and preparation end by signal 9, at a random moment or at a random change of a file (written,
-renamed, removed), one to three times, then run to their end. Their results must equal an uninterrupted run's,
-and they must go on from a checkpoint if one was whole.
-Flips: one random bit of a checkpoint, a finished run or prepared data is inverted before the program runs. It
-must notice (one line, or an earlier checkpoint), or end in the same results.
+Kills: the script starts a program (training or data preparation) and kills it with signal 9, one to three
+times. The kill comes at a random time, or when the program writes, renames or removes a file. Then the
+program runs to its end. The results must equal those of an uninterrupted run. If there is an undamaged
+checkpoint, training must resume from a checkpoint.
+
+Flips: the script inverts one random bit of a checkpoint, a finished run or prepared data. Then it runs the
+program. The program must either stop with a one-line error, or end with the results of an undamaged run.
 
     python benchmarks/faults.py
     python benchmarks/faults.py --kills 20 --flips 20 --programs pretrain
 
-Programs run in processes forked from this one, on the CPU with one thread; a failure's folder is kept.
+Programs run in forked processes, on the CPU with one thread. The folders of failed runs are kept.
 """
 
 import argparse
@@ -48,15 +50,20 @@ Main = Callable[[list[str]], int]
 
 @dataclass(frozen=True)
 class Program:
-    """A command line that writes a folder."""
+    """A program and its arguments. The program writes its results to a folder."""
 
     name: str
     main: Main
     arguments: list[str]
-    results: tuple[str, ...]  # patterns of the files that must be equal
+    results: tuple[str, ...]  # glob patterns of the result files
 
     def run(self, output: Path, log: Path, changes: int | None = None, seconds: float | None = None) -> int:
-        """Run in a forked process, which is killed at a change of a file or after some time; its status."""
+        """Run the program in a forked process, and append what it prints to ``log``. Returns the exit status.
+
+        Args:
+            changes: kill the process at this file change in ``output``; 1 is the first change.
+            seconds: kill the process after this time. By default, only a process that hangs is killed.
+        """
         child = os.fork()
         if child == 0:
             with log.open("a") as file:
@@ -85,13 +92,13 @@ class Program:
         return -signal.SIGKILL if seconds is not None else -signal.SIGALRM
 
     def result(self, folder: Path) -> dict[str, str]:
-        """Checksums of the results."""
+        """The checksum of every result file in ``folder``."""
         files = sorted(file for pattern in self.results for file in folder.glob(pattern))
         return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 def _kill_at(count: int, folder: Path) -> None:
-    """End this process at change number ``count`` of a file in ``folder``."""
+    """Kill this process when it changes a file in ``folder`` for the ``count``-th time."""
     left = count
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -111,7 +118,10 @@ def whole_checkpoint(folder: Path) -> bool:
 
 
 def kill(program: Program, place: Path, chance: random.Random, seconds: float, changes: int) -> Row:
-    """Run a program that is killed one to three times; what came out."""
+    """Run a program one to three times with a kill, then once to its end. Returns what happened.
+
+    In the row, "from step 0" is true if the program ignored an undamaged checkpoint.
+    """
     output, log, killed, anew = place / "output", place / "log.txt", 0, False
     for _ in range(chance.randint(1, 3)):
         before, size = whole_checkpoint(output), log.stat().st_size if log.exists() else 0
@@ -134,7 +144,12 @@ def flip_bit(file: Path, chance: random.Random) -> None:
 
 
 def flip(program: Program, place: Path, chance: random.Random, whole: Path, damaged: Path) -> Row:
-    """Flip a bit of the finished run, of the newest checkpoint of one that has not ended, or of the data."""
+    """Flip one random bit of a file, then run the program.
+
+    If ``damaged`` is a folder with prepared data, the bit is in this folder. If ``damaged`` is the finished
+    run ``whole``, this function copies the run. Either the bit is in the final files of the copy, or these
+    files are removed and the bit is in the newest checkpoint.
+    """
     output, log = place / "output", place / "log.txt"
     if damaged != whole:
         target, kind = damaged, "data"
@@ -153,7 +168,7 @@ def flip(program: Program, place: Path, chance: random.Random, whole: Path, dama
             if f.is_file() and (kind == "checkpoint" or "checkpoint" not in str(f))
         ]
     pool = [file for file in pool if file.stat().st_size]
-    # Every other time by bytes, else by files: small files matter as much.
+    # Half of the time all files are equally likely; otherwise small files would rarely be chosen.
     weights = [file.stat().st_size for file in pool] if chance.random() < 0.5 else None
     file = chance.choices(pool, weights)[0]
     former = file.read_bytes()
@@ -165,7 +180,7 @@ def flip(program: Program, place: Path, chance: random.Random, whole: Path, dama
 
 
 def judge(row: Row, program: Program, place: Path, reference: dict[str, str]) -> Row:
-    """Add what came out: equal, noticed or what went wrong."""
+    """Add the outcome to the row: "equal", "refused in one line", or a description of the failure."""
     said = (place / "log.txt").read_text()
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
     if "Traceback (most recent call last)" in said:
@@ -181,7 +196,7 @@ def judge(row: Row, program: Program, place: Path, reference: dict[str, str]) ->
 
 
 def corpus(folder: Path) -> Path:
-    """Text, a tokenizer of bytes, and the stories of twenty tasks."""
+    """Write a text, a byte-level tokenizer, and stories of twenty bAbI tasks. Returns the text's path."""
     chance = random.Random(0)
     text = folder / "text.txt"
     text.write_text("".join("".join(chance.choices("abc defgh", k=40)) + "\n" for _ in range(400)))
@@ -206,7 +221,7 @@ def corpus(folder: Path) -> Path:
 
 
 def programs(folder: Path) -> dict[str, Program]:
-    """The programs, small, and what they read."""
+    """Write small input data to ``folder``. Returns the programs by name."""
     text = corpus(folder)
     shards = ["--tokenizer", str(folder / "tokenizer.json"), "--documents", "line", "--workers", "1"]
     few = ["--validation-share", "0.1", "--shard-tokens", "3000"]
@@ -261,7 +276,7 @@ def main() -> int:
         seconds = time.perf_counter() - start
         references[program.name] = program.result(output)
         changes = 1
-        while changes < 4096:  # how many changes an uninterrupted run makes, to a factor of two
+        while changes < 4096:  # find a power of two above the number of file changes of a run
             with tempfile.TemporaryDirectory() as place:
                 if program.run(Path(place) / "output", Path(place) / "log.txt", changes=changes) == 0:
                     break
@@ -295,7 +310,7 @@ def main() -> int:
 def conclude(
     title: str, options: argparse.Namespace, rows: list[Row], summary: list[Row], folder: Path, wrong: bool
 ) -> int:
-    """Print and write what came out; remove the folder of the runs unless one went wrong. The exit status."""
+    """Print ``summary`` and write all rows. Remove ``folder`` unless ``wrong``. Returns the exit status."""
     common.print_table(f"\n{title}", summary)
     common.write_results(options.output, options, rows=rows, summary=summary)
     if not wrong:

@@ -1,22 +1,25 @@
-"""Cost of each gradient strategy, its distance from the exact gradient, and training with it.
+"""Accuracy and cost of every gradient strategy, and training with each strategy.
 
-Implicit differentiation in float64 at a tolerance of 1e-9 gives the exact gradient of the loss of a trained
-A5 model. Finite differences along a random direction check this gradient. Every strategy computes the same
-gradient in float32:
+The script computes the exact gradient of the loss of a trained A5 model: by implicit differentiation in
+float64, with a tolerance of 1e-9. Finite differences along a random direction check this gradient. Then every
+strategy computes the gradient in float32. The columns:
 
-    cosine, norm    compared with the exact gradient, from the exact fixed point (empty for unrolling, which
-                    uses no fixed point)
-    median          median over sequences of the cosine at the embeddings; a few sequences with huge gradients
-                    dominate the gradient of the parameters
-    in use          the same, but the search starts at zero and stops at the tolerance, as in training
-    seconds         time of search, gradient steps and backward pass, as in training
+    cosine          cosine between the two gradients with respect to the parameters
+    norm            norm of the strategy's gradient divided by the exact norm
+    median          cosine between the two gradients with respect to a sequence's embeddings, median over
+                    sequences; unlike "cosine", not dominated by a few sequences with huge gradients
+    ... in use      the same values when the search starts at zero, as in training; without "in use", the
+                    search starts at the exact fixed point (no values for unrolling, which does not search)
+    seconds         time of the forward and backward pass
     graph MiB       memory that autograd keeps for the backward pass
     peak MiB        peak of allocated memory (CUDA)
+    problem         "not finite": the gradient has infinities or NaN; "not exact": implicit differentiation
+                    has an error (1 - cosine) above its tolerance
 
-With --train-steps, every strategy continues the training of a half-trained model on S3, from the same weights
-and batches. Accuracies are of all tokens at the training length, and of the last ten at twice that length.
+Afterwards, the script trains a model on S3 for --train-steps steps by unrolling. Every strategy in --trained
+continues from this model for as many steps, with the same batches. The table shows the accuracy of all tokens
+at the training length, and of the last ten tokens at twice this length. --train-steps 0 skips this part.
 
-"problem" marks a gradient that is not finite, or implicit differentiation with an error above its tolerance.
 Every row is written as soon as it is measured, so the same command resumes an interrupted run.
 
     python benchmarks/gradients.py --quick                     # minutes on two cores
@@ -71,13 +74,13 @@ TRAINED_QUICKLY = ["phantom-1-1.0", "phantom-4-0.8", "unrolled-4", "implicit-0.1
 
 
 class Gradient(NamedTuple):
-    """A gradient in float64; zero for parameters that no gradient reaches."""
+    """A gradient of the loss in float64. It is zero for parameters that do not affect the loss."""
 
-    parameters: Tensor  # (P,)
+    parameters: Tensor  # (P,), with respect to all P parameters
     x: Tensor  # (B, L * D), with respect to the embeddings
 
     def errors(self, exact: Gradient, suffix: str = "") -> Row:
-        """Cosine and norm relative to the exact gradient; median over sequences of the cosine at x."""
+        """Compare with the exact gradient: the columns cosine, norm and median (see the top of this file)."""
         return {
             f"cosine{suffix}": F.cosine_similarity(self.parameters, exact.parameters, dim=0).item(),
             f"norm{suffix}": (self.parameters.norm() / exact.parameters.norm()).item(),
@@ -86,7 +89,7 @@ class Gradient(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A model in training mode, sequences with targets (B, L), and their equilibrium z (B, L, D)."""
+    """A model in training mode, tokens ``ids`` and ``targets`` (B, L), and the equilibrium z (B, L, D)."""
 
     model: ImplicitForCausalLM
     ids: Tensor
@@ -94,7 +97,7 @@ class Problem(NamedTuple):
     z: Tensor
 
     def forward(self, z0: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The mean cross-entropy, and the embeddings (B, L, D)."""
+        """The mean cross-entropy, and the embeddings (B, L, D). The search starts at ``z0`` or at zero."""
         x = self.model.model.embed_tokens(self.ids)
         logits = self.model(inputs_embeds=x, z0=z0).logits
         return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten()), x
@@ -112,9 +115,10 @@ class Problem(NamedTuple):
 def exact_gradient(
     model: ImplicitForCausalLM, ids: Tensor, targets: Tensor
 ) -> tuple[Problem, Gradient, float]:
-    """The problem of the sequences that converge in float64, its exact gradient, and the gradient's error.
+    """Compute the exact gradient of the loss in float64, on the sequences that converge in float64.
 
-    The error is the relative difference from central differences along a random direction.
+    Returns the problem with only these sequences, the exact gradient, and its relative difference from
+    central differences along a random direction.
 
     Raises:
         ValueError: no sequence converges.
@@ -134,7 +138,7 @@ def exact_gradient(
         gradient = problem.gradient(problem.z)
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(len(gradient.parameters), generator=generator, dtype=torch.float64)
-        # A smaller step loses precision: on GPUs torch's weight_norm takes a root in float32 for all dtypes.
+        # A smaller step would lose precision: on GPUs torch's weight_norm computes partly in float32.
         direction, step = direction.to(ids.device), 1e-5
         here = torch.nn.utils.parameters_to_vector(exact.parameters())
         losses = []
@@ -148,7 +152,7 @@ def exact_gradient(
 
 
 def graph_mib(function: Callable[[], Any]) -> tuple[Any, float]:
-    """The result of ``function``, and the MiB that its graph keeps, without the parameters."""
+    """Call ``function``. Returns the result, and the MiB that autograd keeps, without parameters."""
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -163,7 +167,7 @@ def graph_mib(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def measure(problem: Problem, exact: Gradient, device: str, key: Mapping[str, Any]) -> Row:
-    """Errors and costs of a strategy."""
+    """Measure the errors and costs of the strategy ``key["gradient"]``."""
     strategy = problem.model.model.layer.gradient = make_gradient(key["gradient"])
     at_equilibrium = dict.fromkeys(("cosine", "norm", "median"))
     if strategy.searches:
@@ -186,7 +190,7 @@ def make_gradient(name: str) -> Any:
 
 
 def half_trained(task: TrainSettings, steps: int, device: str) -> ImplicitForCausalLM:
-    """A model after ``steps`` unrolled steps on a small word problem. Every strategy starts from it."""
+    """Train a model on a word problem for ``steps`` steps by unrolling. All strategies start from it."""
     torch.manual_seed(task.seed)
     model = task.model().to(device).train()
     descend(model, stream(task, 2, task.unrolled_length), steps, lambda _: Unrolled(4))
@@ -196,7 +200,7 @@ def half_trained(task: TrainSettings, steps: int, device: str) -> ImplicitForCau
 def train_on(
     start: ImplicitForCausalLM, task: TrainSettings, steps: int, sequences: int, key: Mapping[str, Any]
 ) -> Row:
-    """Loss and accuracies after ``steps`` more steps with a strategy."""
+    """Train a copy of ``start`` with a strategy for ``steps`` steps. Returns the loss and accuracies."""
     model, strategy = copy.deepcopy(start), make_gradient(key["gradient"])
     train = partial(descend, model, stream(task, task.min_length, task.length), steps, lambda _: strategy)
     losses: list[float] = []
@@ -214,7 +218,7 @@ def train_on(
 
 
 def draw(rows: Sequence[Row], axes: Sequence[Any]) -> None:
-    """Plot the error of the direction in use over time and over memory. A colour per kind of strategy."""
+    """Plot the error, 1 - "median in use", over time and over memory. Each kind of strategy has a colour."""
     kinds = dict.fromkeys(common.family(row["gradient"]) for row in rows)
     for ax, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
         for colour, kind in enumerate(kinds):
@@ -240,7 +244,7 @@ def main() -> int:
     add("--group", default="S3", help="group of the word problem to train on (default: S3)")
     options = common.parse(made, batch=(64, 16), train_steps=(300, 100))
     options.trained = options.trained or (TRAINED_QUICKLY if options.quick else options.gradients)
-    for name in [*options.gradients, *options.trained]:  # unknown names raise before anything is trained
+    for name in [*options.gradients, *options.trained]:  # raise for unknown names before the long training
         gradients.check(GRADIENTS.get(name, name))
     output, machine = options.output, common.machine_name(options.device)
     same = {name: getattr(options, name) for name in ("quick", "batch", "length", "group", "train_steps")}

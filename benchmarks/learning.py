@@ -1,9 +1,11 @@
 """Does a model learn as well with the fused kernels as with plain PyTorch?
 
-Every implementation trains the paper's state-tracking model on the word problem of A5, from the same weights
-and batches. The first half of the steps unrolls four iterations; the second half uses the fixed point and
-four phantom steps. Rounding soon separates the loss curves, so the script compares their distance from plain
-PyTorch with the distance between two seeds of plain PyTorch.
+The script trains the paper's state-tracking model on the word problem of A5 with every implementation, from
+the same weights and on the same batches. The first half of the steps unrolls four iterations. The second half
+searches for the fixed point and does four phantom steps.
+
+Rounding soon separates loss curves. The script therefore prints how far each curve is from plain PyTorch,
+and for comparison how far apart two plain PyTorch runs with different seeds are.
 
     python benchmarks/learning.py
     python benchmarks/learning.py --kernels triton mamba_ssm torch --steps 2000

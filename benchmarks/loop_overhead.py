@@ -1,9 +1,12 @@
 """Overhead of the loop: the time of a solve with n iterations divided by the time of n bare evaluations of f.
 
-Every solver runs the same f, one Mamba2 layer, for n iterations without autograd. The number is fixed; in one
-row it is the budget of a tolerance that is never met. torchdeq's loops run the same f. Solves and bare
-evaluations alternate, so both run under the same load; the ratio is the median over rounds. The script first
-checks that Picard's result equals n applications of f. The table has the residual of every solver's result.
+f is one Mamba2 layer, without autograd. Every solver runs exactly n iterations. The row "tolerance never met"
+also computes residuals and compares them with a tolerance. torchdeq's solvers are included if torchdeq is
+installed.
+
+Solves and bare evaluations alternate, so that both run under the same load. The table has the median ratio of
+their times, and the residual of every solver's result. The script first checks that Picard iteration returns
+the same result as n applications of f.
 
     python benchmarks/loop_overhead.py
     python benchmarks/loop_overhead.py --device cuda --dtype bfloat16 --batch 512

@@ -1,15 +1,19 @@
-"""Kill a rank of two nodes that train together, again and again: does the restarted run end in equal losses?
+"""Test restarts: kill one process of a training run on two nodes, and check the losses after the restart.
 
-Two agents, as two ``torchrun`` commands start them (--nnodes 2 --nproc-per-node 2 --max-restarts 3, with the
-variables of docs/clusters.md), train a small model on the CPU. Any one rank ends by signal 9 at a random
-moment; the agents start all ranks again. The losses must equal an uninterrupted run's to 1e-6: DDP sums the
-first step after a start in another order than later ones, so weights differ in their last bits. The
-survivors may say one line, and the run must go on from a checkpoint if one was whole.
+The script starts training of a small model as two ``torchrun`` commands would (--nnodes 2 --nproc-per-node 2
+--max-restarts 3, with the environment variables of docs/clusters.md). Both nodes are on this machine and use
+the CPU. At a random time the script kills one of the four ranks with signal 9. The two agents, one per node,
+then restart all ranks. Three conditions must hold:
+
+- The losses equal those of an uninterrupted run to 1e-6. They are not equal bit for bit, because DDP sums
+  the gradients of the first step after a start in another order.
+- The surviving ranks print at most one line in total.
+- If there is an undamaged checkpoint, training resumes from a checkpoint.
 
     python benchmarks/nodes.py
     python benchmarks/nodes.py --runs 3
 
-Ranks run in processes forked from this one, on this machine; a failure's folder is kept.
+Ranks run in forked processes. The folders of failed runs are kept.
 """
 
 import contextlib
@@ -34,12 +38,12 @@ from tqdm.auto import tqdm
 from deqseq.tasks.common.models import quiet_transformers
 from deqseq.tasks.common.runs import read_record
 
-NODES = RANKS = 2  # ranks of every node
+NODES = RANKS = 2  # two nodes with two ranks each
 _WAIT = 180  # seconds after which a run counts as hanging
 
 
 def rank(program: Program, place: Path) -> None:
-    """What every rank does; its output goes to a file."""
+    """Train as one rank. The process writes its id to ``RANK.pid`` and its output to ``ranks.txt``."""
     with (place / "ranks.txt").open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -53,7 +57,7 @@ def rank(program: Program, place: Path) -> None:
 
 
 def node(program: Program, place: Path, port: int) -> int:
-    """The process of an agent, which starts the ranks of one node and starts them again."""
+    """Fork an agent, which starts and restarts the ranks of one node. Returns the agent's process id."""
     child = os.fork()
     if child:
         return child
@@ -78,7 +82,10 @@ def node(program: Program, place: Path, port: int) -> int:
 
 
 def run(program: Program, place: Path, step: int | None, chance: random.Random) -> Row:
-    """Train on all nodes; soon after the checkpoint of a step, or the start if 0, one rank is killed."""
+    """Train on all nodes, and kill one rank soon after the checkpoint of ``step`` appears.
+
+    With step 0, kill the rank soon after it starts. With ``None``, kill no rank.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -111,7 +118,7 @@ def run(program: Program, place: Path, step: int | None, chance: random.Random) 
 
 
 def losses(place: Path) -> list[float]:
-    """The losses of a finished run, in order, the held-out one last."""
+    """The training losses of a finished run in order, then the validation loss."""
     record = read_record(place / "output")
     return [*(line["loss"] for line in record["log"] if "loss" in line), record["validation"]["eval_loss"]]
 
@@ -121,7 +128,7 @@ def difference(found: list[float], reference: list[float]) -> float:
 
 
 def judge(row: Row, place: Path, reference: list[float]) -> Row:
-    """Add what came out."""
+    """Add to the row: the outcome, the largest difference of a loss, and the lines of the surviving ranks."""
     said = (place / "ranks.txt").read_text().replace("\r", "\n").splitlines()
     lines = [line for line in said if line.startswith("process ")]
     if row.get("hangs") or any(row["statuses"]):

@@ -1,15 +1,22 @@
 """Cost and error of solves, by solver, tolerance and window.
 
-Every solver solves the same sequences, with a model trained on A5 (state tracking), small language models and
-a random model. The script trains the models first, which takes minutes, and saves them in --models.
+Every solver solves the same sequences with several models: a model trained on A5 (state tracking), small
+language models, and a model with random weights. The script first trains the models, which takes minutes, and
+saves them in --models. The columns:
 
-A row has the evaluations per token, passes (calls of f over a window), time, peak memory (CUDA), the share of
-tokens that converged, the residual of the result, accuracy or perplexity, the distance to the equilibrium
-(found in float64 at a tolerance of 1e-8), and "leak": how far outputs move when a later token changes.
+    evaluations     mean number of evaluations of f per token
+    passes          number of calls of f; one call evaluates all tokens of a window
+    seconds, MiB    time and peak memory (CUDA) of a solve
+    converged       share of the tokens that converged
+    residual        mean relative residual of the result
+    distance        mean relative distance to the equilibrium (found in float64 at a tolerance of 1e-8)
+    accuracy        share of correct predictions from this result (for language models: perplexity)
+    leak            largest change of an output when a later token changes
+    problem         the checks that failed; the heat maps show such rows in red
 
-Every row is checked, and "problem" names the checks that failed (figures show such rows in red). z must be
-finite. If a token and all before it converged, its residual must be below three times the tolerance, and its
-distance below this limit times a factor for slow contraction. The leak of causal solvers must be exactly 0.
+The checks: the result is finite, and the leak of a causal solver is exactly 0. Residual and distance are
+checked for tokens that converged together with all earlier tokens. The residual must be below three times the
+tolerance. The limit for the distance is higher if f contracts slowly.
 
 Every row is written as soon as it is measured, so the same command resumes an interrupted run.
 
@@ -55,21 +62,21 @@ CASES = ("A5", "mamba2", "llama", "random")
 
 
 class Case(NamedTuple):
-    """A problem with its reference solution."""
+    """A layer, its input, and the reference solution."""
 
     layer: ImplicitSequenceLayer  # in evaluation mode
     x: Tensor  # (B, L, D) the input of the layer
     subject: trained.Subject | None  # the trained model with this layer; ``None`` for random weights
-    checksum: str  # of weights and inputs; distinguishes the rows of other models
+    checksum: str  # of weights and inputs; every row stores the checksum of its model
     reference: Tensor  # (B, L, D) float64, the equilibrium
     known: Tensor  # (B, L) bool, true if the reference converged at this and all earlier tokens
-    # The largest distance of any token divided by the tolerance, for Picard iteration in float64 to 1e-3.
-    # If contraction is slow, a result with a small residual may be far from the equilibrium.
+    # The largest distance of a token from the equilibrium, divided by the tolerance. It is measured with
+    # Picard iteration in float64 at a tolerance of 1e-3, and is large if f contracts slowly.
     gain: float
 
 
 def windowed(name: str) -> bool:
-    """Whether the solver of this name works in windows."""
+    """Whether the solver ``name`` can solve in windows."""
     spec = SOLVERS.get(name, name)
     return solvers.lookup(spec["name"] if isinstance(spec, dict) else spec.partition(":")[0]).windowed
 
@@ -108,13 +115,13 @@ def solve_exactly(layer: ImplicitSequenceLayer, x: Tensor) -> tuple[Tensor, Tens
 
 
 def converged_so_far(out: LayerOutput) -> Tensor:
-    """(B, L) bool, true if the token and all before it converged; an error moves later fixed points."""
+    """(B, L) bool, true if the token and all earlier tokens converged."""
     assert out.solution is not None
     return (out.solution.status != Status.CONVERGED).cumsum(1) == 0
 
 
 def change_token(x: Tensor, t: int) -> Tensor:
-    """x (B, L, D) with token t replaced by noise as large as x."""
+    """A copy of x (B, L, D) with token t replaced by noise. The noise has the root mean square of x."""
     noise = torch.randn(x[:, t].shape, generator=torch.Generator().manual_seed(0)).to(x)
     changed = x.clone()
     changed[:, t] = noise * x.square().mean().sqrt().clamp_min(1e-6)
@@ -123,7 +130,11 @@ def change_token(x: Tensor, t: int) -> Tensor:
 
 @torch.no_grad()
 def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
-    """Solve twice. The second solve is timed, and one of its tokens is changed."""
+    """Measure a row with two solves.
+
+    The first solve gives the result and its peak memory. In the second solve one token of the input is
+    changed; this solve gives the time and the leak.
+    """
     case, tolerance, device = cases[key["case"]], key["tolerance"], options.device
     dtype, solver = getattr(torch, key["dtype"]), SOLVERS.get(key["solver"], key["solver"])
     window = None if key["window"] == "all" else int(key["window"])
@@ -166,7 +177,10 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
 
 
 def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[Row]:
-    """The rows to measure. In bfloat16 only the loosest tolerance: rounding exceeds the tighter ones."""
+    """The keys of the rows to measure.
+
+    bfloat16 rows have only the largest tolerance, because rounding errors exceed smaller tolerances.
+    """
     names = ("case", "checksum", "dtype", "solver", "window", "tolerance")
     axes = options.dtypes, options.solvers, options.windows, options.tolerances
     return [
@@ -253,7 +267,7 @@ def main() -> int:
         cases=(list(CASES), [name for name in CASES if name != "llama"]),
     )  # fmt: skip
     names = options.model or options.cases
-    for name in options.solvers:  # unknown names raise before anything is trained
+    for name in options.solvers:  # raise for unknown names before the long training
         windowed(name)
     make_policy(options.policy, max(options.tolerances), options.max_iter)
     labels = {name: Path(name).resolve().name for name in names}

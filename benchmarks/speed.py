@@ -1,18 +1,23 @@
-"""Speed and memory at the paper's sizes, next to the reference implementation's on one H100 (torch 2.11).
+"""Speed and memory at the paper's model sizes, compared with the reference implementation.
 
-Weights and data are random and seeded. All runs use bfloat16 autocast; decoding uses bfloat16 weights.
-First every implementation of f is compared with plain PyTorch in float64, values and gradients; an error
-above the limit ends the run. Times are medians over repeats, after a warm-up; "over reference" is our time
-divided by the reference's (below 1: ours is faster). If a case fails, its row has the reason.
+The numbers of the reference implementation are from one H100 (torch 2.11). Weights and data are random, with
+a fixed seed. Timed runs use bfloat16 autocast, except decoding, which uses bfloat16 weights.
+
+The script first compares the values and gradients of every implementation of f with plain PyTorch in float64.
+It stops if an error is above the limit.
+
+Times are medians over repeats, after a warm-up. "over reference" is our time divided by the reference's time;
+below 1, we are faster. If a case fails, its row has the reason. The sections:
+
+    state-tracking, llama, mamba2   a training step with AdamW; the learning rate is 0, so all steps are equal
+    evaluation                      one evaluation of f, and the shortest time that the device allows
+    decode                          generation with a cache, token by token
+    sequential                      state tracking with window 1
 
     python benchmarks/speed.py
     python benchmarks/speed.py --sections state-tracking evaluation --repeats 20
     python benchmarks/speed.py --kernels triton
     python benchmarks/speed.py --quick --device cpu
-
-state-tracking, llama, mamba2: a training step, AdamW included (learning rate 0: all steps are equal).
-evaluation: one evaluation of f by every implementation, and the shortest time that the device allows.
-decode: generation with a cache, token by token. sequential: state tracking with window 1.
 """
 
 import argparse
@@ -39,8 +44,8 @@ from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 Tables = dict[str, list[Row]]
 
 TRACKING, LLAMA, MAMBA2 = "mamba2-state-tracking", "llama-130m", "mamba2-130m"
-SIZES = {TRACKING: (512, 256), LLAMA: (8, 2048), MAMBA2: (8, 2048)}  # B, L
-SMALL = {  # for the checks and quick runs; other packages' kernels support these sizes
+SIZES = {TRACKING: (512, 256), LLAMA: (8, 2048), MAMBA2: (8, 2048)}  # B sequences, L tokens
+SMALL = {  # for the checks and --quick; mamba_ssm and fla support these sizes
     "mamba2": {"name": "mamba2", "d_model": 64, "n_layer": 2, "d_state": 32, "headdim": 16},
     "llama": {"name": "llama", "d_model": 64, "n_layer": 2, "n_head": 4},
 }
@@ -51,7 +56,14 @@ def fixed(iterations: int) -> Row:
 
 
 def language_model(n: int, explicit: Row, bounded: Row, free: Row) -> dict[str, tuple[str, Row, Row]]:
-    """The training steps to time. ``n``: iterations of "free"; other arguments: the reference's numbers."""
+    """The training steps of a language model to time.
+
+    A name such as "bounded, 4 + 1" means 4 iterations and 1 phantom step.
+
+    Args:
+        n: iterations of the "free" model in the case with a fixed number of iterations.
+        explicit, bounded, free: time and memory of the reference implementation.
+    """
     return {
         "explicit": ("-explicit", {}, explicit),
         "bounded, 4 + 1": ("-bounded", {}, bounded),
@@ -60,7 +72,7 @@ def language_model(n: int, explicit: Row, bounded: Row, free: Row) -> dict[str, 
     }
 
 
-# Case -> suffix of the preset's name, changes to the preset, the reference's time and memory.
+# Preset -> case -> (suffix of the preset's name, changes to the preset, time and memory of the reference).
 STEPS: dict[str, dict[str, tuple[str, Row, Row]]] = {
     TRACKING: {
         "unrolled 4": ("", {"gradient": {"name": "unrolled", "iterations": 4}}, {"ms": 77, "GiB": 8.2}),
@@ -95,7 +107,7 @@ class Bench(argparse.Namespace):
             return ImplicitForCausalLM(config)
 
     def bare(self, name: str) -> tuple[Backbone, Tensor, Context]:
-        """A model's backbone, a random iterate, and the context of a random input."""
+        """A preset's backbone, a random z, and the context of a random x."""
         torch.manual_seed(0)
         with torch.device(self.device), self.autocast():
             backbone = backbones.create(self.config(name, "" if name == TRACKING else "-free").backbone)
@@ -106,7 +118,10 @@ class Bench(argparse.Namespace):
         return torch.autocast(self.device, torch.bfloat16)
 
     def implementations(self, body: str) -> list[str]:
-        """The implementations that run here. For Llama, only this library has kernels (of the norms)."""
+        """The implementations of f that run on this machine.
+
+        For Llama, these are our Triton kernels (of the norms), plain PyTorch, and compiled PyTorch.
+        """
         names = [n for n in self.kernels if kernels.available(n)] if self.device != "cpu" else ["torch"]
         if body == "llama":
             names = [n for n in names if n in ("triton", "torch")] + ["compiled"] * self.compile
@@ -133,7 +148,7 @@ class Bench(argparse.Namespace):
         return {"reference ms": reference, "over reference": reference and ms / reference}
 
     def rows(self, measure: Callable[..., Row], cases: Mapping[str, tuple[Any, ...]]) -> list[Row]:
-        """One row per case: ``measure(bench, *arguments)``, or why it failed. Frees memory after each."""
+        """Measure one row per case. If a case fails, its row has the reason. Frees memory after each case."""
         rows = []
         for case, arguments in cases.items():
             try:
@@ -150,7 +165,7 @@ class Bench(argparse.Namespace):
 
 
 def compile_blocks(backbone: Backbone) -> None:
-    """Compile every block. To halve the memory of activations, backward passes recompute the cheapest."""
+    """Compile every block. Backward passes recompute cheap operations, to halve the memory of activations."""
     torch._functorch.config.activation_memory_budget = 0.5
     for block in backbone.layers:
         block.compile()
@@ -165,10 +180,10 @@ def computed_by(name: str, backbone: Backbone) -> AbstractContextManager[None]:
 
 
 def correctness(bench: Bench) -> Tables:
-    """Relative L2 errors against plain PyTorch in float64, at an odd length of several chunks.
+    """Relative L2 errors of f(z) and of its gradients, against plain PyTorch in float64.
 
-    The limit applies to the error of the values and of all gradients together. Five times this limit applies
-    to each single gradient.
+    The limit applies to f(z), and to all gradients concatenated. A single gradient may have five times this
+    error. The sequences have an odd length and span several chunks.
     """
     rows = []
     for body, options in SMALL.items():
@@ -178,8 +193,8 @@ def correctness(bench: Bench) -> Tables:
         exact = value_and_gradients(copy.deepcopy(original).double(), z.double(), x.double(), weight)
         for name, dtype in product(bench.implementations(body), ("float32", "bfloat16")):
             if (body, name, dtype) == ("mamba2", "triton", "float32") and bench.device != "cpu":
-                continue  # Triton takes minutes to compile exact products; the tests check them
-            tf32 = name in ("mamba_ssm", "fla")  # other packages' kernels multiply float32 as TF32
+                continue  # exact float32 products take Triton minutes to compile; the tests check this case
+            tf32 = name in ("mamba_ssm", "fla")  # kernels that round float32 products to TF32
             limit = 3e-2 if dtype == "bfloat16" else 1e-2 if tf32 else 1e-4
             row, backbone = {"f": f"{body}, {name}", "type": dtype}, copy.deepcopy(original)
             try:
@@ -190,7 +205,7 @@ def correctness(bench: Bench) -> Tables:
                 continue
             value, *gradients = (distance([a], [b]) for a, b in zip(found, exact, strict=True))
             together, worst = distance(found[1:], exact[1:]), max(gradients)
-            right = all(error < limit for error in (value, together, worst / 5))  # NaN is wrong
+            right = all(error < limit for error in (value, together, worst / 5))  # false for NaN
             errors = {"of values": value, "of gradients": together, "of the worst": worst}
             rows.append({**row, **errors, "limit": limit, "right": right})
     return {"errors": rows}
@@ -209,7 +224,7 @@ def distance(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def training_step(bench: Bench, name: str, form: str, changes: Row, reference: Row) -> Row:
-    """Time a training step. State tracking has aligned targets; language models predict the next token."""
+    """Time a training step. Language models predict the next token; state tracking has separate targets."""
     model = bench.model(bench.config(name, form, **changes)).train()
     if bench.compile and name == LLAMA:
         compile_blocks(model.model.layer.backbone)
@@ -241,26 +256,26 @@ def training_step(bench: Bench, name: str, form: str, changes: Row, reference: R
 
 
 def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float, float]]:
-    """Bytes moved and operations of f under autocast, for every part.
+    """Count the bytes that each part of f moves, and its arithmetic operations, under autocast.
 
-    Assumes that every matrix product reads and writes each tensor once, and that all operations between two
-    products do so together. The residual stream is float32, everything else bfloat16.
+    Every matrix product is assumed to read and write each tensor once. All operations between two matrix
+    products are assumed to be fused. The residual stream is float32, everything else bfloat16.
     """
     T, D, n = batch * length, backbone.d_model, len(backbone.layers)
     mixer = backbone.layers[0].mixer
 
     def matrix(into: int, out: int, gates: int = 0) -> tuple[float, float]:
-        """One matrix product in every block. ``gates``: columns of the result that are not written."""
+        """Bytes and operations of one matrix product per block. ``gates``: result columns not written."""
         return n * 2 * (T * (into + out - gates) + into * out), n * 2 * T * into * out
 
     def norms(count: int) -> tuple[float, float]:
-        """The first norm reads the stream. Later norms also add to it. The last norm writes float32."""
+        """Bytes and operations of all norms. Later norms also add to the stream; the last writes float32."""
         return T * D * (6 + (count - 2) * 12 + 10), T * D * 5 * count
 
     if hasattr(mixer, "sizes"):
         s, taps, chunk = mixer.sizes, mixer.conv1d.kernel_size[0], 64
         columns, shared = mixer.in_proj.out_features, s.n_groups * s.d_state
-        moved = 2 * (2 * columns + s.inner)  # projection and injection; y
+        moved = 2 * (2 * columns + s.inner)  # read projection and injection, write y
         recurrence = 4 * s.inner * s.d_state + 2 * chunk * (shared + s.inner)
         operations = 2 * taps * s.conv_width + recurrence + 8 * s.inner
         return {
@@ -281,7 +296,7 @@ def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float,
 
 
 def rates(bench: Bench) -> tuple[float, float]:
-    """Bytes per millisecond of a copy, and operations per millisecond of a bfloat16 matrix product."""
+    """Measure the bytes per ms of a copy, and the operations per ms of a bfloat16 matrix product."""
     size, n = (2**22, 256) if bench.quick else (2**30, 8192)
     source, target = torch.empty(2, size, device=bench.device, dtype=torch.uint8)
     a, b = torch.randn(2, n, n, device=bench.device, dtype=torch.bfloat16)
@@ -291,8 +306,11 @@ def rates(bench: Bench) -> tuple[float, float]:
 
 @torch.no_grad()
 def evaluation(bench: Bench) -> Tables:
-    """Time one evaluation of f. The limit is the longer of two times: moving all bytes at the speed of a
-    copy, and computing all operations at the speed of a matrix product."""
+    """Time one evaluation of f, and compute the shortest time that the device allows (the limit).
+
+    The limit is the longer of two times: the time to move all bytes at the speed of a copy, and the time to
+    compute all operations at the speed of a large matrix product.
+    """
     bandwidth, peak = rates(bench)
     rows, limits = [], []
     for name, reference in ((TRACKING, 3.5), (LLAMA, None), (MAMBA2, None)):
@@ -311,7 +329,7 @@ def evaluation(bench: Bench) -> Tables:
 
 def evaluate(bench: Bench, name: str, how: str, limit: float, reference: float | None) -> Row:
     backbone, z, context = bench.bare(name)
-    calls = 1 if bench.quick else 8  # without a pause, so that the device never waits
+    calls = 1 if bench.quick else 8  # several calls in a row, so that the device never waits for the host
     with computed_by(how, backbone), bench.autocast():
         ms = bench.milliseconds(lambda: [backbone(z, context) for _ in range(calls)]) / calls
     return {"ms": ms, **bench.against(ms, reference), "limit ms": limit, "share": limit / ms}
@@ -341,7 +359,7 @@ def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
 
 @torch.no_grad()
 def one_by_one(bench: Bench) -> Row:
-    """State tracking with window 1: each sequence moves on as soon as its token has settled."""
+    """Time state tracking with window 1. A sequence goes to its next token when the current one settles."""
     rule = {"name": "residual", "rtol": 0.05, "max_iter": 32}
     model = bench.model(bench.config(TRACKING, eval_convergence=rule)).eval()
     batch, length = bench.size(TRACKING)

@@ -32,7 +32,7 @@ class Subject:
     Attributes:
         name: the group of a word problem, or the name of the model's folder.
         ids: (B, L) int64 tokens.
-        targets: (B, L) int64 targets of a word problem; ``None``: the next tokens.
+        targets: (B, L) int64 targets of a word problem; ``None`` for language models.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Subject:
     targets: Tensor | None = None
 
     def score(self, z: Tensor) -> dict[str, float]:
-        """Accuracy or perplexity of the final hidden states z (B, L, D)."""
+        """The accuracy (word problem) or perplexity (language model) for final hidden states z (B, L, D)."""
         if self.targets is not None:
             right = self.model.lm_head(z).argmax(-1) == self.targets
             return {"accuracy": right.float().mean().item()}
@@ -54,14 +54,16 @@ class Subject:
 
 
 def find(name: str, options: argparse.Namespace) -> Subject:
-    """Load the model in the folder ``name``; or "A5", "mamba2" or "llama", trained first if necessary.
+    """Load a trained model and sequences to test it with.
 
     Args:
-        options: ``batch``; ``length`` (``None``: the training length); ``device``; ``models``: folder for
-            trained models; ``quick``: train smaller models; ``text``: files for language models.
+        name: "A5", "mamba2" or "llama", which are trained first if necessary; or a folder with a model.
+        options: has ``batch`` (sequences), ``length`` (tokens per sequence; ``None``: the training length of
+            a word problem), ``device``, ``models`` (folder for trained models), ``quick`` (train smaller
+            models) and ``text`` (files for language models).
 
     Raises:
-        ValueError: no model in the folder; an explicit model; too little text.
+        ValueError: the folder has no model or an explicit model; the text is too short.
     """
     folder = Path(name)
     if name == "A5":
@@ -105,7 +107,10 @@ def train_language_model(models: Path, body: str, texts: list[str], quick: bool)
 
 
 def default_text(models: Path) -> Path:
-    """A file with Python's help pages. It is written once, because prepared data need unchanged files."""
+    """The path of a file with Python's help pages, which is written if it does not exist.
+
+    An existing file is not written again: prepared data cannot be reused after their text file changes.
+    """
     models.mkdir(parents=True, exist_ok=True)
     file = models / "help.txt"
     return file if file.exists() else help_pages(file)

@@ -1,7 +1,8 @@
 """Evaluations per token with and without a warm start, when tokens are solved one at a time.
 
-The search of a token starts at zero, or (warm start) at the equilibrium of the token before it. Both must
-find the same equilibrium, so the script checks that the accuracies are equal. Run `make demo` first.
+The search for a token's equilibrium starts at zero or, with a warm start, at the equilibrium of the previous
+token. Both starts should lead to the same equilibrium, so the script checks that the accuracies agree. Run
+`make demo` first, which trains the model.
 
     python benchmarks/warm_start.py
     python benchmarks/warm_start.py --run DIR --length 256 --tolerances 0.05 1e-3 1e-5

@@ -1,6 +1,6 @@
-"""Deep-equilibrium sequence models: any causal backbone, solver, gradient and convergence policy.
+"""Deep-equilibrium sequence models with exchangeable backbone, solver, gradient and convergence policy.
 
-Start with :class:`ImplicitSequenceLayer`. Importing this package needs torch and einops only.
+Start with :class:`ImplicitSequenceLayer`. Importing this package needs only torch and einops.
 """
 
 from deqseq.backbone import Backbone, Context, State

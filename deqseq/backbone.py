@@ -1,4 +1,4 @@
-"""The interface of backbones: a causal map f(z, x), parallel over tokens and without side effects.
+"""The interface of backbones. A backbone is a causal map f(z, x) that evaluates all tokens in parallel.
 
 Shapes: B sequences, L tokens of the input, W tokens in the window (W = L without a window), D width.
 """
@@ -40,7 +40,8 @@ class State:
 
     Attributes:
         seen: (B,) int64, number of tokens consumed by each sequence.
-        layers: per layer, a tuple of tensors (B, ...): convolution tail and SSM state, or keys and values.
+        layers: per layer, a tuple of tensors (B, ...). Mamba2: the last inputs of the convolution, and the
+            SSM state. Llama: keys and values.
     """
 
     seen: Tensor
@@ -73,12 +74,12 @@ class State:
 
 
 Trace = Any
-"""The data that one evaluation hands to ``advance``, which computes the next state from it. Each backbone
-chooses the type."""
+"""The data that ``evaluate`` returns and ``advance`` needs to compute the next state. Each backbone defines
+its own type."""
 
 
 class Backbone(nn.Module, ABC):
-    """A causal map f(z, x). It reads a state and never changes it.
+    """A causal map f(z, x). Evaluating f may read a state, but never changes the state.
 
     A subclass implements :meth:`prepare` and :meth:`evaluate`. If it also implements :meth:`initial_state`
     and :meth:`advance`, it can carry state across windows and calls. Token t of the result may depend only on
@@ -91,8 +92,8 @@ class Backbone(nn.Module, ABC):
             ``injects=False``.
         rewinds: true if lowering ``State.seen`` removes the last tokens from a state. This works for states
             with one slot per token (keys and values), not for recurrent states.
-        capturable: true if a CUDA graph can record ``prepare``, ``evaluate`` and ``advance``: they never make
-            the host wait for the device.
+        capturable: true if a CUDA graph can record ``prepare``, ``evaluate`` and ``advance``. These methods
+            must then never make the host wait for the device.
     """
 
     d_model: int | None = None
@@ -111,11 +112,11 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        """Evaluate f on the tokens that follow ``state``: returns f(z) (B, W, D) and the trace.
+        """Evaluate f on the tokens that follow ``state``. Returns f(z) (B, W, D) and the trace.
 
-        :meth:`advance` computes the next state from the trace, without evaluating f again. Without a state
-        the trace may be ``None``. The result must not alias ``z``, because a solve that records no autograd
-        graph may overwrite ``z``.
+        :meth:`advance` computes the next state from the trace, without evaluating f again. If ``state`` is
+        ``None``, the trace may be ``None`` too. f(z) must not alias ``z``: without autograd, a solve may
+        overwrite ``z``.
         """
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
@@ -124,8 +125,11 @@ class Backbone(nn.Module, ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the backbone can carry state across windows and calls. A wrapper returns its inner
-        backbone's value."""
+        """Whether the backbone can carry state across windows and calls.
+
+        By default, true if the class overrides :meth:`initial_state`. A backbone that wraps another backbone
+        must return the value of the wrapped backbone.
+        """
         return type(self).initial_state is not Backbone.initial_state
 
     def initial_state(
@@ -141,17 +145,17 @@ class Backbone(nn.Module, ABC):
         return state
 
     def keep_last(self, state: State, tokens: int) -> State:
-        """The state with only the slots of the last ``tokens`` tokens.
+        """A state that keeps only the last ``tokens`` tokens.
 
-        ``seen`` of the result counts only these tokens. States of constant size are returned unchanged.
+        Its ``seen`` counts only these tokens. Recurrent states are returned unchanged.
         """
         return state
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         """The state after the first ``count`` (B,) tokens of the evaluation that returned ``trace``.
 
-        The method may change ``state`` in place: the state's tensors are contiguous, and no other code uses
-        them.
+        The method may change ``state`` in place. Callers pass a state with contiguous tensors that no other
+        code uses.
         """
         raise ValueError(f"{type(self).__name__} keeps no state to advance")
 

@@ -1,4 +1,7 @@
-"""Searches that remove settled sequences from the batch, which makes the next evaluations of f smaller."""
+"""Searches that remove settled sequences from the batch, so that later evaluations of f cost less.
+
+A sequence has settled when each of its tokens has converged or used up its budget of evaluations.
+"""
 
 from dataclasses import replace
 
@@ -12,12 +15,12 @@ from deqseq.trees import map_tensors, take, tensors
 
 
 class CompactingRunner(Runner):
-    """Runs passes one by one; removes settled sequences from the batch once half of the batch has settled."""
+    """Runs a search. Whenever at least half of the batch has settled, removes the settled sequences."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # rows of the original batch
-        self._left: list[tuple[Tensor, Solution]] = []  # removed rows, and their solutions
+        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # index in the first batch
+        self._left: list[tuple[Tensor, Solution]] = []  # indices and solutions of removed rows
 
     def proceed(self) -> None:
         if self.passes and self.passes % self.check_every == 0:

@@ -25,7 +25,8 @@ class Stage:
         convergence: convergence policy in training, as a name or mapping. ``None`` keeps the previous stage's
             policy; in the first stage, ``None`` keeps the layer's policy.
         window: number of tokens solved together; all by default.
-        eval_convergence: convergence policy in evaluation; ``None`` means the same as for ``convergence``.
+        eval_convergence: convergence policy in evaluation. ``None`` keeps the previous policy, as for
+            ``convergence``.
     """
 
     until: float
@@ -39,8 +40,8 @@ class Curriculum:
     """The stages of training, in order.
 
     Raises:
-        ValueError: ``stages`` is empty, ``until`` does not increase or does not end at 1, or a name or option
-            is unknown.
+        ValueError: ``stages`` is empty; ``until`` does not increase from stage to stage, or the last one is
+            not 1; a name or option is unknown.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -53,7 +54,7 @@ class Curriculum:
                 SolveOptions(convergence=policy, window=stage.window)
         self.stages: list[Stage] = []
         policies_now: dict[str, Any] = {"convergence": None, "eval_convergence": None}
-        for stage in stages:  # fill in inherited policies, so that ``apply`` needs no earlier calls
+        for stage in stages:  # replace None by the previous stage's policy: training may resume at any stage
             own = {name: getattr(stage, name) for name in policies_now}
             policies_now |= {name: policy for name, policy in own.items() if policy is not None}
             self.stages.append(replace(stage, **policies_now))

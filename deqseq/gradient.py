@@ -63,7 +63,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def solve_with_gradient(strategy: GradientStrategy, problem: Problem) -> Solution:
-    """Solve with ``strategy``. If second derivatives would be wrong, they raise ``RuntimeError``."""
+    """Solve with ``strategy``. If ``strategy.exact`` is false, second derivatives raise ``RuntimeError``."""
     solution = strategy.solve(problem)
     if not strategy.exact(problem):
         solution.z = _FirstOrder.apply(solution.z, type(strategy).__name__)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """Recording of the loop's passes as CUDA graphs.
 
-In a small pass, launching the kernels takes longer than running them. A CUDA graph launches all its kernels
-at once. Every replay reads and writes the same memory as the recording. Therefore one replay passes its
-results to the next replay in fixed buffers.
+A pass evaluates f once and computes the next iterates. In small passes, launching the kernels takes longer
+than running them. A CUDA graph launches all its kernels at once. Every replay reads and writes the memory of
+the recording, so fixed buffers hold the values that one replay passes to the next.
 """
 
 import gc
@@ -16,7 +16,7 @@ from deqseq.problem import Problem
 from deqseq.trees import copied, overwrite
 
 PASSES_OF_A_WINDOW = 4
-"""Number of passes in one CUDA graph of a solve with a window."""
+"""Number of passes that one CUDA graph contains, in solves with a window."""
 
 
 def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[], None]]:
@@ -34,7 +34,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
     side.wait_stream(torch.cuda.current_stream(device))
     pool = torch.cuda.graph_pool_handle()
     graphs = []
-    # Autocast's cached weights would lie in the graphs' memory and outlive the graphs.
+    # Disable autocast's cache: its cast weights would live in the graphs' memory and outlive the graphs.
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with torch.autocast("cuda", dtype, enabled, cache_enabled=False), _no_garbage_collection():
         with torch.cuda.stream(side):
@@ -50,7 +50,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the block: freeing device memory makes a capture fail."""
+    """Disable garbage collection in the block: it may free device memory, which makes a capture fail."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,7 +74,7 @@ def recordable(problem: Problem) -> bool:
 
 
 class WindowRunner(Runner):
-    """Runs a window's first passes one by one, then records several passes and replays the recording."""
+    """Runs a solve with a window. After the first passes, records several passes and replays them."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -94,7 +94,7 @@ class WindowRunner(Runner):
         self.passes += PASSES_OF_A_WINDOW
 
     def _passes(self) -> None:
-        """Several passes that read the carry from fixed buffers and write the result back to them."""
+        """Run several passes that start from the fixed buffers, and write the result back to the buffers."""
         carry = self.carry
         for _ in range(PASSES_OF_A_WINDOW):
             carry = one_pass(self.problem, carry)

@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     z0: Tensor | None
     position_ids: Tensor
     lengths: Tensor  # (R,) number of tokens to solve
-    unsolvable: Tensor  # (R, C) bool, each sequence's first non-finite token and all later tokens
+    unsolvable: Tensor  # (R, C) bool, true from each sequence's first non-finite token on
     state: State | None
 
 
@@ -33,8 +33,8 @@ class Packing:
     """Maps tokens between the caller's batch and the packed batch, where every row is one sequence.
 
     Attributes:
-        source: (R, C) int64; for each place of the packed batch, the flat index of its token, in [0, B * L).
-        target: (B, L) int64; for each token, the flat index of its place in the packed batch, in [0, R * C).
+        source: (R, C) int64; for each packed token, its index in the caller's flattened batch.
+        target: (B, L) int64; for each of the caller's tokens, its index in the flattened packed batch.
         real: (B, L) bool, tokens that are not padding.
         lengths: (R,) int64, number of tokens of each sequence.
     """
@@ -46,7 +46,7 @@ class Packing:
 
     @classmethod
     def of(cls, real: Tensor) -> Packing:
-        """The packing of one sequence per row; ``real`` (B, L) is non-zero at tokens, zero at padding."""
+        """The packing of a batch with one sequence per row; ``real`` (B, L) is zero at padding only."""
         real = real.bool()
         order = torch.argsort(~real, dim=1, stable=True)
         first = torch.arange(real.shape[0], device=real.device)[:, None] * real.shape[1]
@@ -54,7 +54,12 @@ class Packing:
 
     @classmethod
     def of_packed(cls, real: Tensor, starts: Tensor) -> Packing:
-        """The packing of several sequences per row; ``starts`` (B, L) bool marks their first tokens."""
+        """The packing of a batch with several sequences per row.
+
+        Args:
+            real: (B, L) bool, true for tokens and false for padding.
+            starts: (B, L) bool, true at the first token of every sequence.
+        """
         flat = real.flatten().nonzero()[:, 0]  # flat indices of the real tokens
         begins = starts.flatten()[flat]
         sequence = begins.cumsum(0) - 1
@@ -95,7 +100,7 @@ def real_tokens(attention_mask: Tensor) -> Tensor:
 def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bool:
     """Whether positions (B, L) restart at 0 inside a row, so that the row holds several sequences.
 
-    Waits for the device.
+    The host waits for the device.
     """
     if position_ids.shape[1] == 1:
         return False
@@ -107,7 +112,8 @@ def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bo
 def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     """(B, L) bool, true at each sequence's first token; ``None`` if every row is one sequence.
 
-    A sequence begins at a row's first token and wherever ``position_ids`` restart at 0. Waits for the device.
+    A sequence begins at a row's first token and wherever ``position_ids`` restart at 0. The host waits for
+    the device.
 
     Raises:
         ValueError: positions repeat, or decrease to a value other than 0.
@@ -134,11 +140,11 @@ def take_inputs(
     state: State | None = None,
     z0: Tensor | None = None,
 ) -> tuple[Inputs, Packing | None]:
-    """Check the arguments of a layer's call, pack the tokens and number them.
+    """Check the arguments of a layer's call, pack the tokens and compute their positions.
 
     Returns:
-        The inputs of the solve, and the packing. :meth:`Packing.unpack` restores the caller's places. The
-        packing is ``None`` if there is no mask and every row is one sequence.
+        The inputs of the solve, and the packing. :meth:`Packing.unpack` moves results back to the caller's
+        batch. The packing is ``None`` if there is no mask and every row is one sequence.
 
     Raises:
         ValueError: wrong shapes, types or positions.
@@ -164,8 +170,8 @@ def take_inputs(
         x, lengths = packing.pack(x), packing.lengths
         z0 = None if z0 is None else packing.pack(z0)
         position_ids = None if position_ids is None else packing.pack(position_ids)
-    # Solve only the tokens before a sequence's first non-finite token. Later tokens depend on this token, and
-    # its NaN would reach earlier tokens through matrix products (0 * NaN is NaN).
+    # Solve only the tokens before a sequence's first non-finite token. Later tokens depend on that token. Set
+    # the rest to zero: in matrix products a NaN would reach earlier tokens too (0 * NaN is NaN).
     place = torch.arange(x.shape[1], device=x.device)
     finite = torch.isfinite(x).all(-1)
     end = torch.where(finite | (place >= lengths[:, None]), x.shape[1], place).amin(1)

@@ -10,13 +10,15 @@
 ``"fla"``
     the recurrence and the convolution of ``fla-core`` (flash-linear-attention).
 
-The default on a GPU is the first of triton, mamba_ssm and fla that can be imported; elsewhere it is torch.
-The environment variable ``DEQSEQ_KERNELS``, or :func:`use`, selects another implementation. Torch always
-computes float64 operations, and operations that the selected implementation lacks. By default torch also
-computes float32 matrix products: exact products are slow in Triton, and other packages round to TF32.
+On a GPU, the default is the first of triton, mamba_ssm and fla that can be imported. On other devices, the
+default is torch. The environment variable ``DEQSEQ_KERNELS``, or :func:`use`, selects another implementation.
+Torch always computes float64 operations, and operations that the selected implementation lacks. By default
+torch also computes float32 matrix products: exact products are slow in Triton, and other packages round to
+TF32.
 
-A backbone chooses once per forward pass (:func:`choose`, in ``prepare``) and keeps the choice in the context.
-All evaluations with this context use it, even when gradient checkpointing repeats them in the backward pass.
+A backbone's ``prepare`` calls :func:`choose` once per forward pass and stores the result in the context. All
+evaluations with this context use the stored choice. Gradient checkpointing, which repeats evaluations in the
+backward pass, therefore uses the same kernels again.
 """
 
 import functools
@@ -40,7 +42,7 @@ _PACKAGES = {
     "torch": (),
 }
 NAMES = tuple(_PACKAGES)
-_named: dict[object, str | None] = {}  # per active ``use`` block, the innermost last
+_named: dict[object, str | None] = {}  # the name of every active ``use`` block, the innermost last
 _twice: ContextVar[bool] = ContextVar("second derivatives are wanted", default=False)
 
 
@@ -67,7 +69,7 @@ def available(name: str) -> bool:
 def use(name: str | None) -> Iterator[None]:
     """Within the block, use the implementation ``name``; ``None``: ``DEQSEQ_KERNELS`` or the default.
 
-    A backbone chooses in ``prepare``, so ``prepare`` must run inside the block.
+    A backbone chooses its kernels in ``prepare``, so call ``prepare`` (or the whole layer) inside the block.
 
     Raises:
         ValueError: no implementation has this name, or its packages cannot be imported.
@@ -78,13 +80,16 @@ def use(name: str | None) -> Iterator[None]:
     _named[block] = name
     try:
         yield
-    finally:  # this block may not be the last entry: threads leave their blocks in any order
+    finally:  # delete this block's entry, not the last entry: threads may leave blocks in any order
         del _named[block]
 
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Within the block, compute with torch, even if a context was prepared for other kernels."""
+    """Within the block, compute with torch, which supports second derivatives.
+
+    This also holds for contexts that were prepared for other kernels.
+    """
     token = _twice.set(True)
     try:
         with use("torch"):
@@ -99,8 +104,10 @@ def chosen() -> str | None:
 
 
 def implementation(x: Tensor, products: bool = False) -> str:
-    """The implementation to use for ``x``. Set ``products`` for matrix products, because autocast changes
-    their type."""
+    """The implementation to use for an operation on ``x``.
+
+    Set ``products`` if the operation multiplies matrices: autocast may change the type of its inputs.
+    """
     dtype = autocast_dtype(x) if products else x.dtype
     if dtype == float64:
         return "torch"
@@ -120,7 +127,7 @@ def choose(x: Tensor) -> Choice:
 
 
 def in_force(choice: Choice) -> Choice:
-    """``choice``, or torch inside :func:`twice_differentiable`."""
+    """The implementations to use now: ``choice``, or torch inside :func:`twice_differentiable`."""
     if torch.compiler.is_compiling():  # the compiler cannot read context variables
         return choice
     return Choice("torch", "torch") if _twice.get() else choice
@@ -148,7 +155,10 @@ def _check(name: str) -> None:
 
 
 def first_derivative_only() -> None:
-    """Raise ``RuntimeError`` in a backward pass with ``create_graph=True``; kernels do not support it."""
+    """Raise ``RuntimeError`` in a backward pass with ``create_graph=True``.
+
+    Fused kernels call this function in their backward pass, because they have no second derivative.
+    """
     if torch.is_grad_enabled():  # in a backward pass, true only with create_graph=True
         raise RuntimeError(
             "fused kernels have no second derivative: run the forward pass inside deqseq.kernels.use('torch')"
@@ -168,9 +178,10 @@ def device_of(x: Tensor) -> AbstractContextManager[Any]:
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any
 ) -> None:
-    """Run a Triton kernel. After the first call, this needs half the host time of Triton's own launch.
+    """Run a Triton kernel, and keep the compiled kernel for later calls.
 
-    Launches limit the speed of small models. Triton's own launch mostly searches for the compiled kernel.
+    Later calls need half the host time of Triton's own launch, which mostly searches for the compiled kernel.
+    Small models spend most of their time on launches.
 
     ``args``: tensors and numbers, in the order of the kernel's parameters; ``constants``: the remaining
     parameters, in the kernel's order.
@@ -181,7 +192,7 @@ def launch(
     if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
         kernel[grid](*args, **constants)  # Triton's interpreter
         return
-    # Triton may compile numbers into a kernel, so the key has types, alignments and numbers.
+    # A compiled kernel may be valid only for these types, alignments and numbers, so the key has all three.
     kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (type(a), a) for a in args]
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *kinds, *constants.values())
     compiled = _compiled.get(key)

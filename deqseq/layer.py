@@ -42,7 +42,10 @@ class LayerOutput:
 
 
 def _on_its_device(forward: Forward) -> Forward:
-    """Make the device of ``x`` current in ``forward``: kernels and CUDA graphs run on the current device."""
+    """Decorator: during ``forward``, the current device is the device of ``x``.
+
+    Kernels and CUDA graphs run on the current device.
+    """
 
     @wraps(forward)
     def on_device(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
@@ -80,16 +83,17 @@ class ImplicitSequenceLayer(SequenceLayer):
         convergence: one policy, or a pair (training, evaluation). Default: a relative residual of 5 % in at
             most 32 iterations, the paper's setting for training language models.
         window: number of tokens solved together. ``None``: all tokens (the paper's simultaneous mode). 1: one
-            token after another (sequential mode). w: a window of w tokens, which slides as tokens settle. The
-            window changes the number of evaluations, not the fixed point. In training the search uses the
-            window, but steps with an autograd graph run on all tokens in parallel.
+            token after another (sequential mode). Other numbers: the window slides forward when its first
+            tokens have converged or used up their iterations. The window changes the number of evaluations,
+            not the fixed point. In training the search uses the window, but steps with an autograd graph run
+            on all tokens at once.
         causal: if true, training refuses solvers and policies that let a token's value depend on later
             tokens.
-        compact: remove settled sequences once at least half of the batch has settled, which makes evaluations
-            cheaper. Searches with a window, a state or a group ignore this option. Results change by
-            rounding, because matrix products with fewer rows round differently. The batch must be the first
-            dimension of ``Context.tokens`` and of the solver's state.
-        group: process group whose ranks stop after the same number of evaluations, because FSDP needs it.
+        compact: remove converged sequences from the batch once at least half of them have converged. Later
+            evaluations are then cheaper. Results change by rounding, because smaller matrix products round
+            differently. Searches with a window, a state or a group ignore this option. In your own backbone
+            or solver, the batch must be the first dimension of ``Context.tokens`` and of the solver's state.
+        group: process group whose ranks all do the same number of evaluations, as FSDP requires.
 
     Attributes:
         train_solve: the :class:`~deqseq.SolveOptions` of training: solver, policy and window.
@@ -164,8 +168,8 @@ class ImplicitSequenceLayer(SequenceLayer):
                 sequences are solved independently.
             state: backbone state before the first token; the output then has the state after the last token.
             z0: (B, L, D) initial guess; zero by default. Non-finite tokens are replaced by zero.
-            window: replaces the options' window for this call; ``"layer"`` keeps it.
-            solve: replaces the layer's options for this call.
+            window: window of this call; ``"layer"``: the window of the solve options.
+            solve: solve options of this call; by default the layer's.
 
         Raises:
             ValueError: wrong shapes; in training, a solver or policy that is not causal.
@@ -175,7 +179,8 @@ class ImplicitSequenceLayer(SequenceLayer):
             options = replace(options, window=window)
         self._check_causal(options)
         inputs, packing = take_inputs(self.backbone.d_model, x, attention_mask, position_ids, state, z0)
-        # A call with one token may be recorded. A recording cannot check capacity, so reserve capacity now.
+        # A call with one token may be recorded as a CUDA graph. The graph cannot enlarge the state, so
+        # reserve capacity for the token now.
         one_token = state is not None and inputs.x.shape[1] == 1 and not torch.is_grad_enabled()
         if one_token and state is not None:
             inputs = inputs._replace(state=self.backbone.reserve(state, inputs.x))
@@ -267,7 +272,7 @@ class ExplicitSequenceLayer(SequenceLayer):
 
 
 def _finished(solution: Solution, inputs: Inputs) -> Solution:
-    """The solution with NaN at tokens that could not be solved."""
+    """Set ``solution`` to NaN from each sequence's first non-finite input on, and return it."""
     unsolvable = inputs.unsolvable
     solution.z = solution.z.masked_fill(unsolvable[..., None], torch.nan)
     solution.residual = solution.residual.masked_fill(unsolvable, torch.nan)
@@ -277,7 +282,7 @@ def _finished(solution: Solution, inputs: Inputs) -> Solution:
 
 
 def _state_after(state: State | None, unsolvable: Tensor) -> State | None:
-    """Advance ``state`` past ``unsolvable`` (B, L) tokens; the state of their sequences becomes NaN."""
+    """Count the ``unsolvable`` (B, L) tokens in ``state.seen``; set the state of their sequences to NaN."""
     if state is None:
         return None
     affected = unsolvable.any(1)

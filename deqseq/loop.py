@@ -1,11 +1,11 @@
-"""The one loop that evaluates f.
+"""The loop that solves fixed-point problems z = f(z).
 
 :func:`drive` runs every solve: forward and backward, training, evaluation and generation. It repeats
-:func:`one_pass` until every token has settled. Only this loop counts evaluations, freezes tokens, detects
-non-finite values and stops processes together.
+:func:`one_pass`, which evaluates f once, until every token has settled. Only this loop counts evaluations,
+freezes tokens, detects non-finite values, and makes all processes stop after the same pass.
 
 A :class:`Runner` runs passes one by one. The runners in :mod:`deqseq.graphs` and :mod:`deqseq.replay` record
-several passes as a CUDA graph; the passes are the same.
+several passes as a CUDA graph; they compute the same passes.
 
 Shapes: B sequences, L tokens, W tokens in the window (W = L without a window), D width.
 """
@@ -34,13 +34,15 @@ class Carry(NamedTuple):
     tokens: Tokens
     memory: SolverState
     # Without a window:
-    fz: Tensor | None = None  # (B, L, D) the last evaluation, and its trace
-    trace: Trace = None
+    fz: Tensor | None = None  # (B, L, D) f(z) of the last evaluation
+    trace: Trace = None  # the trace of the last evaluation
     # With a window:
-    state: State | None = None  # the backbone's state after the tokens that have left the window
+    state: State | None = None  # the backbone's state after all tokens before ``start``
     start: Tensor | None = None  # (B,) position of the window's first token
-    leaving: Tensor | None = None  # (B,) number of tokens that leave next; ``start`` includes them
-    results: tuple[Tensor, ...] = ()  # (B, L + W, ...) z, iterations, residual, status of every token
+    # (B,) number of tokens that leave the window in the next pass. ``start`` is already moved by this number.
+    leaving: Tensor | None = None
+    # z, iterations, residual and status of every token, each (B, L + W, ...). The last W places are padding.
+    results: tuple[Tensor, ...] = ()
 
 
 def begin(problem: Problem) -> Carry:
@@ -71,14 +73,15 @@ def begin(problem: Problem) -> Carry:
 def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
     """One pass: take the proposed iterates, evaluate f, judge the evaluation, propose the next iterates.
 
-    With a window, settled tokens leave at the window's start, and the same number of tokens enters at its
-    end. The backbone's state advances with the trace of this evaluation, so f is not evaluated again.
+    With a window, the tokens that settled in the previous pass leave at the window's start. The same number
+    of new tokens enters at its end. The pass also advances the backbone's state past the tokens that settle.
 
-    Without an autograd graph, a pass may overwrite the proposal of ``carry``: do not use ``carry`` after the
-    pass. A pass never makes the host wait for the device.
+    If gradients are disabled, the pass may overwrite ``carry.proposal``: do not use ``carry`` after the pass.
+    A pass never makes the host wait for the device.
 
     Args:
-        judge: whether the policy judges the evaluation. With fixed iterations, the last pass alone needs it.
+        judge: whether to call the convergence policy. With :class:`~deqseq.FixedIterations` and without a
+            window, only the last pass needs the policy.
     """
     z = carry.proposal
     if not problem.fixed or problem.window is not None:
@@ -131,7 +134,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
 def evaluate(
     map: Map, z: Tensor, context: Context, state: State | None, recompute: bool
 ) -> tuple[Tensor, Trace]:
-    """f(z) and the trace; ``recompute``: store no activations, recompute them in the backward pass."""
+    """f(z) and the trace. With ``recompute``, the backward pass recomputes the activations."""
     if recompute and torch.is_grad_enabled():
         fz, trace = checkpoint(map.evaluate, z, context, state, use_reentrant=False)
         return fz, trace
@@ -139,7 +142,7 @@ def evaluate(
 
 
 def _places(problem: Problem, start: Tensor) -> Tensor:
-    """(B, W) int64, positions of the window's tokens; places past the end get the last position."""
+    """(B, W) int64, positions of the window's tokens. Places past the end of the input get position L-1."""
     return (start[:, None] + problem.offsets).clamp_max(problem.z0.shape[1] - 1)
 
 
@@ -178,7 +181,8 @@ class Runner:
 
     Attributes:
         passes: number of passes that have been run.
-        check_every: after this number of passes, the host waits for the device and checks for the end.
+        check_every: number of passes between two checks for the end of the solve. A check makes the host wait
+            for the device.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -209,7 +213,7 @@ class Runner:
         return bool(finished)
 
     def settled(self) -> Tensor:
-        """() bool, whether all tokens have settled."""
+        """Whether all tokens have settled, as a bool tensor without dimensions."""
         start = self.carry.start
         return (self.carry.tokens.settled if start is None else start >= self.problem.ends).all()
 
@@ -224,9 +228,10 @@ class Runner:
 def drive(runner: Runner) -> Solution:
     """Run passes until every token has settled.
 
-    A token settles when the token and all unsettled tokens before it converge in the same evaluation, or when
-    its budget is used up. Then its z is frozen. The solve returns f(z) at the frozen z, so a token's result
-    does not depend on later tokens. With :class:`~deqseq.FixedIterations` the solve returns the last iterate.
+    A token settles when the token and all unsettled tokens before it converge in the same evaluation. A token
+    also settles when its budget of evaluations is used up. The loop then freezes the token's z and returns
+    f(z) at the frozen z. So a token's result does not depend on later tokens. With
+    :class:`~deqseq.FixedIterations` the loop returns the last iterate instead.
 
     Evaluations record an autograd graph if gradients are enabled.
     """

@@ -22,7 +22,7 @@ from deqseq.registry import Registry
 
 
 class Judgement(NamedTuple):
-    """The verdict on every token.
+    """A policy's verdict on every token.
 
     Attributes:
         residual: (B, W) float32, relative residual.
@@ -46,7 +46,7 @@ class ConvergencePolicy(ABC):
     Attributes:
         max_iter: maximum number of evaluations per token.
         causal: true if the verdict on a token does not depend on later tokens.
-        check_every: after this number of passes, the host checks whether all tokens have settled. ``None``
+        check_every: number of passes between the host's checks whether all tokens have settled. ``None``
             means 1 on the CPU, where the check is free, and 4 on other devices. Settled tokens are frozen, so
             ``check_every`` never changes a result.
         capturable: true if a CUDA graph can record ``judge``: it never makes the host wait for the device.
@@ -81,7 +81,7 @@ class ConvergencePolicy(ABC):
 
 @dataclass(frozen=True)
 class FixedIterations(ConvergencePolicy):
-    """Every token takes part in exactly ``iterations`` evaluations; no residual is tested.
+    """Evaluates every token exactly ``iterations`` times. There is no tolerance.
 
     Combined with another policy, this policy sets a bound. ``Residual(rtol=1e-3) & FixedIterations(4)`` does
     at least four iterations, and ``Residual(rtol=1e-3) | FixedIterations(4)`` does at most four.

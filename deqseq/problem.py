@@ -28,8 +28,9 @@ class SolveOptions:
 
     Args:
         solver: proposes iterates; an object, a registered name, or a mapping ``{"name": ..., **options}``.
-        convergence: decides when to stop; an object, a name or a mapping, as for ``solver``. The default, a
-            relative residual of 5 % in at most 32 iterations, is the paper's for training language models.
+        convergence: decides when to stop; an object, a name or a mapping, as for ``solver``. The default
+            is the paper's setting for training language models: a relative residual of 5 % in at most 32
+            iterations.
         window: number of tokens solved together; ``None``: all tokens.
 
     Raises:
@@ -56,9 +57,9 @@ class SolveOptions:
 
 
 class Map(Protocol):
-    """A fixed-point map; every :class:`~deqseq.Backbone` is one.
+    """A fixed-point map f. Every :class:`~deqseq.Backbone` is one.
 
-    A solve with a window or a state also calls the methods of :class:`~deqseq.Backbone` for states.
+    For a solve with a window or a state, the map must be a :class:`~deqseq.Backbone` that keeps state.
     """
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
@@ -80,7 +81,7 @@ class Problem:
             does not change the state.
         state_has_capacity: true if the state already has capacity for all tokens. The solve then skips the
             check, which would read from the GPU.
-        returns_state: if the solve starts from a state, return the state after the last token.
+        returns_state: return the state after the last token. Without ``state``, no state is returned.
         compact: remove settled sequences once at least half of the batch has settled.
         checkpoint: store no activations of evaluations, and recompute them in the backward pass.
         group: process group whose ranks stop after the same pass; ``None``: every rank stops independently.
@@ -108,7 +109,7 @@ class Problem:
 
     @property
     def window(self) -> int | None:
-        """Tokens in the window; ``None`` if all tokens fit into it."""
+        """Number of tokens in the window; ``None`` if all tokens are solved together."""
         window = self.options.window
         return None if window is None or window >= self.z0.shape[1] else window
 
@@ -127,7 +128,7 @@ class Problem:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """(W,) int64, the numbers 0 ... W-1; W is the window, or L without a window."""
+        """(W,) int64, the numbers 0 ... W-1; W is the window's size, or L without a window."""
         return torch.arange(self.window or self.z0.shape[1], device=self.z0.device)
 
     @property

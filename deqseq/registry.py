@@ -89,7 +89,7 @@ class Registry(Generic[Part]):
         return spec
 
     def check(self, spec: str | Mapping[str, Any]) -> None:
-        """Raise the error of :meth:`create` for a wrong name or option, without building the part."""
+        """Check the name and options without building the part; the errors are those of :meth:`create`."""
         self._bound(*self._read(spec))
 
     def takes(self, spec: str | Mapping[str, Any], option: str) -> bool:

@@ -1,6 +1,10 @@
-"""Diagnostics and penalties on the Jacobian of a fixed-point map.
+"""The Jacobian of a fixed-point map: a penalty for training, and the spectral radius as a diagnostic.
 
-The functions take a map of z: ``lambda z: backbone(z, context)`` with ``context = backbone.prepare(x)``.
+Both functions take a map of z alone. To make one from a backbone::
+
+    context = backbone.prepare(x)
+    penalty = jacobian_penalty(lambda z: backbone(z, context), z)
+
 Shapes: B sequences, L tokens, D width.
 """
 
@@ -22,8 +26,8 @@ def jacobian_penalty(
     (Bai et al., *Stabilizing Equilibrium Models by Jacobian Regularization*, 2021, arXiv 2106.14342.)
 
     Args:
-        f: the map, (B, L, D) -> (B, L, D); gradients of the penalty flow to the tensors that ``f`` uses.
-        z: (B, L, D) point of the Jacobian, usually the equilibrium. No gradient flows to it.
+        f: the map, (B, L, D) -> (B, L, D). The penalty sends gradients to all tensors that ``f`` uses.
+        z: (B, L, D) the point at which to take the Jacobian, usually the equilibrium. It gets no gradient.
         samples: number of Gaussian probes; each needs one vector-Jacobian product.
         generator: random generator of the probes, on z's device.
 
@@ -31,11 +35,11 @@ def jacobian_penalty(
         ValueError: ``samples`` below 1.
     """
     check_count("samples", samples)
-    # Training on the penalty needs second derivatives. Fused attention and our kernels have none.
+    # Training on the penalty needs second derivatives, which fused attention and our kernels do not have.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.twice_differentiable():
         z = z.detach().requires_grad_()
         fz = f(z)
-        total = fz.new_zeros((), dtype=torch.promote_types(fz.dtype, torch.float32))  # float16 overflows
+        total = fz.new_zeros((), dtype=torch.promote_types(fz.dtype, torch.float32))  # float16 would overflow
         for _ in range(samples):
             probe = torch.randn(fz.shape, generator=generator, device=fz.device, dtype=fz.dtype)
             (product,) = torch.autograd.grad(fz, z, probe, create_graph=True)
@@ -48,15 +52,16 @@ def spectral_radius(
 ) -> Tensor:
     """Estimate the spectral radius of df/dz for every sequence, (B,), by the power method.
 
-    The iteration z <- f(z) contracts near a fixed point if and only if the radius is below 1. The estimate is
-    the geometric mean of the growth over the second half of the iterations, because growth oscillates for
-    complex leading eigenvalues. For a causal map, df/dz is block-triangular: the diagonal blocks, one per
-    token, determine its eigenvalues. Even if the radius is below 1, the error of z <- f(z) may grow for up to
-    L iterations before it shrinks.
+    Near a fixed point, the iteration z <- f(z) converges if the radius is below 1. The error may still grow
+    at first. If f is causal, it may grow for up to L iterations.
+
+    Every iteration multiplies a vector by the transposed Jacobian and measures how much the vector grows. The
+    growth oscillates if the largest eigenvalues are complex. Therefore the estimate is the geometric mean of
+    the growth over the second half of the iterations.
 
     Args:
         f: the map, (B, L, D) -> (B, L, D), with sequences independent of each other.
-        z: (B, L, D) point of the Jacobian.
+        z: (B, L, D) the point at which to take the Jacobian.
         iterations: number of vector-Jacobian products.
         generator: random generator of the start vector, on z's device.
 

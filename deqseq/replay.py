@@ -1,13 +1,14 @@
-"""CUDA graphs of whole calls of an implicit layer with one token per sequence, as in generation.
+"""Records calls of an implicit layer as CUDA graphs, and replays them.
 
-The second call with the same shapes records the whole computation as CUDA graphs: effective weights, passes
-of the loop, the update of the state. Later calls copy their inputs into the recording's buffers and replay
-the graphs. A replay may run extra passes. Settled tokens are frozen, so extra passes change nothing, and
-results equal those of the plain loop.
+Only calls with one token per sequence are recorded, as in generation. The second call with the same shapes
+makes the recording. Later calls copy their inputs into the recording's buffers and replay the graphs.
 
-A replay reads the layer's current weights, so training between two calls takes effect. A replaced module,
-solver or policy leads to a new recording. A layer with hooks is never replayed. A replay ignores a changed
-attribute of the same solver, policy or module.
+The results equal those of the plain loop. A replay may run more passes, but settled tokens are frozen, so
+extra passes change nothing.
+
+A replay reads the layer's current weights, so training between two calls takes effect. After a module, solver
+or policy has been replaced, the layer makes a new recording. Changing an attribute of a solver, policy or
+module in place is not detected. A layer with hooks is never replayed.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ MAX_SEQUENCES = 64
 PASSES_OF_A_CALL = 2
 """Passes in one CUDA graph. After each replay the host checks whether all tokens have settled."""
 MAX_RECORDINGS = 4
-"""Maximum number of recordings of a layer. The layer drops the least recently used recording first. Each
-recording holds the effective weights, the inputs and the outputs."""
+"""Maximum number of recordings per layer, because recordings take device memory. A new recording replaces the
+least recently used one."""
 
 MakeProblem = Callable[[Inputs], Problem]
 MakeResult = Callable[[Solution, Inputs], Solution]
@@ -48,8 +49,8 @@ _PER_TOKEN = ("z", "residual", "iterations", "status")
 
 
 class _Entry(NamedTuple):
-    parts: tuple[object, ...]  # kept alive, so that new objects cannot get the same id()
-    recording: Recording | None  # ``None`` after the first call with these shapes
+    parts: tuple[object, ...]  # solver, policy and group, kept alive: the key contains their id()
+    recording: Recording | None  # ``None`` until the second call
 
 
 class Recordings:
@@ -74,14 +75,16 @@ class Recordings:
         make_problem: MakeProblem,
         make_result: MakeResult,
     ) -> Solution:
-        """Replay the recording for these shapes and settings. If no recording exists, solve and maybe record.
+        """Replay the recording for these shapes and settings, if there is one; otherwise solve.
+
+        The second call with the same shapes and settings makes the recording, if the solve can be recorded.
 
         Args:
             layer: the layer whose parameters and modules the solve uses.
             options: solver, policy and window of the solve.
             inputs: the inputs of the call.
-            make_problem: makes the problem from the inputs, without reading their values on the host.
-            make_result: makes the result from the solution and the inputs, also without reading their values.
+            make_problem: makes the problem from the inputs. It must not make the host wait for the device.
+            make_result: makes the result from the solution and the inputs. It must not make the host wait.
         """
         flat = _flat(inputs)
         parts = (options.solver, options.convergence, getattr(layer, "group", None))
@@ -98,14 +101,14 @@ class Recordings:
                     self.known[key] = _Entry(parts, recording)
                     logger.debug("recorded solves of %s sequences", problem.z0.shape[0])
                     return recording.run(flat)
-                self.known[key] = _Entry(parts, None)  # recording takes longer than a single call
+                self.known[key] = _Entry(parts, None)  # first call: only a repeated call is worth recording
                 if len(self.known) > MAX_RECORDINGS:
                     self.known.popitem(last=False)
         return make_result(search(problem), inputs)
 
 
 def _flat(inputs: Inputs) -> list[Tensor]:
-    """The tensors of the inputs, in order. Called for every token, so it avoids a slow generic traversal."""
+    """The tensors of the inputs, in order. Runs for every generated token, so it must be fast."""
     found = [t for t in inputs[:-1] if isinstance(t, Tensor)]
     return found if inputs.state is None else [*found, *inputs.state.tensors()]
 
@@ -117,7 +120,7 @@ def _pays(problem: Problem) -> bool:
 
 
 def _key(inputs: list[Tensor]) -> Hashable:
-    """Shapes and types of the inputs, and the modes of PyTorch and of the kernels."""
+    """The shapes, types and devices of the inputs, and PyTorch's modes, as part of a recording's key."""
     shapes = tuple((t.shape, t.dtype, t.device) for t in inputs)
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -125,14 +128,14 @@ def _key(inputs: list[Tensor]) -> Hashable:
 
 
 class Fingerprint:
-    """Computes a value that changes if a module of a layer, or the memory of a weight, is replaced.
+    """Detects changes of a layer that make its recordings invalid, such as a replaced module or weight.
 
-    ``of`` runs before every token and must be fast: its loops over dictionaries run in C. After a change,
-    ``of`` traverses the tree of modules again.
+    ``of`` runs before every token, so it must be fast. It lists the modules of the layer once, and again only
+    after a module was replaced. Its loops over dictionaries run in C.
     """
 
     def __init__(self) -> None:
-        # A weak reference, because the layer holds this object.
+        # A weak reference, because the layer already refers to this object.
         self._layer: Callable[[], nn.Module | None] = lambda: None
         self._modules: list[nn.Module] = []  # all modules inside the layer
         self._subtrees: list[dict[str, Any]] = []
@@ -142,7 +145,7 @@ class Fingerprint:
         self._walked: object = None
 
     def of(self, layer: nn.Module) -> Hashable:
-        """A value that stays equal until a part of ``layer`` is replaced."""
+        """A value that changes when ``layer`` changes. If the layer has hooks, the value is always new."""
         if self._layer() is not layer or self._ids() != self._children:
             self._walked = object()
             self._layer = weakref.ref(layer)
@@ -153,7 +156,7 @@ class Fingerprint:
             self._hooks = [d for m in every for d in (m._forward_hooks, m._forward_pre_hooks)]
             self._children = self._ids()
         memory = [0 if t is None else t.data_ptr() for t in _values(self._tensors)]
-        # A replay would not call hooks, so a layer with hooks never matches.
+        # A replay would skip the hooks. A new object equals no earlier value, so no recording is found.
         hooked = object() if any(self._hooks) else None
         training = (layer.training, *[m.training for m in self._modules])
         return self._walked, training, tuple(memory), hooked
@@ -167,7 +170,7 @@ def _values(dictionaries: list[dict[str, Any]]) -> Iterator[Any]:
 
 
 class Recording(Runner):
-    """A recording of a solve for fixed shapes: a runner that replays CUDA graphs."""
+    """A recorded solve for inputs of fixed shapes. Its passes replay CUDA graphs."""
 
     def __init__(self, inputs: Inputs, make_problem: MakeProblem, make_result: MakeResult) -> None:
         self._inputs = copied(inputs)
@@ -177,7 +180,7 @@ class Recording(Runner):
         device = inputs.x.device
         steps = self._record_begin, self._record_passes, self._record_end
         self._begin, self._passes, self._end = graphs.capture(device, *steps)
-        # CUDA event: the last call has copied its outputs.
+        # An event that marks the end of the last call, after which the buffers may be overwritten.
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def _record_begin(self) -> None:
@@ -201,7 +204,7 @@ class Recording(Runner):
 
     def run(self, inputs: list[Tensor]) -> Solution:
         """Solve for new inputs of the recorded shapes."""
-        if self._copied is not None:  # the last call may have used another stream
+        if self._copied is not None:  # the last call may have run on another stream
             torch.cuda.current_stream().wait_event(self._copied)
         self._into.overwrite(inputs)
         solution = drive(self)

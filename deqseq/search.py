@@ -1,4 +1,4 @@
-"""The two ways to run a solve: :func:`search` finds the fixed point, :func:`steps` does some iterations.
+"""Two ways to iterate: :func:`search` until convergence, :func:`steps` a given number of times.
 
 Gradient strategies are built from these two functions.
 
@@ -22,9 +22,10 @@ from deqseq.solver import Progress, Solver, SolverState, solvers
 
 
 def search(problem: Problem) -> Solution:
-    """Iterate without an autograd graph until the policy stops; returns f(z).
+    """Iterate until every token has converged or used up its budget. Records no autograd graph.
 
-    With ``FixedIterations(n)`` the search does n iterations and returns the last iterate.
+    Returns f(z) of the last evaluation. With the policy ``FixedIterations(n)``, the search does n iterations
+    and returns the solver's last iterate.
     """
     with torch.no_grad():
         if problem.window is not None and graphs.recordable(problem):
@@ -44,12 +45,14 @@ def steps(
     Evaluations record an autograd graph if gradients are enabled.
 
     Args:
-        problem: its policy and window are not used.
+        problem: the problem to iterate on. Its policy and window are ignored.
         count: number of iterations. Each iteration evaluates f once on all tokens.
-        start: the solution of a search. The steps start at its z, and the result keeps its residual,
-            iterations, status and state. A sequence's first non-finite token and all later tokens keep
-            their z, and the steps use zeros for them: a NaN in a matrix product would reach earlier tokens
-            (0 * NaN is NaN). By default the steps start at the problem's initial guess.
+        start: the solution of a search; the iteration continues from its z. The result keeps the residual,
+            iterations, status and state of ``start``. By default the iteration begins at ``problem.z0``.
+
+            If a token in ``start`` is not finite, this token and the later tokens of its sequence keep their
+            z. During the iteration these tokens are zero, because NaN would spread to earlier tokens through
+            matrix products.
         solver: proposes the iterates; the problem's solver by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
     """
@@ -70,7 +73,10 @@ def steps(
 
 
 def _excluded(found: Solution) -> Tensor | None:
-    """(B, L) bool, a sequence's first non-finite token and all later tokens; ``None`` if all are finite."""
+    """(B, L) bool, the first non-finite token of each sequence and all tokens after it.
+
+    ``None`` if all tokens are finite.
+    """
     excluded = (found.status == Status.NON_FINITE).cumsum(1) > 0
     return excluded if bool(excluded.any()) else None
 

@@ -23,14 +23,14 @@ class Solution:
     Attributes:
         z: (B, L, D) the equilibrium.
         residual: (B, L) float32, ``||f(z) - z|| / ||f(z)||`` in the token's last evaluation.
-        iterations: (B, L) int64, number of evaluations of each token until it settled.
+        iterations: (B, L) int64, number of evaluations that each token needed.
         status: (B, L) int64 codes of :class:`Status`.
         nfe: number of function evaluations, including gradient steps. One evaluation is one call of f for all
             tokens of the batch or window.
         state: the detached backbone state after the last token; ``None`` if the solve got no state.
         adjoint: the solution of the backward system, set by the backward pass of
-            :class:`~deqseq.ImplicitDifferentiation`. If the call had padding or packed rows, each row of
-            the adjoint is one sequence, real tokens first.
+            :class:`~deqseq.ImplicitDifferentiation`. Each row of the adjoint is one sequence, followed by
+            padding, even if a row of the layer's input held several sequences.
     """
 
     z: Tensor
@@ -42,15 +42,18 @@ class Solution:
     adjoint: Solution | None = None
 
     def __getitem__(self, row: int | slice) -> Solution:
-        """The solution of some sequences. transformers' pipelines split batches this way."""
+        """The solution of the sequences ``row``, without state and adjoint.
+
+        Pipelines of transformers index model outputs in this way to split a batch.
+        """
         per_token = {name: getattr(self, name)[row] for name in ("z", "residual", "iterations", "status")}
         return replace(self, **per_token, state=None, adjoint=None)
 
     def summary(self, valid: Tensor | None = None) -> dict[str, float]:
-        """Means for a log: iterations, residual and the share of tokens of each final status.
+        """Statistics for a log: ``nfe``, mean iterations, mean residual, and the share of each final status.
 
         Args:
-            valid: (B, L) bool, tokens to count; all but padding by default.
+            valid: (B, L) bool, the tokens to count; by default all except padding.
         """
         statistics = SolveStatistics()
         statistics.add(self, valid)

@@ -16,13 +16,15 @@ from deqseq.registry import Registry
 
 @dataclass
 class Progress:
-    """The information that a solver's step gets on the tokens. Every tensor is (B, W).
+    """Information on the tokens, which a solver's step gets after an evaluation. Every tensor is (B, W).
+
+    A token is settled when its iteration has ended. Padding is always settled.
 
     Attributes:
         residual: float32, relative residual of the evaluation; ``None`` for a fixed number of iterations.
-        active: bool, tokens that had not settled before the evaluation.
+        active: bool, tokens that were not settled before the evaluation.
         iterations: int64, number of evaluations of each token, including this one.
-        settled: bool, tokens that have settled, now or earlier.
+        settled: bool, tokens that are settled after the evaluation.
         budget: maximum number of evaluations per token.
     """
 
@@ -34,40 +36,43 @@ class Progress:
 
     @cached_property
     def entered(self) -> Tensor:
-        """(B, W) bool, tokens whose first evaluation this was."""
+        """(B, W) bool, tokens that have just had their first evaluation."""
         return self.active & (self.iterations <= 1)
 
     @cached_property
     def shifting(self) -> Tensor:
-        """(B, W) bool, tokens after an unsettled token. Changes of the unsettled token change their map."""
+        """(B, W) bool, tokens with an unsettled token before them.
+
+        f(z) at a token depends on the tokens before it, so f(z) changes while an earlier token moves.
+        """
         if self.residual is None:
             return torch.zeros_like(self.settled)
         return (~self.settled).cumsum(1) > (~self.settled).long()
 
     @cached_property
     def last(self) -> Tensor:
-        """(B, W) bool, tokens whose next evaluation is the last one in the budget."""
+        """(B, W) bool, tokens with exactly one evaluation left in their budget."""
         return self.iterations + 1 == self.budget
 
     @property
     def fresh(self) -> Tensor:
-        """(B, W) bool, tokens whose history must be dropped, because their map is new or still changing."""
+        """(B, W) bool, ``entered`` or ``shifting`` tokens. A solver must drop the history of these tokens."""
         return self.entered | self.shifting
 
 
 SolverState = Any
-"""Nested tuples and lists of tensors (B, W, ...) and of plain numbers. When the window slides, the loop
-gathers the tensors along W."""
+"""The state of a solver: nested tuples and lists of tensors (B, W, ...) and numbers. When the window slides,
+the loop moves the values of each token to the token's new place along W."""
 
 
 class Solver(ABC):
     """Proposes the next iterate from evaluations of f.
 
     Attributes:
-        causal: true if token t's iterate depends only on tokens up to t. Training refuses other solvers,
-            unless ``ImplicitSequenceLayer(causal=False)`` allows them.
+        causal: true if token t's iterate depends only on tokens up to t. Training requires a causal solver,
+            except in a layer ``ImplicitSequenceLayer(causal=False)``.
         differentiable: true if autograd through ``step`` is exact.
-        windowed: true if the solver works with a window: the state then slides with the window.
+        windowed: true if the solver works with a window. Its state must then be a :data:`SolverState`.
         capturable: true if a CUDA graph can record ``step``: it never makes the host wait for the device, and
             the state holds only tensors.
     """
@@ -79,7 +84,7 @@ class Solver(ABC):
 
     @abstractmethod
     def init(self, z: Tensor) -> SolverState:
-        """The state before the first step, for iterates of the shape of ``z`` (B, W, D)."""
+        """The state before the first step, for the initial iterate ``z`` (B, W, D)."""
 
     @abstractmethod
     def step(

@@ -29,7 +29,7 @@ class SolveStatistics:
     """Means over the tokens of one or more solves. Padding does not count.
 
     :meth:`read` waits for the device; :meth:`add` never waits. All tokens of all solves have the same
-    weight. Sums are float64 (float32 on devices without it).
+    weight. Sums are float64 (float32 on MPS devices).
 
     Args:
         tail: also report ``residual_p99``, the 99th percentile of the last solve's residuals (estimated from
@@ -47,14 +47,15 @@ class SolveStatistics:
         """Forget all solves."""
         self.solves = 0
         self._nfe = 0
-        self._sums = torch.zeros(1 + len(_MEANS), 0)  # rows: tokens, sum per mean; columns: positions
+        # One column per position. Row 0 counts the tokens; each other row is the sum for one mean.
+        self._sums = torch.zeros(1 + len(_MEANS), 0)
         self._residuals = torch.empty(0)
 
     def add(self, solution: Solved, valid: Tensor | None = None) -> None:
         """Add a solve.
 
         Args:
-            valid: (B, L) bool, the tokens to count; all but padding by default.
+            valid: (B, L) bool, the tokens to count; by default all except padding.
         """
         iterations, status, residual = solution.iterations, solution.status, solution.residual.detach()
         if valid is None:
@@ -74,11 +75,14 @@ class SolveStatistics:
             self._residuals = residual.flatten()[::every].clone()
 
     def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """The means by name. ``nfe`` is a mean over solves; ``iterations``, ``residual`` and the share of
-        each final status (``share_...``) are means over tokens. The result is empty if there was no solve.
+        """The means by name; empty if there was no solve.
+
+        ``nfe`` is a mean over solves. ``iterations``, ``residual`` and the share of each final status, such
+        as ``share_converged``, are means over tokens.
 
         Args:
-            reduce: sums a tensor over processes. If given, every process must call this method.
+            reduce: a function that sums a tensor over all processes. If given, every process must call
+                :meth:`read`.
         """
         if not self.solves:
             return {}

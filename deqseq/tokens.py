@@ -19,12 +19,12 @@ from deqseq.solver import Progress
 class Tokens(NamedTuple):
     """The tokens in the window; every tensor is (B, W)."""
 
-    settled: Tensor  # the token and all tokens before it are done, or the token is padding
+    settled: Tensor  # the search has ended for this token and all earlier tokens; also true for padding
     iterations: Tensor
     residual: Tensor
     status: Tensor
     frozen: Tensor  # z must not change: the token has settled, or its evaluation is not finite
-    active: Tensor  # the token was not settled before the last evaluation
+    active: Tensor  # the token was unsettled when the last evaluation began
 
     @classmethod
     def enter(cls, inside: Tensor) -> Tokens:
@@ -53,16 +53,16 @@ class Tokens(NamedTuple):
         return self._replace(residual=residual, settled=settled, status=status, frozen=frozen)
 
     def progress(self, policy: ConvergencePolicy) -> Progress:
-        """The information on the tokens for a solver's step."""
+        """The progress of the tokens, as an argument for :meth:`Solver.step`."""
         residual = None if isinstance(policy, FixedIterations) else self.residual
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
     def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> Tokens:
-        """The tokens of the window after its settled tokens have left.
+        """The tokens after the window has moved: settled tokens leave at its start, others enter at its end.
 
         Args:
-            source: (B, W) int64, the place of each token in the old window.
-            stays: (B, W) bool, false for tokens that enter.
+            source: (B, W) int64, index of each staying token in the old window.
+            stays: (B, W) bool, true for staying tokens, false for entering tokens.
             inside: (B, W) bool, false past the end of a sequence.
         """
         return Tokens(

@@ -26,7 +26,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def take(value: Any, rows: Tensor) -> Any:
-    """The sequences ``rows`` (int64 indices) of every tensor (B, ...)."""
+    """``value`` with only the sequences ``rows`` (int64 indices) of every tensor (B, ...)."""
     return map_tensors(lambda t: t[rows], value)
 
 
@@ -50,7 +50,7 @@ class Copier:
 
     def __init__(self, originals: list[Tensor]) -> None:
         self.originals = originals
-        self._groups = []  # per dtype: indices, shapes and strides, offsets of the copies in one buffer
+        self._groups = []  # per dtype: indices of its tensors, shapes and strides, offsets in the buffer
         for dtype in {t.dtype for t in originals}:
             group = [i for i, t in enumerate(originals) if t.dtype == dtype]
             # Offsets are multiples of 64 elements, because kernels need aligned tensors.

@@ -1,4 +1,4 @@
-"""Docstrings name things in Sphinx's roles, ``:class:`Name```; the pages show the names alone."""
+"""MkDocs hook: docstrings contain Sphinx roles such as ``:class:`Name```; show only the name, as code."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Small contractive maps, and helpers that several test modules share, as fixtures."""
+"""Fixtures that several test modules share: small contractive maps and helpers."""
 
 import os
 import random
@@ -15,7 +15,7 @@ from deqseq.backbone import Trace
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
 from deqseq.solver import Progress
 
-if not torch.cuda.is_available():  # read when a kernel is defined
+if not torch.cuda.is_available():  # Triton reads this variable when a kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if device := os.environ.get("DEQSEQ_TEST_DEVICE"):
     torch.set_default_device(device)
@@ -24,7 +24,7 @@ TEST_DATA = Path(data).resolve() if data else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The file that takes longest comes first: a worker left alone with it would end late."""
+    """Run the slowest file first. A worker that starts it last would finish long after the others."""
     items.sort(key=lambda item: item.path.name != "test_pretrain_scale.py")
     if device not in (None, "", "cpu"):
         reason = f"counts passes as a CPU makes them; on {device} several are made between two looks"
@@ -40,7 +40,7 @@ MakeLayer = Callable[..., ImplicitSequenceLayer]
 
 
 class PrefixMean(nn.Module):
-    """tanh(U u_t + V mean of u up to t): causal to the bit, also with NaN in the future."""
+    """u_t -> tanh(U u_t + V mean(u_1, ..., u_t)). Later tokens change nothing, even if they are NaN."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class PrefixMean(nn.Module):
 
 
 class Pointwise(nn.Module):
-    """u_t -> A u_t for a given matrix A (D, D), or a number."""
+    """u_t -> A u_t for a matrix A (D, D) or a number A."""
 
     def __init__(self, matrix: Tensor) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Pointwise(nn.Module):
 
 
 class Rates(Backbone):
-    """f(z)_t = a_t z_t + x_t with a_t = x_t's first entry: every token has its own known rate."""
+    """f(z)_t = a_t z_t + x_t, where a_t = x_t[0]. Token t converges at the known rate a_t."""
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         return Context((x, x[..., :1]))
@@ -86,10 +86,9 @@ class Rates(Backbone):
 
 
 def contract(backbone: Backbone) -> Backbone:
-    """Weaken the dependence on z, so that Picard iteration gains a factor of about two a pass.
+    """Weaken the dependence on z, so that each Picard iteration roughly halves the residual.
 
-    A final norm makes the map blind to the scale of what it normalises, so smaller output weights would
-    bring it nearer to the identity, not nearer to a contraction.
+    Shrinking the output weights would not help, because a final norm cancels their scale.
     """
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
@@ -108,7 +107,7 @@ def _seed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def optional_data() -> Callable[[str], Path]:
-    """``optional_data("golden")``: that folder of ``DEQSEQ_TEST_DATA``; the test is skipped without it."""
+    """``optional_data(name)``: the folder ``name`` in ``DEQSEQ_TEST_DATA``. Skips the test without it."""
 
     def folder(name: str) -> Path:
         if TEST_DATA is None:
@@ -122,7 +121,7 @@ def optional_data() -> Callable[[str], Path]:
 
 @pytest.fixture
 def needs_triton() -> None:
-    """Triton is made for Linux only, and its interpreter runs with recent numpy from 3.7 on."""
+    """Skip the test without Triton. Without a GPU, Triton's interpreter is needed: version 3.7 or later."""
     triton = pytest.importorskip("triton", reason="Triton is not made for this platform")
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if not torch.cuda.is_available() and version < (3, 7):
@@ -131,7 +130,7 @@ def needs_triton() -> None:
 
 @pytest.fixture
 def contractive() -> Callable[[Backbone], Backbone]:
-    """``contractive(backbone)``: the backbone, made to contract in place."""
+    """``contractive(backbone)``: change the backbone's weights in place to make it a contraction."""
     return contract
 
 
@@ -173,19 +172,19 @@ def make_layer(make_backbone: MakeBackbone) -> MakeLayer:
 
 @pytest.fixture
 def rates() -> Backbone:
-    """The map a_t z_t + x_t with a_t in x's first entry."""
+    """The map f(z)_t = a_t z_t + x_t, where a_t = x_t[0]."""
     return Rates()
 
 
 @pytest.fixture
 def pointwise() -> Callable[[Tensor], ModuleBackbone]:
-    """``pointwise(A)``: the map A (z_t + x_t), every token by itself."""
+    """``pointwise(A)``: the map A (z_t + x_t), without links between tokens."""
     return lambda matrix: ModuleBackbone(Pointwise(matrix))
 
 
 @pytest.fixture
 def count_calls() -> Callable[[Backbone], list[tuple[int, ...]]]:
-    """``count_calls(backbone)``: a list to which every evaluation adds the shape of its z."""
+    """``count_calls(backbone)``: a list to which every evaluation appends the shape of z."""
 
     def count(backbone: Backbone) -> list[tuple[int, ...]]:
         calls: list[tuple[int, ...]] = []
@@ -203,7 +202,7 @@ def count_calls() -> Callable[[Backbone], list[tuple[int, ...]]]:
 
 @pytest.fixture
 def make_progress() -> Callable[..., Progress]:
-    """``make_progress(z, step)``: what the loop tells a solver at a step when nothing settles."""
+    """``make_progress(z, step)``: a ``Progress`` for ``Solver.step`` in which no token has settled."""
 
     def make(z: Tensor, step: int, **changes: Any) -> Progress:
         no = torch.zeros(z.shape[:2], dtype=torch.bool)
@@ -217,7 +216,7 @@ def make_progress() -> Callable[..., Progress]:
 
 @pytest.fixture
 def assert_close() -> Callable[..., None]:
-    """``assert_close(a, b, tolerance)``: largest difference relative to the largest value of b."""
+    """``assert_close(a, b, tolerance)``: asserts max abs(a - b) <= tolerance * max abs(b)."""
 
     def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
         assert actual.shape == expected.shape
@@ -230,7 +229,7 @@ def assert_close() -> Callable[..., None]:
 
 @pytest.fixture
 def gradients_of() -> Callable[..., list[Tensor]]:
-    """``gradients_of(layer, x, weight)``: of (z * weight).sum() w.r.t. x, then the parameters."""
+    """``gradients_of(layer, x, weight)``: gradients of (z * weight).sum() w.r.t. x and all parameters."""
 
     def gradients(layer: nn.Module, x: Tensor, weight: Tensor, **options: Any) -> list[Tensor]:
         x = x.detach().requires_grad_()
@@ -243,7 +242,7 @@ def gradients_of() -> Callable[..., list[Tensor]]:
 
 @pytest.fixture(scope="session")
 def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared folder of bytes: lines that say one letter again and again, and lines of random letters."""
+    """A prepared data folder with one token per byte. Lines repeat one letter or have random letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from deqseq.tasks import prepare

@@ -1,4 +1,4 @@
-"""What a token returns depends on nothing after it, to the bit."""
+"""A token's result does not depend on later tokens, bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,7 +61,7 @@ def assert_blind_to_the_future(
     change: Callable[[Tensor], Tensor],
     at: tuple[int, ...] = (1, 7, 13),
 ) -> None:
-    """Change each token of ``at`` in turn: everything before it stays as it was."""
+    """Change one token of ``at`` at a time: the results of all earlier tokens must stay the same."""
     x = torch.randn(2, L, 16)
     before = layer(x)
     for t in at:
@@ -76,7 +76,7 @@ def assert_blind_to_the_future(
 
 
 class Bursting(nn.Module):
-    """A causal map whose values at a token overflow as soon as its input is above 50."""
+    """A causal map that overflows at a token if the token's input is above 50."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Bursting(nn.Module):
 
 
 class JacobianFree(GradientStrategy):
-    """As another package writes one."""
+    """A gradient strategy as another package would write it."""
 
     def solve(self, problem: Problem) -> Solution:
         return steps(problem, 1, start=search(problem))
@@ -114,7 +114,7 @@ def test_a_future_that_overflows_in_training(gradient: Any, window: int | None) 
     (z, _, expected), (burst, status, gradients) = found
     assert torch.equal(burst[0, :3], z[0, :3]) and torch.equal(burst[1], z[1])
     assert status[0].tolist()[:4] == [1, 1, 1, 3] and (status[1] == 1).all()
-    if gradient != "implicit":  # the derivative at the token is infinite too, and the backward system has it
+    if gradient != "implicit":  # the implicit backward system contains an infinite derivative
         for new, old in zip(gradients, expected, strict=True):
             torch.testing.assert_close(new, old)
 
@@ -225,7 +225,7 @@ def test_sequence_scope_is_refused_in_training_unless_asked_for(
 
 @pytest.mark.parametrize("name", [n for n in SEQUENCE_SCOPED if n != "best"])
 def test_sequence_scope_leaks(rates: Backbone, name: str) -> None:
-    """Why it is refused: at a finite tolerance tokens do move when a later one changes."""
+    """Causal training refuses sequence scope, because a later token can change earlier ones."""
     layer = ImplicitSequenceLayer(rates, **SEQUENCE_SCOPED[name], causal=False)
     if name == "quantile":
         layer.train_solve = layer.eval_solve = replace(
@@ -241,9 +241,9 @@ def test_sequence_scope_leaks(rates: Backbone, name: str) -> None:
 
 
 def test_best_of_a_sequence_leaks(rates: Backbone) -> None:
-    """Whether an early token gets its best iterate depends on a later one."""
+    """A later token decides whether an early token gets its best iterate."""
     x = torch.full((1, 2, 2), 0.5)
-    x[0, 0, 0] = -0.9  # converges slowly, and its residual depends on the pass
+    x[0, 0, 0] = -0.9  # converges slowly
     layer = ImplicitSequenceLayer(
         rates,
         solver=BestIterate("picard", scope="sequence"),

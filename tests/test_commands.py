@@ -1,8 +1,8 @@
-"""Every command in the README and on the pages of docs/ is one that its program takes.
+"""Programs accept every command in the README, CONTRIBUTING and docs/.
 
-A command runs up to where its arguments are parsed: unknown flags, wrong values and missing ones end it
-before. What is over at once, such as ``--help``, runs to its end. That programs work is for tests of their
-own: a program that no other test runs is not taken here.
+A command runs until its arguments are parsed, so unknown flags and wrong or missing values fail the test.
+Short commands such as ``--help`` run to their end. Other tests must check that the programs work: a command
+fails here if no other test runs its program.
 """
 
 import argparse
@@ -31,9 +31,9 @@ TESTS = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py")
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """The commands in a page's fences without a language: lines, joined where they end in a backslash.
+    """The commands in a page's shell code blocks. A backslash at the end of a line continues the command.
 
-    ``NAME="..."`` sets what ``$NAME`` stands for from there on.
+    The line ``NAME="..."`` defines ``$NAME`` for the rest of its code block.
     """
     for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", _closed(page), re.DOTALL | re.MULTILINE):
         names: dict[str, str] = {}
@@ -42,7 +42,7 @@ def commands(page: str) -> Iterator[list[str]]:
             line += f"{part} "
             try:
                 words = shlex.split(string.Template(line).safe_substitute(names), comments=True)
-            except ValueError:  # a quotation that goes on
+            except ValueError:  # an open quote continues on the next line
                 continue
             line = ""
             if len(words) == 1 and "=" in words[0]:
@@ -53,7 +53,7 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def _closed(page: str) -> str:
-    """The page without fences of other languages, whose ends would pass for beginnings."""
+    """The page without code blocks of other languages. Their ends would look like starts of shell blocks."""
     return re.sub(r"^```(?!sh\n|bash\n)\w+\n.*?^```\n", "", page, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -65,12 +65,12 @@ CASES = [
 
 
 class Parsed(BaseException):
-    """The arguments are right; what follows would be work."""
+    """Raised once the arguments are parsed, to skip the program's work."""
 
 
 @pytest.fixture(autouse=True)
 def stop_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Programs end where they have parsed everything; they run in an empty folder."""
+    """Make programs stop once they have parsed their arguments. They run in an empty folder."""
 
     def parsed(*args: Any, **options: Any) -> NoReturn:
         raise Parsed
@@ -79,7 +79,7 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         def stopping(self: Any, *args: Any, **options: Any) -> Any:
             found = parse(self, *args, **options)
             if any(action.nargs == argparse.REMAINDER for action in self._actions):
-                return found  # another parser reads the rest
+                return found  # another parser reads the remaining arguments
             raise Parsed
 
         return stopping
@@ -93,13 +93,13 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise Parsed
 
     monkeypatch.setattr(command_line, "execute", unless_a_run_file_has_the_rest)
-    monkeypatch.setattr(plan, "describe", parsed)  # pretraining reads fields of a run beside flags
+    monkeypatch.setattr(plan, "describe", parsed)  # pretraining reads fields of a run file after its flags
     monkeypatch.setattr(train, "pretrain", parsed)
     monkeypatch.chdir(tmp_path)
 
 
 def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail unless the command is one that its program takes, and the program is one that a test runs."""
+    """Fail if the program refuses the command, or if no other test runs the program."""
     while re.fullmatch(r"\w+=.*", words[0]):
         words = words[1:]
     match words:
@@ -153,7 +153,7 @@ def _run(program: Callable[[], object], argv: list[str], monkeypatch: pytest.Mon
 
 
 def _recipe(arguments: list[str]) -> list[list[str]]:
-    """The programs of ours that a target of the Makefile runs."""
+    """The commands with our programs that ``make`` would run for these arguments."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     venv = ".venv"

@@ -1,4 +1,4 @@
-"""The stop decision is taken by all processes of a group together."""
+"""All processes of a group stop iterating together."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# A process of its own for every rank; the slower input is rank 1's.
+# Each rank runs this script in its own process. Rank 1's map converges more slowly.
 SCRIPT = """
 import datetime, json, sys
 import torch
@@ -87,6 +87,6 @@ def test_ranks_stop_together(tmp_path: Path, window: int | None) -> None:
 
 
 def test_without_a_group_each_rank_stops_on_its_own(tmp_path: Path) -> None:
-    """Which is why a group is needed where f communicates."""
+    """The ranks then call f different numbers of times. If f communicates, the layer needs a group."""
     fast, slow = run_two_ranks(tmp_path, None, "alone")
     assert fast["nfe"] < slow["nfe"] and fast["adjoint"] < slow["adjoint"]

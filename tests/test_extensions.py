@@ -1,6 +1,7 @@
-"""Parts of other packages work by name: in the layer, in every task and in benchmarks/solvers.py.
+"""Solvers, policies, gradients and backbones of other packages work by name.
 
-The folders in extensions/ are packages with one part each.
+They work in the layer, in every task and in benchmarks/solvers.py. Each folder in extensions/ is such a
+package.
 """
 
 import json
@@ -41,7 +42,7 @@ GradientsOf = Callable[..., list[Tensor]]
 
 
 def install(package: Path, site: Path) -> None:
-    """Do what pip would for a package of one module: copy it, with the metadata of its pyproject.toml."""
+    """Install a package of one module as pip would: copy the module, write metadata from pyproject.toml."""
     (source,) = package.glob("*.py")
     shutil.copy(source, site)
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
@@ -57,7 +58,7 @@ def install(package: Path, site: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All packages of extensions/ are installed."""
+    """Install all packages of extensions/."""
     site = tmp_path_factory.mktemp("site-packages")
     packages = sorted(path for path in EXTENSIONS.iterdir() if path.is_dir())
     for package in packages:
@@ -99,7 +100,7 @@ def test_a_gradient_strategy(make_layer: MakeLayer, gradients_of: GradientsOf) -
     with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(theirs(x.requires_grad_()).z.sum(), x, create_graph=True)
     x = x.detach()
-    x[0, 5] = torch.nan  # in the future of the tokens before it
+    x[0, 5] = torch.nan  # later than all tokens in the loss
     theirs(x).z[:, :5].sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in theirs.parameters() if p.grad is not None)
 

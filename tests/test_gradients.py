@@ -1,4 +1,4 @@
-"""Gradients in double precision: against each other, and against finite differences."""
+"""Gradients in double precision, compared with each other and with finite differences."""
 
 import gc
 import warnings
@@ -96,7 +96,7 @@ def test_finite_differences(
         return float((layer(x).z * weight).sum())
 
     def check(tensor: Tensor, gradient: Tensor) -> None:
-        """The derivative along a random direction, by central differences."""
+        """Compare ``gradient`` along a random direction with central differences."""
         direction = torch.randn_like(tensor)
         direction /= direction.norm()
         step, kept = 1e-5, tensor.detach().clone()
@@ -178,7 +178,7 @@ def test_checkpointing_changes_nothing(
 
 
 def test_checkpointing_stores_less(make_layer: MakeLayer) -> None:
-    """The number of elements autograd saves grows with the steps only by the iterates."""
+    """With checkpointing, autograd saves one iterate per further step, and nothing inside the steps."""
 
     def saved(gradient: GradientStrategy) -> int:
         layer = make_layer("mamba2", gradient=gradient)
@@ -213,7 +213,7 @@ def test_second_derivative_of_unrolled_picard(
 ) -> None:
     layer = make_layer(backbone, gradient=Unrolled(12, checkpoint=checkpoint), dtype=torch.float64)
     x = torch.randn(1, 5, D, dtype=torch.float64, requires_grad=True)
-    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative, and says so
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
         second = second_derivative(layer, x, loss)
 
     def penalty(x: Tensor) -> float:
@@ -230,14 +230,14 @@ def test_second_derivative_of_unrolled_picard(
 
 
 class JacobianFree(GradientStrategy):
-    """As another package writes one."""
+    """A gradient strategy as another package would write it."""
 
     def solve(self, problem: Problem) -> Solution:
         return steps(problem, 1, start=search(problem))
 
 
 class OneEvaluation(GradientStrategy):
-    """As another package may write one without ``steps``."""
+    """A gradient strategy of another package that evaluates f itself instead of calling ``steps``."""
 
     def solve(self, problem: Problem) -> Solution:
         found = search(problem)
@@ -327,7 +327,7 @@ def test_adjoint_is_reported(make_layer: MakeLayer, backbone: str) -> None:
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_adjoint_stands_where_its_tokens_do(make_layer: MakeLayer, backbone: str) -> None:
-    """A loss of the first three tokens has no cotangent behind them; padding takes no part."""
+    """If the loss uses only the first three tokens, the adjoint is 0 at later tokens."""
     out = make_layer(backbone, gradient=ImplicitDifferentiation())(torch.randn(2, 6, D))
     out.z[:, :3].square().sum().backward()
     adjoint = out.solution.adjoint
@@ -340,7 +340,7 @@ def test_adjoint_stands_where_its_tokens_do(make_layer: MakeLayer, backbone: str
 
 
 def test_backward_has_a_budget_of_its_own(make_layer: MakeLayer) -> None:
-    """A search cut short does not cut the backward system short."""
+    """The backward system may take more iterations than a forward search with a small budget."""
     for policy in (FixedIterations(2), Residual(rtol=1e-3, max_iter=2)):
         layer = make_layer("module", gradient=ImplicitDifferentiation(), convergence=policy)
         out = layer(torch.randn(2, 6, D))
@@ -358,7 +358,7 @@ def test_an_unsolved_backward_system_is_warned_of(make_layer: MakeLayer) -> None
     for policy in (
         Residual(rtol=1e-3, max_iter=200),
         FixedIterations(2),
-    ):  # solved; or as many as were asked for
+    ):  # the first solves it; the second asks for exactly two iterations
         out = make_layer("module", gradient=ImplicitDifferentiation(convergence=policy))(torch.randn(2, 6, D))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -368,7 +368,7 @@ def test_an_unsolved_backward_system_is_warned_of(make_layer: MakeLayer) -> None
 @pytest.mark.parametrize("gradient", ["phantom", "implicit", {"name": "unrolled", "iterations": 4}])
 @pytest.mark.parametrize("backward", [True, False])
 def test_memory_is_given_back_at_once(make_layer: MakeLayer, gradient: object, backward: bool) -> None:
-    """No reference cycle holds a graph, and with it device memory, until the collector runs."""
+    """Reference counting frees the graph and its memory at once, without the garbage collector."""
     layer = make_layer("module", gradient=gradient)
     gc.collect()
     gc.disable()
@@ -384,7 +384,7 @@ def test_memory_is_given_back_at_once(make_layer: MakeLayer, gradient: object, b
 
 
 def test_parameters_without_gradients(make_layer: MakeLayer) -> None:
-    """Frozen weights, and an x that needs none: training what comes before, or nothing."""
+    """With frozen weights the layer still runs, and x still gets a gradient if it needs one."""
     x = torch.randn(2, 6, D)
     for gradient in ("phantom", "implicit", {"name": "unrolled", "iterations": 3}):
         layer = make_layer("mamba2", gradient=gradient)
@@ -449,7 +449,7 @@ def test_wrong_options(wrong: Callable[[], GradientStrategy]) -> None:
 
 
 def test_backbone_hooks_see_gradients(make_layer: MakeLayer) -> None:
-    """What wrappers such as DDP rely on: every parameter's hook fires once a backward pass."""
+    """Every parameter's gradient hook fires once per backward pass, as DDP requires."""
     layer = make_layer("mamba2", gradient="implicit")
     fired: dict[str, int] = {}
     for name, parameter in layer.named_parameters():

@@ -1,4 +1,4 @@
-"""Arguments of the layers: what they accept, and what they say to what they do not."""
+"""Arguments of the layers: which values they accept, and the errors for other values."""
 
 import threading
 from collections.abc import Callable
@@ -112,7 +112,7 @@ def test_a_guess_may_be_anything(make_layer: MakeLayer, name: str, window: int |
 
 def test_copies_share_the_process_group(make_layer: MakeLayer) -> None:
     layer = make_layer("mamba2", gradient="implicit")
-    layer.group = group = threading.Lock()  # cannot be copied either
+    layer.group = group = threading.Lock()  # like a process group, a lock cannot be copied
     model = nn.Sequential(layer)
     copy = deepcopy(model)[0]
     assert copy.group is group and copy is not layer and copy.backbone is not layer.backbone
@@ -172,7 +172,7 @@ def test_wrong_arguments_of_a_layer(change: dict[str, Any], said: str) -> None:
 
 
 def test_an_implicit_layer_needs_an_injection(make_backbone: MakeBackbone) -> None:
-    """Without one its output would not depend on x at all."""
+    """Without an injection, the layer's output would not depend on x at all."""
     for name in ("mamba2", "llama"):
         with pytest.raises(ValueError, match="injection"):
             ImplicitSequenceLayer(make_backbone(name, injection=False))
@@ -194,7 +194,7 @@ def test_an_explicit_layer_is_the_stack_applied_once(make_backbone: MakeBackbone
 
 
 def test_an_explicit_layer_over_a_module_applies_it_to_x(make_backbone: MakeBackbone) -> None:
-    """Or refuses it; x must not enter twice."""
+    """The layer applies the module to x once. It may also refuse the module."""
     module, x = nn.Linear(4, 4), torch.randn(2, 6, 4)
     try:
         layer = ExplicitSequenceLayer(ModuleBackbone(module))
@@ -217,7 +217,7 @@ def test_inputs_are_left_alone(make_layer: MakeLayer) -> None:
 
 
 def test_position_ids(make_layer: MakeLayer) -> None:
-    """By default real tokens count from 0, or on from the state; what is given wins."""
+    """By default, positions count the tokens that are not padding, from 0. ``position_ids`` replace them."""
     layer = make_layer("llama", convergence=Residual(rtol=1e-6, max_iter=200)).eval()
     x, mask = torch.randn(2, 6, 16), torch.ones(2, 6)
     mask[0, :2] = 0
@@ -248,7 +248,7 @@ def test_repr_names_the_parts(make_layer: MakeLayer) -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_broken_token_spoils_what_is_carried_on(make_layer: MakeLayer, window: int | None) -> None:
-    """Two calls say what one call says: after a NaN nothing is right."""
+    """After a NaN, all later tokens of the sequence are ``NON_FINITE``, in later calls too."""
     for backbone in ("mamba2", "llama", "module"):
         layer = make_layer(backbone, window=window).eval()
         x = torch.randn(2, 9, 16)
@@ -273,7 +273,7 @@ def test_best_iterate_slides_as_its_solver_does() -> None:
 
 
 class Counting(ModuleBackbone):
-    """Its state counts tokens in whole numbers."""
+    """A backbone whose state includes an integer tensor: the number of tokens."""
 
     def initial_state(self, batch_size: int, device: Any = None, dtype: Any = None) -> State:
         state = super().initial_state(batch_size, device, dtype)
@@ -292,7 +292,7 @@ class Counting(ModuleBackbone):
 def test_states_may_hold_whole_numbers(window: int | None) -> None:
     layer = ImplicitSequenceLayer(Counting(nn.Tanh()), convergence=FixedIterations(2), window=window).eval()
     x = torch.randn(2, 5, 16)
-    x[1, 3] = torch.nan  # which spoils what the state holds otherwise
+    x[1, 3] = torch.nan  # the NaN must reach only the floating-point part of the state
     state = layer(x, state=layer.backbone.initial_state(2)).state
     assert state.layers[1][0][0] == 5 and state.seen.tolist() == [5, 5]
     assert state.layers[0][0][1].isnan().all()

@@ -1,4 +1,4 @@
-"""Counts, statuses and freezing: what the one loop promises whatever the parts are."""
+"""The solve loop: iteration counts, statuses and frozen tokens, for every solver, policy and backbone."""
 
 import math
 from collections.abc import Callable
@@ -32,7 +32,7 @@ WINDOWS = [None, 8, 3, 1]
 
 
 def needed(rate: float, rtol: float, damping: float = 1.0) -> int:
-    """Evaluations until z <- a z + x from 0 has a relative residual of at most ``rtol``."""
+    """Evaluations until damped iteration of z <- rate z + 1 from 0 has a relative residual <= ``rtol``."""
     z = 0.0
     for n in range(1, 10_000):
         fz = rate * z + 1
@@ -43,7 +43,7 @@ def needed(rate: float, rtol: float, damping: float = 1.0) -> int:
 
 
 def known_rates(rates: list[list[float]]) -> Tensor:
-    """x (B, L, 3) for the map of the fixture ``rates``."""
+    """Inputs x (B, L, 3) for the backbone ``rates``; ``rates[b][t]`` is the rate of one token."""
     x = torch.rand(len(rates), len(rates[0]), 3, dtype=torch.float64) + 0.5
     x[..., 0] = torch.tensor(rates, dtype=torch.float64)
     return x
@@ -80,7 +80,7 @@ def test_iterations_token_by_token_are_each_tokens_own(rates: Backbone) -> None:
 
 @pytest.mark.passes_of_a_cpu
 def test_a_window_moves_on_as_its_first_tokens_settle(rates: Backbone) -> None:
-    """Against a simulation of the rule: settled prefix leaves, as many enter."""
+    """Compare with a simulation: settled tokens leave at the window's start, and as many new tokens enter."""
     width, rtol = 3, 1e-3
     layer = ImplicitSequenceLayer(rates, convergence=Residual(rtol=rtol, max_iter=200), window=width)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_a_recomputed_evaluation_is_counted_once(make_layer: MakeLayer, count_ca
 @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_what_settles_is_f_at_the_frozen_inputs(make_layer: MakeLayer, backbone: str, solver: str) -> None:
-    """Record every evaluation: z at settled tokens stands still, and what returns is f of it."""
+    """At a settled token z never changes again, and the layer returns f of this z."""
     layer = make_layer(backbone, solver=solver).eval()
     evaluations = []
     evaluate = layer.backbone.evaluate
@@ -203,7 +203,7 @@ def test_sequences_that_have_settled_leave_the_batch(
 
     found, sizes = run(), [shape[0] for shape in calls]
     fourth = found.iterations.amax(1).sort().values[3]
-    assert sizes.count(7) == fourth  # from then on half of them have settled
+    assert sizes.count(7) == fourth  # from then on, at least half of the seven sequences have settled
     assert sizes[-1] <= 3 and sizes == sorted(sizes, reverse=True)
     layer.compact = False
     expected = run()
@@ -274,7 +274,7 @@ def test_divergence_to_infinity_is_not_finite(rates: Backbone) -> None:
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_a_map_that_vanishes_is_solved(pointwise: Pointwise, window: int | None) -> None:
-    """f(z) = 0 exactly, as after a ReLU, is a finite value."""
+    """If f(z) is exactly 0, as after a ReLU, the solve converges to 0."""
     layer = ImplicitSequenceLayer(pointwise(torch.tensor(0.0)), window=window).eval()
     for size in (1.0, 10.0, 1e4):
         x = torch.randn(2, 4, 3)
@@ -286,7 +286,7 @@ def test_a_map_that_vanishes_is_solved(pointwise: Pointwise, window: int | None)
 
 
 def test_a_token_that_was_infinite_on_the_way_may_still_converge() -> None:
-    """Its map overflows only while the token before it is far from its solution."""
+    """A token's map overflows only while the token before it is far from its own solution."""
 
     class Overflow(torch.nn.Module):
         def forward(self, u: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ def test_summary(rates: Backbone) -> None:
 
 
 def test_search_stores_no_graph(make_layer: MakeLayer) -> None:
-    """Memory of the phantom gradient does not grow with the search."""
+    """The phantom gradient saves no more tensors after 30 search iterations than after one."""
 
     def saved(policy: object) -> int:
         layer = make_layer("mamba2", gradient=Phantom(2), convergence=policy)
@@ -425,7 +425,7 @@ def test_search_stores_no_graph(make_layer: MakeLayer) -> None:
 
 @pytest.mark.usefixtures("needs_triton")
 def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
-    """With tokens that converge, diverge and become infinite, alone and behind others."""
+    """Some tokens converge, some do not, and some become infinite, at the front and behind others."""
     from deqseq import kernels
     from deqseq.ops.residual import freeze
 

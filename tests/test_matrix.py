@@ -1,4 +1,4 @@
-"""Every solver with every gradient strategy, window and backbone: forward and backward."""
+"""Forward and backward passes of every combination of solver, gradient strategy, window and backbone."""
 
 from collections.abc import Callable
 

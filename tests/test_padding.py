@@ -1,4 +1,4 @@
-"""Sequences do not notice their batch-mates, nor padding wherever it stands."""
+"""A sequence's result does not depend on the other sequences in its batch or on padding."""
 
 from collections.abc import Callable
 
@@ -57,7 +57,7 @@ def test_additive_masks_are_refused(make_layer: MakeLayer, wrong: float) -> None
 
 
 def padded_batch(mask: str, fill: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x (3, 12, 16) with padding of ``fill`` in sequence 1, its mask, and sequence 1 without it."""
+    """x (3, 12, 16) with padding ``fill`` in sequence 1, its mask, and sequence 1 without padding."""
     x = torch.randn(3, 12, 16)
     attention_mask = torch.ones(3, 12, dtype=torch.int64)
     attention_mask[1] = torch.tensor(MASKS[mask])
@@ -132,7 +132,7 @@ def test_gradients_with_padding(
     x, alone = x.double(), alone.double()
     real = attention_mask[1].bool()
     weight = torch.randn_like(x)
-    # The loss looks at padding too, where z is the constant zero.
+    # The loss includes padding tokens, where z is always 0.
     together = gradients_of(layer, x, weight, attention_mask=attention_mask)
     parts = [
         gradients_of(layer, x[[0, 2]], weight[[0, 2]]),
@@ -150,7 +150,7 @@ def test_gradients_with_padding(
 def test_nan_at_padding_does_not_matter(
     make_layer: MakeLayer, assert_close: Close, backbone: str, window: int | None
 ) -> None:
-    """Padding may hold anything, also what an uninitialised buffer holds."""
+    """Padding may hold any values, for example those of an uninitialised buffer."""
     layer = make_layer(backbone, window=window).eval()
     x, attention_mask, alone = padded_batch("left", fill=torch.nan)
     real = attention_mask[1].bool()
@@ -194,13 +194,13 @@ def test_slow_batch_mates(
     x = torch.randn(3, 8, 16, dtype=dtype)
     z0 = torch.randn(3, 8, 16, dtype=dtype)
     with torch.no_grad():
-        z0[0] = layer(x[:1], window=1).z[0]  # starts at its solution
+        z0[0] = layer(x[:1], window=1).z[0]  # sequence 0 starts at its solution
         z0[1:] *= 10 if exact else 1000
         out = layer(x, z0=z0)
         for i in range(3):
             alone = layer(x[i : i + 1], z0=z0[i : i + 1])
             assert_close(out.z[i : i + 1], alone.z, 1e-5)
-            if exact:  # rounding differs with the batch size, and moves counts at a tight tolerance
+            if exact:  # in float32, rounding depends on the batch size and can change the counts
                 assert torch.equal(out.solution.iterations[i : i + 1], alone.solution.iterations)
     assert out.solution.iterations[0].sum() < out.solution.iterations[1].sum()
 

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/: their Python runs as printed, and their links lead somewhere."""
+"""Python code in the README and docs/ runs as printed. Links in the root folder's pages have targets."""
 
 import re
 import tomllib
@@ -15,7 +15,7 @@ ROOT_PAGES = sorted(ROOT.glob("*.md"))
 
 
 def python(page: Path) -> list[str]:
-    """The page's Python, block by block, each behind as many empty lines as there are above it."""
+    """The page's Python blocks. Empty lines before each keep the page's line numbers in tracebacks."""
     text = page.read_text()
     blocks = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in blocks]
@@ -32,7 +32,7 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("page", ROOT_PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
-    """`make docs` checks the links of docs/; these pages are outside."""
+    """Check the pages in the repository's root; `make docs` checks the links in docs/."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     for link in links:
@@ -43,7 +43,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """The anchors that GitHub generates for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""Parts by name, from this package and from others that are installed."""
+"""Find solvers, policies, gradients and backbones by name, in this package and in other installed ones."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -92,7 +92,7 @@ def test_wrong_specifications(registry: Registry[object], spec: object, said: st
 
 @pytest.fixture
 def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package that announces a solver of its own."""
+    """Install a package that registers its own solver through an entry point."""
     (tmp_path / "mann_solver.py").write_text(
         "from deqseq.solver import Solver\n"
         "class Mann(Solver):\n"

@@ -1,4 +1,4 @@
-"""Diagnostics on the Jacobian, against Jacobians that are known."""
+"""Diagnostics of the Jacobian, compared with known Jacobians."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ MakeBackbone = Callable[..., Backbone]
 
 
 def test_penalty_of_a_linear_map() -> None:
-    """||A||_F^2 / D for a map that applies A to every token."""
+    """The penalty is ||A||_F^2 / D for a map that applies A (D, D) to every token."""
     matrix = torch.randn(6, 6)
     z = torch.randn(4, 16, 6)
     found = jacobian_penalty(lambda z: z @ matrix.T, z, samples=100)
@@ -32,7 +32,7 @@ def test_penalty_against_the_exact_jacobian(make_backbone: MakeBackbone) -> None
 
 @pytest.mark.parametrize("backbone", ["mamba2", "llama", "module"])
 def test_penalty_trains_the_weights(make_backbone: MakeBackbone, backbone: str) -> None:
-    """Its gradient is that of the estimate; descending it lowers the exact norm."""
+    """The penalty's gradient w.r.t. the weights agrees with finite differences."""
     f = make_backbone(backbone, dtype=torch.float64)
     x, z = torch.randn(2, 1, 4, 16, dtype=torch.float64)
 

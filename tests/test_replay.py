@@ -1,5 +1,7 @@
-"""Recorded solves equal those of the plain loop. Without a GPU the recorded steps are run again as they are:
-what is tested is then what they read, write and return."""
+"""Replaying a recorded solve gives the result of the plain loop.
+
+Without a GPU, the tests call the recorded steps again, which checks what the steps read, write and return.
+"""
 
 import gc
 import weakref
@@ -37,7 +39,7 @@ BODIES = ("mamba2", "llama")
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Recording works wherever it is, and is counted."""
+    """Allow recording on every device. Returns a list of the recordings made."""
 
     def recordable(problem: Problem) -> bool:
         return not problem.fixed and not torch.is_grad_enabled()
@@ -96,7 +98,7 @@ def test_token_by_token(
     expected = plain(monkeypatch, lambda: tokens(layer, x[:, 3:], start))
     found = tokens(layer, x[:, 3:], start)
     assert len(recorded) == 1
-    for a, b in zip(found, expected, strict=True):  # at the end, when later calls had time to overwrite
+    for a, b in zip(found, expected, strict=True):  # later calls must not overwrite earlier results
         equal(a, b)
 
 
@@ -155,7 +157,7 @@ def test_weights_that_change_are_seen(
 
 
 class Scaled(Solver):
-    """Two of them print alike."""
+    """A solver whose ``repr`` does not show its damping."""
 
     def __init__(self, damping: float) -> None:
         self.damping = damping
@@ -187,7 +189,7 @@ def test_recordings_are_told_apart_by_their_parts_not_by_how_they_print(
 
 
 def test_options_of_a_call_are_recorded_by_their_parts(make_layer: MakeLayer, recorded: list[Any]) -> None:
-    """A record made anew for every call, of the same solver and policy, replays one recording."""
+    """Calls with the same solver and policy share a recording, even with new ``SolveOptions`` objects."""
     layer = make_layer("mamba2").eval()
     solver, policy = Picard(), tight()
     state, x = layer.backbone.initial_state(1), torch.randn(1, 5, 16)
@@ -255,7 +257,7 @@ def test_inference_mode_has_recordings_of_its_own(make_layer: MakeLayer, recorde
 
 
 def test_what_is_overwritten_is_read_first() -> None:
-    """A history that shifts: every buffer's new value lies in another buffer."""
+    """Each buffer's new value is the old value of its neighbour, as in a history that shifts."""
     buffers = [torch.full((3,), float(i)) for i in range(4)]
     trees.overwrite(buffers, [torch.full((3,), 9.0), *buffers[:-1]])
     assert [t[0].item() for t in buffers] == [9, 0, 1, 2]

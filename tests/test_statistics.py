@@ -1,4 +1,4 @@
-"""Statistics of solves: means over tokens that are no padding."""
+"""Statistics of solves: means over all tokens that are not padding."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from deqseq.statistics import SolveStatistics
 
 
 def solution(nfe: int = 9) -> Solution:
-    """Two sequences of three tokens; the last two of the second are padding, with a residual of NaN."""
+    """Two sequences of three tokens. The second has two padding tokens at its end, with a residual of NaN."""
     status = torch.tensor([[1, 2, 1], [1, 1, 1]])
     iterations = torch.tensor([[3, 9, 5], [4, 0, 0]])
     residual = torch.tensor([[0.1, 0.7, 0.2], [0.3, torch.nan, torch.nan]])
@@ -35,7 +35,7 @@ def test_the_caller_may_say_which_tokens_count() -> None:
 def test_tokens_weigh_the_same_and_solves_weigh_the_same_for_nfe() -> None:
     statistics = SolveStatistics()
     statistics.add(solution(nfe=9))
-    short = solution(nfe=1)[:1]  # three tokens of iterations 3, 9, 5
+    short = solution(nfe=1)[:1]  # three tokens, with 3, 9 and 5 iterations
     statistics.add(short)
     found = statistics.read()
     assert found["iterations"] == (21 + 17) / 7 and found["nfe"] == 5
@@ -56,7 +56,7 @@ def test_positions(longer_first: bool) -> None:
 
 
 def test_processes_are_added_up() -> None:
-    """Two processes, one of which solved twice as many tokens."""
+    """Two processes: one solved four tokens, the other three."""
     mine, other = SolveStatistics(tail=True), SolveStatistics(tail=True)
     mine.add(solution(nfe=4))
     other.add(solution(nfe=8)[:1])

@@ -1,4 +1,4 @@
-"""Duality: the window changes the work and not the fixed point, across calls too."""
+"""Duality: the window changes the amount of work but not the fixed point, also across calls."""
 
 from collections.abc import Callable
 
@@ -75,7 +75,7 @@ def test_the_callers_state_is_not_changed(make_layer: MakeLayer, backbone: str) 
 def test_selected_states_continue_the_selected_sequences(
     make_layer: MakeLayer, assert_close: Close, backbone: str
 ) -> None:
-    """What beam search needs: rows reordered and repeated."""
+    """A state's rows can be reordered and repeated, as beam search needs."""
     layer = make_layer(backbone, convergence=TIGHT).eval()
     x, y = torch.randn(3, 6, 16), torch.randn(3, 5, 16)
     rows = torch.tensor([2, 0, 0, 1])

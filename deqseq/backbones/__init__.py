@@ -1,4 +1,4 @@
-"""Backbones: causal maps f(z, x), parallel over tokens. A new one subclasses :class:`deqseq.Backbone`."""
+"""Backbones: causal maps f(z, x), parallel over tokens. To add one, subclass :class:`deqseq.Backbone`."""
 
 from deqseq.backbones.llama import LlamaBackbone
 from deqseq.backbones.mamba2 import Mamba2Backbone

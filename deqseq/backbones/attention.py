@@ -1,4 +1,4 @@
-"""Causal attention by name, through transformers' attention interface.
+"""Causal attention functions from transformers' attention interface, selected by name.
 
 Shapes: B sequences, W tokens, D width, H query heads, J key/value heads, P head dim.
 """
@@ -21,7 +21,7 @@ _FLASH = {
 
 
 class AttentionFunction:
-    """One of transformers' attention functions. A call has no keys and values of earlier tokens.
+    """One of transformers' attention functions, called without a cache of earlier keys and values.
 
     Raises:
         ValueError: an unknown name; transformers or the function's package cannot be imported.
@@ -37,7 +37,7 @@ class AttentionFunction:
                 f"imported ({error}); 'sdpa' needs only torch"
             ) from error
         known = {key: value for key, value in ALL_ATTENTION_FUNCTIONS.items() if not key.startswith("paged|")}
-        if "eager" not in known:  # every model file of transformers defines it; take Llama's
+        if "eager" not in known:  # each model file of transformers defines its own; take Llama's
             from transformers.models.llama.modeling_llama import eager_attention_forward
 
             known["eager"] = eager_attention_forward
@@ -57,7 +57,7 @@ class AttentionFunction:
         self._function: Callable[..., tuple[Tensor, Any]] = known[name]
         self._mask: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         self._on_cpu: Callable[..., tuple[Tensor, Any]] | None = None
-        if name == "flex_attention":  # call disable() only here: it imports the compiler and Triton
+        if name == "flex_attention":  # only here: disable() imports the compiler and Triton
             self._on_cpu = functools.partial(torch.compiler.disable(_uncompiled), self._function)
 
     def __reduce__(self) -> tuple[type[AttentionFunction], tuple[str]]:
@@ -75,7 +75,8 @@ class AttentionFunction:
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """The attention's output (B, W, H, P) for q (B, H, W, P), k and v (B, J, W, P).
 
-        Functions read ``training``, ``config``, ``is_causal`` and ``num_key_value_groups`` from ``module``.
+        Attention functions read the attributes ``training``, ``config``, ``is_causal`` and
+        ``num_key_value_groups`` of ``module``.
         """
         if self.name in _FLASH and q.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
@@ -87,7 +88,10 @@ class AttentionFunction:
 
 
 def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call without compiling: torch 2.13 compiles flex attention wrongly on the CPU (lengths 24, 40, 72)."""
+    """Call ``function`` without compiling it.
+
+    On the CPU, torch 2.13 compiles flex attention wrongly, for example at lengths 24, 40 and 72.
+    """
     with torch.compiler.set_stance("force_eager"):
         return function(*args, **options)
 
@@ -97,7 +101,8 @@ def _block_mask(width: int, device: torch.device) -> Any:
     """flex attention's causal mask, the same for all sequences and heads."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Autograd cannot save inference tensors, and a later call may save this cached mask.
+    # The mask is cached, and a later call may need it for a backward pass. Autograd cannot save tensors
+    # that were made in inference mode, so leave this mode.
     with torch.inference_mode(False):
         return create_block_mask(
             _causal, None, None, width, width, device=str(device), _compile=device.type != "cpu"

@@ -1,5 +1,8 @@
 """Parts that backbones share: a stack of blocks with injection, gated MLPs, effective weights, checks.
 
+An effective weight is the weight after weight normalisation. Backbones compute effective weights once per
+forward pass, in ``prepare``, and pass them to the blocks.
+
 Shapes: B sequences, L tokens, W tokens in the window, D width.
 """
 
@@ -24,14 +27,14 @@ _MOST_BLOCKS = 4096
 
 
 class Prepared(NamedTuple):
-    """A stack's ``Context.shared``: the chosen implementations and the effective weights of every block."""
+    """``Context.shared`` of a stack: the choice of kernels, and the effective weights of every block."""
 
     choice: kernels.Choice
     weights: list[Any]
 
 
 class StackTrace(NamedTuple):
-    """The trace of a stack's evaluation: the implementation for ``advance``, and every block's trace."""
+    """The trace of a stack: the name of the implementation for ``advance``, and the trace of every block."""
 
     form: str
     blocks: list[Any]
@@ -40,7 +43,8 @@ class StackTrace(NamedTuple):
 class Block(nn.Module):
     """A pre-norm mixer and an optional pre-norm MLP. Their outputs are added to the residual stream.
 
-    The next block adds this block's last output to the stream, so that one kernel adds and normalises.
+    A block returns its last output without adding it. The next block, or the final norm, does this addition,
+    so that one kernel can add and normalise.
     """
 
     def __init__(self, d_model: int, norm_eps: float, mixer: nn.Module, mlp: nn.Module | None) -> None:
@@ -55,17 +59,21 @@ class Block(nn.Module):
         return self.mixer.weights(), None if self.mlp is None else self.mlp.weights()
 
     def norms(self) -> tuple[Norm, Norm | None]:
-        """Weight and eps of the two norms, for fused blocks."""
+        """Weight and eps of both norms, as the fused kernels take them."""
         second = None if self.norm2 is None else (self.norm2.weight, self.norm2.eps)
         return (self.norm.weight, self.norm.eps), second
 
     def by_parts(
         self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
     ) -> tuple[Tensor, Tensor, Any]:
-        """Compute the block operation by operation. Returns the stream, the output that the next block adds
-        to the stream, and the mixer's trace.
+        """Compute the block operation by operation.
 
-        ``inputs`` are the mixer's arguments after its weights.
+        Args:
+            added: the last output of the previous block, to be added to ``stream``; ``None``: nothing to add.
+            inputs: the arguments of the mixer after its weights.
+
+        Returns:
+            The stream, the block's last output (to be added by the next block), and the mixer's trace.
         """
         stream, u = add_norm(stream, added, self.norm, form)
         added, trace = self.mixer(u, weights[0], *inputs)
@@ -87,7 +95,7 @@ class Stack(Backbone):
         norm_eps, weight_norm, injection, input_skip: as in :class:`~deqseq.backbones.Mamba2Backbone`.
 
     Raises:
-        ValueError: ``norm_eps`` that is not finite and positive; ``input_skip`` without ``injection``.
+        ValueError: ``norm_eps`` is not finite and positive, or ``input_skip`` is set without ``injection``.
     """
 
     d_model: int
@@ -99,7 +107,7 @@ class Stack(Backbone):
         injection: bool, input_skip: bool,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not (math.isfinite(norm_eps) and norm_eps > 0):  # with eps 0, the norm of a token of zeros is NaN
+        if not (math.isfinite(norm_eps) and norm_eps > 0):  # with eps 0, RMSNorm of zeros is NaN
             raise ValueError(f"norm_eps must be finite and positive, got {norm_eps}")
         if input_skip and not injection:
             raise ValueError("input_skip needs injection=True: an explicit layer passes x as z")
@@ -123,14 +131,20 @@ class Stack(Backbone):
         return Context(tokens, Prepared(kernels.choose(x), [block.weights() for block in blocks]))
 
     def enter(self, z: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-        """The stream (B, W, D) before the first block, and the injection. ``prepare`` makes ``tokens``."""
+        """The stream (B, W, D) before the first block, and the injection (``None`` if there is none).
+
+        ``tokens``: what ``Stack.prepare`` puts into ``Context.tokens``.
+        """
         injection = tokens[0] if tokens else None
         return z if self.input_skip is None else self.input_skip(z, tokens[1]), injection
 
     def through(
         self, stream: Tensor, context: Context, state: State | None, choice: kernels.Choice, *inputs: Any
     ) -> tuple[Tensor, StackTrace]:
-        """f(z) (B, W, D) and its trace. Every block gets the same ``inputs``."""
+        """Apply all blocks and the final norm. Returns f(z) (B, W, D) and the trace.
+
+        ``inputs``: further arguments, the same for every block.
+        """
         added, traces = None, []
         for i, block in enumerate(self.layers):
             before = None if state is None else state.layers[i]
@@ -142,7 +156,7 @@ class Stack(Backbone):
     def initial_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
-        """Zeros of the ``state_shapes``, by default on the device and in the type of the weights."""
+        """A state of zeros, by default with the device and dtype of the weights."""
         weight = self.norm_f.weight
         device, dtype = weight.device if device is None else device, dtype or weight.dtype
         layer = tuple(torch.zeros(batch_size, *s, device=device, dtype=dtype) for s in self.state_shapes)
@@ -151,7 +165,7 @@ class Stack(Backbone):
 
 
 class Injection(nn.Module):
-    """W RMSNorm(x) + b (B, L, width), which every block adds. x (B, L, D) is the layer's input."""
+    """The injection W RMSNorm(x) + b, (B, L, width), of the layer's input x (B, L, D)."""
 
     def __init__(self, d_model: int, width: int, norm_eps: float = RMS_EPS) -> None:
         super().__init__()
@@ -175,8 +189,10 @@ class InputSkip(nn.Module):
 
 
 class ValueGateMLP(nn.Module):
-    """fc2(value * silu(gate)) with (value, gate) = fc1(x), no biases. The hidden width is
-    ``d_inner`` rounded up to a multiple of 128."""
+    """fc2(value * silu(gate)) with (value, gate) = fc1(x), without biases.
+
+    The hidden width is ``d_inner`` rounded up to a multiple of 128.
+    """
 
     def __init__(self, d_model: int, d_inner: int) -> None:
         super().__init__()
@@ -211,10 +227,11 @@ class SwiGLU(nn.Module):
 
 
 def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
-    """The effective weight of a linear map or convolution. Backbones do not call the module.
+    """The effective weight of a linear map or convolution.
 
     Raises:
-        ValueError: ``module`` has another class, such as an adapter's. Its ``forward`` would never be called.
+        ValueError: ``module`` has another class, for example an adapter's. Backbones read weights and do not
+            call modules, so the adapter would have no effect.
     """
     if type_before_parametrizations(module) not in (nn.Linear, nn.Conv1d):
         raise ValueError(
@@ -225,7 +242,7 @@ def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
 
 
 def projection(linear: nn.Linear) -> Tensor:
-    """The effective weight of a linear map, cast to autocast's type once per forward pass."""
+    """The effective weight of a linear map, cast to autocast's dtype."""
     weight = plain_weight(linear)
     return weight.to(kernels.autocast_dtype(weight))
 
@@ -234,5 +251,5 @@ def check_sizes(**sizes: int) -> None:
     """Raise ``ValueError`` if a size is not an integer >= 1, or if ``n_layer`` is too large."""
     for name, value in sizes.items():
         check_count(name, value)
-    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # surely a mistake; building them takes minutes
+    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # surely a mistake; so many blocks take minutes to build
         raise ValueError(f"n_layer must be at most {_MOST_BLOCKS}, got {sizes['n_layer']}")

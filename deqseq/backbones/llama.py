@@ -1,7 +1,7 @@
-"""Llama attention as the body of an implicit layer: a stack of pre-norm blocks and a final norm.
+"""The Llama backbone: a stack of pre-norm blocks with attention, and a final norm.
 
 Shapes: B sequences, L tokens, W tokens in the window, D width, H query heads, J key/value heads,
-P = D / H head dim, S slots of the key/value state.
+P = D / H head dim, S slots of the key/value state (one slot per token).
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from deqseq.ops import advance, one_token
 from deqseq.ops.one_token import AttentionWeights, SwiGLUWeights
 
 SLOTS = 64
-"""The number of slots that a growing state adds is a multiple of this number."""
+"""A state that grows rounds its number of slots up to a multiple of this number."""
 
 
 class Attention(nn.Module):
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         self, u: Tensor, weights: AttentionWeights, injection: Tensor | None,
         state: tuple[Tensor, ...] | None, rotary: tuple[Tensor, Tensor], mask: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-        """The output (B, W, D), and keys and values (B, J, W, P), or ``None`` without a state."""
+        """The output (B, W, D), and the new keys and values (B, J, W, P), or ``None`` without a state."""
         qkv = F.linear(u, weights.qkv)
         if injection is not None:
             qkv = qkv + injection
@@ -67,13 +67,15 @@ class Attention(nn.Module):
 
 
 def no_slots(state: tuple[Tensor, ...] | None) -> bool:
-    """True if a layer has no state, or a state without slots. Attention is then plain causal attention."""
+    """True if there are no keys and values of earlier tokens: no state, or a state without slots."""
     return state is None or state[0].shape[2] == 0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``x`` (B, H, W, P) by its positions (Su et al., 2021); ``cos`` and ``sin`` are (B, 1, W, P).
-    Channels i and i + P / 2 form a pair."""
+    """Apply rotary position embeddings to ``x`` (B, H, W, P) (Su et al., 2021).
+
+    ``cos`` and ``sin`` are (B, 1, W, P). Channels i and i + P / 2 form a pair.
+    """
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
@@ -84,9 +86,9 @@ class LlamaBlock(Block):
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
         rotary: tuple[Tensor, Tensor], mask: Any, seen: Tensor | None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-        """The stream, the output that the next block adds to the stream, and the trace.
+        """Returns the stream, the block's last output (to be added by the next block), and the trace.
 
-        ``seen`` (B,): the number of filled slots, given only for one token per sequence without a mask.
+        ``seen`` (B,): the number of filled slots. If it is given, a fused kernel computes the block.
         """
         if seen is not None and state is not None:
             from deqseq.ops.one_token.triton import llama_block
@@ -99,10 +101,11 @@ class LlamaBlock(Block):
 class LlamaBackbone(Stack):
     """f(z, x): a stack of Llama blocks and a final norm, with x injected into every block.
 
-    One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer. Fused attention
-    and our kernels have no second derivative. For second derivatives, use ``attention="eager"`` or call under
-    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, and on a GPU also under
-    ``deqseq.kernels.use("torch")``.
+    One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer.
+
+    Fused attention and our kernels have no second derivative. For second derivatives, use
+    ``attention="eager"``, or call the model inside ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. On a
+    GPU, both ways also need ``deqseq.kernels.use("torch")``.
 
     Args:
         d_model: width D.
@@ -112,11 +115,11 @@ class LlamaBackbone(Stack):
         d_inner: the MLP has int(2 d_inner / 3) hidden units; by default ``d_inner`` is 4 D.
         rope_theta: base of the rotary positions.
         norm_eps, weight_norm, injection, input_skip: as in :class:`Mamba2Backbone`.
-        attention: ``"sdpa"``, torch's function, which runs a flash kernel if possible; or a name in
-            transformers' attention interface: ``"flash_attention_2"`` (or 3, 4), ``"flex_attention"``,
-            ``"eager"``, or a name added by ``transformers.AttentionInterface.register`` (and by
-            ``AttentionMaskInterface.register`` if the function takes a mask). With a non-empty state
-            (windows, decoding), torch's function is always used.
+        attention: ``"sdpa"`` is torch's function, which runs a flash kernel if possible. All other names are
+            from transformers' attention interface: ``"flash_attention_2"`` (or 3, 4), ``"flex_attention"``,
+            ``"eager"``, and functions registered with ``transformers.AttentionInterface.register``. If such a
+            function takes a mask, register the mask with ``AttentionMaskInterface.register``. With a
+            non-empty state (windows, decoding), the backbone always uses torch's function.
 
     Raises:
         ValueError: a size below 1, or one that breaks a rule above; an attention that is unknown or not
@@ -162,7 +165,7 @@ class LlamaBackbone(Stack):
         return Context((cos, sin, *context.tokens), context.shared)
 
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, L, P) float32 that rotate by ``position_ids`` (B, L)."""
+        """Cosines and sines (B, L, P) float32 of the rotation angles at ``position_ids`` (B, L)."""
         pair = torch.arange(0, self.headdim, 2, device=position_ids.device, dtype=torch.float32)
         angle = position_ids[..., None].float() * self.rope_theta ** -(pair / self.headdim)  # (B, L, P / 2)
         angle = torch.cat([angle, angle], -1)
@@ -185,7 +188,7 @@ class LlamaBackbone(Stack):
     def _mask(self, width: int, state: State) -> Tensor | None:
         """(B, 1, W, S + W) bool: each token attends to all filled slots, to earlier tokens and to itself.
 
-        ``None`` if the state has no slots: plain causal attention needs no mask.
+        ``None`` if the state has no slots: torch's causal attention then needs no mask.
         """
         if no_slots(state.layers[0]):
             return None
@@ -195,8 +198,10 @@ class LlamaBackbone(Stack):
         return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """The state with enough slots for the tokens of ``z``. Growing copies the state. To grow rarely,
-        every growth after the first adds 50 % spare slots."""
+        """A state with enough slots for the tokens of ``z``.
+
+        Growing copies the state. Every growth after the first adds 50 % spare slots, so that growth is rare.
+        """
         slots = state.layers[0][0].shape[2]
         needed = int(state.seen.max()) + z.shape[1] if slots else z.shape[1]
         if needed <= slots:

@@ -1,4 +1,4 @@
-"""Mamba2 as the body of an implicit layer: a stack of Mamba2 blocks and a final norm.
+"""The Mamba2 backbone: a stack of Mamba2 blocks and a final norm.
 
 Shapes: B sequences, L tokens, W tokens in the window, D width, E = expand * D inner width,
 H = E / headdim heads, P = headdim, N = d_state, G = n_groups, K = d_conv.
@@ -20,7 +20,10 @@ from deqseq.ops.one_token import ValueGateWeights
 
 
 class Mamba2Mixer(nn.Module):
-    """The Mamba2 mixer (Dao & Gu, 2024), evaluated with effective weights."""
+    """The Mamba2 mixer (Dao & Gu, 2024).
+
+    ``forward`` takes the result of :meth:`weights`, so that weights are normalised once per forward pass.
+    """
 
     def __init__(self, d_model: int, sizes: MixerSizes, d_conv: int, dt_min: float, dt_max: float) -> None:
         super().__init__()
@@ -60,7 +63,7 @@ class Mamba2Block(Block):
         self, stream: Tensor, added: Tensor | None, weights: tuple[MixerWeights, ValueGateWeights | None],
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
     ) -> tuple[Tensor, Tensor, LayerTrace | None]:  # fmt: skip
-        """The stream, the output that the next block adds to the stream, and the trace."""
+        """Returns the stream, the block's last output (to be added by the next block), and the trace."""
         sizes: MixerSizes = self.mixer.sizes
         if state is not None and sizes.norm_groups == 1 and one_token.applies(stream, state, choice):
             from deqseq.ops.one_token.triton import mamba2_block
@@ -83,18 +86,18 @@ class Mamba2Backbone(Stack):
         d_conv: kernel size of the causal convolution.
         d_inner: hidden width of the MLP, rounded up to a multiple of 128; 0: no MLP.
         n_groups: number of groups of heads. The heads of a group share their B and C projections.
-        norm_groups: number of groups of channels that the gated norm normalises separately, a divisor of the
-            inner width. The original Mamba2 uses ``n_groups``.
+        norm_groups: number of channel groups in the gated norm, a divisor of the inner width. Each group is
+            normalised separately. The original Mamba2 has ``n_groups`` such groups.
         norm_eps: constant that every norm adds to the mean square.
-        chunk_size: tokens in a chunk of the recurrence. The work in a chunk is quadratic in this size. The
-            size changes only the speed.
-        dt_min, dt_max: range of the initial step sizes, which are log-uniform; the defaults are the original
-            Mamba2's. A head forgets within about ``1 / (dt * A)`` tokens; the decay rate A starts in
-            [1, 16].
+        chunk_size: tokens per chunk of the recurrence. It affects only the speed: the work in a chunk is
+            quadratic in its size.
+        dt_min, dt_max: range of the initial step sizes dt, which are log-uniform; by default as in the
+            original Mamba2. A head remembers about ``1 / (dt * A)`` tokens. The decay rate A is initialised
+            in [1, 16].
         weight_norm: true: use weight normalisation for every linear map and convolution.
-        injection: false for explicit layers, which pass x as z.
-        input_skip: true: the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0 (see
-            ``to_implicit``).
+        injection: true: every block adds the injection. Set false for explicit layers, which pass x as z.
+        input_skip: true: the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0.
+            ``ImplicitForCausalLM.to_implicit`` sets this option.
 
     Raises:
         ValueError: a size below 1, or one that breaks a rule above; step sizes that break

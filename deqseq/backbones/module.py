@@ -11,8 +11,8 @@ from deqseq.backbones.blocks import check_sizes
 class ModuleBackbone(Backbone):
     """f(z, x) = module(z + x) for any causal module (B, L, D) -> (B, L, D).
 
-    Causality is not checked. With a window or a state, every evaluation runs the module over all past inputs,
-    which is correct for any module but slow. For a recurrent module, write a
+    Causality is not checked. With a window or a state, every evaluation runs the module over all past inputs.
+    This is correct for any causal module, but slow. For a faster recurrent module, write your own
     :class:`~deqseq.backbone.Backbone` with a state.
 
     Args:
@@ -85,7 +85,7 @@ class ModuleBackbone(Backbone):
 
 
 def _line(past: Tensor, seen: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Append every sequence's new inputs to its past inputs. Also return the new inputs' indices (B, W)."""
+    """Append new inputs to past inputs. Returns all inputs, and the indices (B, W) of the new inputs."""
     line = F.pad(past, (0, 0, 0, inputs.shape[1]))
     index = seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
     return line.scatter(1, index[..., None].expand_as(inputs), inputs.to(past.dtype)), index

@@ -14,10 +14,10 @@ from deqseq.backbone import State, take_tokens
 
 
 class StateLayer(CacheLayerMixin):
-    """The only layer of an :class:`EquilibriumCache`: a backbone's state with transformers' interface.
+    """The only layer of an :class:`EquilibriumCache`: holds the backbone's state.
 
-    All blocks are solved together, so one layer holds the states of all blocks. A block's state is its keys
-    and values with a slot for every token, or the convolution's tail and the SSM state.
+    All blocks are solved together, so one layer holds the states of all blocks. The state of a Llama block
+    has one key and one value per token. The state of a Mamba2 block has a constant size.
 
     Attributes:
         state: the backbone's state; ``None`` before the first call, unless the cache was made with a state.
@@ -35,8 +35,8 @@ class StateLayer(CacheLayerMixin):
     def reset(self, state: State | None = None) -> None:
         self.state = state
         self.equilibrium: Tensor | None = None
-        # A given state may have consumed millions of tokens: store only their number, not a mask.
-        self._earlier = None if state is None else state.seen.clone()  # (B,)
+        # The caller's state may cover millions of tokens, so store their number and not a mask.
+        self._earlier = None if state is None else state.seen.clone()  # (B,) number of tokens in that state
         self._earlier_columns = 0 if state is None else int(state.seen.max())
         self._called: Tensor | None = None  # (B, columns of all calls) bool, false for padding
 
@@ -44,7 +44,8 @@ class StateLayer(CacheLayerMixin):
     def real(self) -> Tensor | None:
         """(B, C) bool, true for tokens and false for padding; ``None`` if there are no columns.
 
-        The tokens of the constructor's ``state`` come first; its shorter sequences are padded at the front.
+        If the constructor got a ``state``, the state's tokens are the first columns. Sequences of the state
+        that are shorter than the longest one are padded at the front.
         """
         if self._earlier is None:
             return self._called
@@ -56,7 +57,7 @@ class StateLayer(CacheLayerMixin):
         """The state that a call starts from: the cached state, or ``fresh`` if there is none.
 
         Raises:
-            ValueError: ``fresh`` has another number of sequences, or the cache belongs to another model.
+            ValueError: the cache has another number of sequences, type or device, or is of another model.
         """
         if self.state is None:
             return fresh
@@ -71,11 +72,17 @@ class StateLayer(CacheLayerMixin):
         return self.state
 
     def commit(self, state: State, z: Tensor, attention_mask: Tensor | None) -> None:
-        """Store the ``state`` after a call that solved z (B, L, D)."""
+        """Store the results of a call.
+
+        Args:
+            state: the backbone's state after the call's last token.
+            z: (B, L, D) the call's equilibria. The cache keeps only the last token of each sequence.
+            attention_mask: (B, L), non-zero for real tokens; ``None``: all tokens are real.
+        """
         real = (z.new_ones(z.shape[:2]) if attention_mask is None else attention_mask).bool()
         place = torch.arange(1, z.shape[1] + 1, device=z.device)
         last = take_tokens(z, (real * place).argmax(1, keepdim=True))[:, 0]
-        if self.equilibrium is not None:  # a row of padding keeps its equilibrium
+        if self.equilibrium is not None:  # a sequence with only padding keeps its equilibrium
             last = torch.where(real.any(1, keepdim=True), last, self.equilibrium)
         self.state = state
         self.equilibrium = last.detach()
@@ -83,7 +90,10 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def guess(self, x: Tensor) -> Tensor | None:
-        """The initial guess (B, L, D) for a call: the equilibrium of the last earlier token, if known."""
+        """The initial guess (B, L, D) for a call on ``x``; ``None`` if the cache has no equilibrium.
+
+        Every token of a sequence gets the same guess: the equilibrium of the sequence's last cached token.
+        """
         if self.equilibrium is None:
             return None
         return self.equilibrium[:, None].expand_as(x).contiguous()
@@ -98,10 +108,10 @@ class StateLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` columns; the number is negative, as in transformers.
+        """Remove the last columns: ``crop(-2)`` removes two, as in transformers.
 
         Raises:
-            ValueError: the number is positive; the cache has fewer columns; the state is recurrent.
+            ValueError: the number is positive; the cache has too few columns; the state is recurrent.
         """
         columns = self.get_seq_length()
         if not -columns <= tokens_to_remove <= 0:
@@ -122,7 +132,7 @@ class StateLayer(CacheLayerMixin):
         if self._called is not None:
             self._called = self._called[:, : kept - self._earlier_columns]
             seen = seen + self._called.sum(1)
-        # Slots behind `seen` are never read; later tokens overwrite them.
+        # Only `seen` changes: keys and values past `seen` are never read, and new tokens overwrite them.
         self.state = State(seen, self.state.layers)
         self.equilibrium = None
 
@@ -155,7 +165,10 @@ class StateLayer(CacheLayerMixin):
 
 
 def _same_form(state: State, fresh: State) -> bool:
-    """Whether ``state`` has ``fresh``'s layers, types, devices and sizes. A size 0 in ``fresh`` fits any."""
+    """Whether ``state`` and ``fresh`` agree in layers, types, devices and sizes.
+
+    A size of 0 in ``fresh`` agrees with every size: a fresh cache of keys and values has no tokens yet.
+    """
     if [len(layer) for layer in state.layers] != [len(layer) for layer in fresh.layers]:
         return False
     pairs = zip(itertools.chain(*state.layers), itertools.chain(*fresh.layers), strict=True)
@@ -167,16 +180,16 @@ def _same_form(state: State, fresh: State) -> bool:
 
 
 class EquilibriumCache(Cache):
-    """The models' ``past_key_values``: the backbone state after the tokens that a model has solved.
+    """The models' ``past_key_values``: the backbone's state after the tokens of all earlier calls.
 
-    A call adds its tokens when all of them are solved. ``model(..., use_cache=True)`` and ``generate`` make a
-    cache. Beam search can reorder the cache's sequences. ``crop(-n)`` removes the last n columns if the state
-    has a slot for every token (attention), and raises ``ValueError`` if the state is recurrent (Mamba2).
+    ``model(..., use_cache=True)`` and ``generate`` make a cache. Beam search can reorder its sequences.
+    ``crop(-n)`` removes the last n columns of an attention model's cache. The state of a recurrent model
+    (Mamba2) cannot forget tokens: ``crop`` raises ``ValueError``.
 
     Args:
-        rewinds: true: tokens can be removed from the backbone's states; see :attr:`~deqseq.Backbone.rewinds`.
+        rewinds: whether the last tokens can be removed; see :attr:`~deqseq.Backbone.rewinds`.
         state: backbone state to continue; by default the cache is empty. The state's tokens count as columns.
-            Shorter sequences are padded at the front.
+            If its sequences differ in length, the shorter sequences are padded at the front.
     """
 
     def __init__(self, rewinds: bool, state: State | None = None) -> None:

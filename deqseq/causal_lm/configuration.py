@@ -47,18 +47,18 @@ class ImplicitConfig(PreTrainedConfig):
         solver, gradient: solver and gradient strategy of the implicit layer.
         convergence: convergence policy in training.
         eval_convergence: convergence policy in evaluation; by default the policy of training.
-        window: tokens solved at a time; by default all.
+        window: number of tokens solved together; by default all.
         causal: true: training raises an error if the solver or the policy could make a token depend on later
             tokens.
-        initial_guess: where the search starts in calls that continue a cache, such as in generation:
-            ``"zero"``, or ``"previous"``: the equilibrium of the last token before the call.
+        initial_guess: start of the search in calls that continue a cache, such as in generation. ``"zero"``
+            starts at zero, ``"previous"`` at the equilibrium of the last token in the cache.
         initializer_range: standard deviation of the initial embeddings and output weights.
         use_cache: true: calls in evaluation mode return a cache by default.
         tie_word_embeddings: true: the output layer uses the embeddings as its weights.
 
     Raises:
-        ValueError: unknown settings, names or options; an object as solver, policy or other part (files
-            cannot store objects); a window below 1; a backbone without ``d_model``.
+        ValueError: unknown settings, names or options; a part given as an object, which ``config.json``
+            cannot store; a window below 1; a backbone without ``d_model``.
     """
 
     model_type = "implicit_lm"
@@ -67,7 +67,7 @@ class ImplicitConfig(PreTrainedConfig):
     vocab_size: int = 50277
     backbone: Any = None
     implicit: bool = True
-    # Names or mappings. Any other value raises ``ValueError``.
+    # Each of these parts is a name or a mapping. Any other value raises ``ValueError``.
     solver: Any = "picard"
     gradient: Any = "phantom"
     convergence: Any = None
@@ -121,10 +121,10 @@ class ImplicitConfig(PreTrainedConfig):
 
     @PreTrainedConfig._attn_implementation.setter  # type: ignore[attr-defined, untyped-decorator]
     def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
-        """transformers' ``attn_implementation=`` sets the ``attention`` of a backbone that has this option.
+        """Set the backbone's option ``attention``, if it has one, to transformers' ``attn_implementation=``.
 
-        The backbone checks the value. transformers always gets "eager" instead, because it would check the
-        value too, and every model class supports "eager".
+        The backbone checks the value. transformers would reject some valid values, so this method tells
+        transformers "eager", which every model class supports.
         """
         name = value.get("") if isinstance(value, Mapping) else value
         if name and backbones.takes(self.backbone, "attention"):
@@ -145,16 +145,16 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but settings in ``kwargs`` are checked like those in ``config_dict``.
+        """As in transformers, but settings in ``kwargs`` are checked too.
 
-        Unknown settings in ``config_dict`` are kept and saved again, because transformers and other packages
-        store settings in ``config.json``. A warning in the log names them.
+        Unknown settings in ``config_dict`` are kept and saved again, because other packages also store
+        settings in ``config.json``. The log has a warning with their names.
         """
         ours = set(cls.__annotations__) & set(kwargs)
         settings = {**config_dict, **{name: kwargs.pop(name) for name in ours}}
         follows = config_dict.get("eval_convergence") == config_dict.get("convergence")
         if "convergence" in ours and "eval_convergence" not in ours and follows:
-            settings["eval_convergence"] = None  # evaluation uses the policy of training, as in the file
+            settings["eval_convergence"] = None  # the file has one policy for both modes: replace both
         extra = {name: settings.pop(name) for name in _unknown(settings)}
         made = super().from_dict(settings, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
@@ -194,7 +194,7 @@ class ImplicitConfig(PreTrainedConfig):
 
 
 class _ReferenceConfig(PreTrainedConfig):
-    """A reference configuration, for ``AutoConfig``; ``from_dict`` translates it into an ImplicitConfig."""
+    """Lets ``AutoConfig`` load configurations of the reference implementation, as an ImplicitConfig."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from deqseq.ops.mixer.naive import at_least_float32
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-# Regular expressions for transformers' weight names -> our names after "model.layer.backbone.".
+# Regular expressions for transformers' weight names -> our names, without their prefixes.
 _LLAMA = {
     r"model\.embed_tokens\.": "embed_tokens.",
     r"model\.norm\.": "norm_f.",
@@ -90,7 +90,7 @@ def _llama(model: Any) -> dict[str, Any]:
 
 
 def swiglu_width(hidden: int) -> int:
-    """The ``d_inner`` of a SwiGLU with ``hidden`` hidden units: ``2 * d_inner // 3 == hidden``."""
+    """The ``d_inner`` that gives a SwiGLU ``hidden`` hidden units: ``2 * d_inner // 3 == hidden``."""
     return -(-3 * hidden // 2)
 
 
@@ -104,7 +104,7 @@ def _mamba2(model: Any) -> dict[str, Any]:
     }
     supported = {"hidden_act": "silu", "use_bias": False, "time_step_limit": (0.0, float("inf"))}
     _check(found, {**supported, "num_heads * head_dim": inner})
-    # Some versions of transformers have groups in the gated norm, others do not: read the size from the norm.
+    # The gated norm has groups only in some versions of transformers: read the group size from the module.
     norm = model.backbone.layers[0].mixer.norm
     return {
         "name": "mamba2", "d_model": config.hidden_size, "n_layer": config.num_hidden_layers,
@@ -129,7 +129,7 @@ def _refuse_overrides(overrides: Mapping[str, Any]) -> None:
 
 
 def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load plain ``weights`` into a backbone. With weight normalisation, split each weight into g and v."""
+    """Load ``weights`` into a backbone. If it uses weight normalisation, split each weight into g and v."""
     state = {}
     for name, target in backbone.state_dict().items():
         module, _, part = name.partition(".parametrizations.weight.")
@@ -144,7 +144,10 @@ def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Split every row of ``weight`` into g v / ||v||. For a row of zeros, g is 0 and v is all ones."""
+    """g and v of weight normalisation, where each row w of ``weight`` is g v / ||v||.
+
+    g is ||w||, and v is w. For a row of zeros, g is 0 and v is all ones.
+    """
     g = torch.linalg.vector_norm(at_least_float32(weight), dim=tuple(range(1, weight.dim())), keepdim=True)
     return g, torch.where(g > 0, weight, torch.ones_like(weight))
 
@@ -156,14 +159,14 @@ def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
         raise ValueError("to_implicit takes an explicit model (implicit=False); this model is implicit")
     ImplicitConfig(**overrides)  # raises for unknown names
     settings = model.config.to_dict() | dict(overrides)
-    if "convergence" in overrides:  # evaluation uses the new policy too, unless it has its own override
+    if "convergence" in overrides:  # use the policy in evaluation too, unless the caller gave another
         settings["eval_convergence"] = overrides.get("eval_convergence")
     backbone = {k: v for k, v in settings["backbone"].items() if k != "injection"}
     settings |= {"backbone": {**backbone, "input_skip": True}, "implicit": True}
     converted: Any = type(model)(ImplicitConfig.from_dict(settings))
     converted.to(device=model.device, dtype=model.dtype)
-    # The new map equals the explicit stack: the gain of z is initially 0, and these lines set the injection
-    # to 0. With weight normalisation, g becomes 0 and v keeps its random directions, so g gets a gradient.
+    # Set the injection to 0. The gain of z is 0 too, so the new map equals the explicit stack. With weight
+    # normalisation (w = g v / ||v||), set only g to 0: v stays random, so that g gets a non-zero gradient.
     linear = converted.model.layer.backbone.injection.linear
     weight = linear.parametrizations.weight.original0 if is_parametrized(linear) else linear.weight
     with torch.no_grad():

@@ -69,7 +69,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     config: ImplicitConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # Keep a layer on one device: iterations read its weights directly, without calling its modules' forward.
+    # Keep each layer on one device: accelerate moves weights when a module's forward is called, but backbones
+    # read weights without calling forward.
     _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers' form
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -142,12 +143,13 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 columns, the mask may also be (B, C + L), with the columns of earlier calls first.
             position_ids: (B, L) or (1, L) int64. Where positions restart at 0, another sequence begins.
             past_key_values: the cache of an earlier call, which this call continues and extends.
-            use_cache: true: return a cache. By default, a call that gets a cache returns it. Without one, the
-                configuration decides; calls in training or with packed rows return no cache.
+            use_cache: true: return a cache. By default, a call that gets a cache returns it. For a call
+                without a cache, the configuration decides, but there is no cache in training or if a row
+                holds several sequences.
             output_hidden_states: true: return ``hidden_states``. By default the configuration decides.
-            solve: options of the solve; by default the configuration's.
-            window: tokens solved at a time; ``None``: all; ``"layer"``: as in the options.
-            z0: (B, L, D) initial guess; by default as in the configuration.
+            solve: solver, policy and window; by default the configuration's.
+            window: number of tokens solved together; ``None``: all; ``"layer"``: the window of ``solve``.
+            z0: (B, L, D) initial guess; by default ``initial_guess`` of the configuration decides.
 
         Raises:
             ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; a mask of another shape, or
@@ -200,7 +202,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         )
 
     def _caches(self, x: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
-        """Whether a call returns a cache if it is given neither ``use_cache`` nor a cache."""
+        """Whether a call without ``use_cache`` and without a cache makes a new cache."""
         if self.training or not self.config.use_cache or not self.layer.backbone.keeps_state:
             return False
         fits = all(t is None or t.shape == x.shape[:2] for t in (position_ids, attention_mask))
@@ -208,7 +210,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         return position_ids is None or not fits or not packs_rows(position_ids, attention_mask)
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> EquilibriumCache | None:
-        """The cache to fill and return: ``given``, or a new one; ``None`` if the call returns none."""
+        """The cache to fill and return: ``given`` or a new cache; ``None`` if the call uses no cache."""
         if given is not None and not isinstance(given, EquilibriumCache):
             raise ValueError(
                 f"past_key_values must be the EquilibriumCache of an earlier call, got {type(given).__name__}"
@@ -246,7 +248,7 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
 
 
 def aligned_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x ``weight``^T with zero columns appended up to a multiple of 64, because GPUs are faster then."""
+    """``x @ weight.T``, padded with zero columns to a multiple of 64, because GPUs compute this faster."""
     return F.linear(x, F.pad(weight, (0, 0, 0, -weight.shape[0] % 64)))
 
 
@@ -257,7 +259,7 @@ _UNUSED_ARGUMENTS = {
 
 
 class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
-    """A causal language model with an implicit (or explicit) body and a linear output layer."""
+    """A causal language model: an :class:`ImplicitModel` (implicit or explicit) and a linear output layer."""
 
     _tied_weights_keys = {  # noqa: RUF012 - transformers declares it as an instance variable
         "lm_head.weight": "model.embed_tokens.weight"
@@ -267,7 +269,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ImplicitModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # transformers' flag: true if the cache cannot remove tokens, as speculative decoding does.
+        # transformers' flag for caches that cannot remove tokens: speculative decoding then raises an error.
         self._is_stateful = not self.model.layer.backbone.rewinds
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -283,23 +285,24 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         Args:
             source: the model, or its folder or name on the hub.
             weight_norm: true: use weight normalisation in the backbone, as implicit models do by default. The
-                function stays the same.
-            dtype: type of the weights; by default the model's.
-            config_overrides: further settings of :class:`ImplicitConfig`, for :meth:`to_implicit`.
+                logits stay the same.
+            dtype: type of the weights; by default the type of ``source``.
+            config_overrides: further settings of :class:`ImplicitConfig`, such as ``solver``. A later
+                :meth:`to_implicit` uses them.
 
         Raises:
-            ValueError: a model of another class; a setting that our backbones do not have (biases, scaled
-                rotary positions, another activation, a bounded time step, ...).
+            ValueError: a model of another class; a setting that this library's backbones do not support
+                (biases, scaled rotary positions, another activation, a bounded time step, ...).
         """
         return conversion.from_explicit(cls, source, weight_norm, dtype, config_overrides)
 
     def to_implicit(self, **config_overrides: Any) -> ImplicitForCausalLM:
         """An implicit model that initially computes the same function as this explicit one, for fine-tuning.
 
-        The weights are copied. The residual stream starts at ``gain * z + x`` (``input_skip`` of backbones),
-        and the usual injection is added to the input projections. The gain and the injection start at 0, so
-        f(z, x) = F(x) for every z, where F is the explicit model. A search finds this equilibrium in two
-        evaluations. The gain and the injection get non-zero gradients from the first training step on.
+        The weights are copied. The new model differs in two places: its first block gets ``gain * z + x``
+        instead of x (the backbone's ``input_skip``), and x is injected into every block. The gain and the
+        injection start at 0, so initially f(z, x) does not depend on z and equals the explicit stack. A
+        search then needs two evaluations. The gain and the injection get gradients from the first step on.
 
         Args:
             config_overrides: settings of :class:`ImplicitConfig`, such as ``solver`` and ``convergence``.
@@ -328,12 +331,12 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
                 tokens.
             skip_logits: true: with ``labels``, return the loss and no logits. This saves memory, because
                 mixed-precision wrappers copy returned logits to float32.
-            loss_options: ``num_items_in_batch``, as transformers' trainer passes it. Arguments that
-                tokenizers, collators and ``generate`` may add are ignored: ``token_type_ids``,
-                ``cache_position``, and the offsets of flattened batches (``position_ids`` has the same
-                information).
+            loss_options: ``num_items_in_batch``, which transformers' trainer passes. The method ignores
+                arguments that tokenizers, collators and ``generate`` may add: ``token_type_ids``,
+                ``cache_position``, and the sequence boundaries of flattened batches, which
+                ``position_ids`` gives too.
 
-        The other arguments are those of :class:`ImplicitModel`.
+        The other arguments are those of :meth:`ImplicitModel.forward`.
         """
         loss_options = {name: value for name, value in loss_options.items() if name not in _UNUSED_ARGUMENTS}
         if loss_options.pop("output_attentions", None):

@@ -6,10 +6,11 @@ arXiv 2502.07827). ``python -m deqseq.causal_lm.presets`` prints their sizes and
 
 - *explicit*: the stack is applied once.
 - *bounded*: four iterations and one phantom step in training (4+1); five iterations in evaluation. Five
-  iterations do not reach the equilibrium, so generation and windows only approximate the full forward pass.
-  ``eval_convergence={"name": "residual", "rtol": 1e-3, "max_iter": 128}`` makes them agree.
-- *free*: a search to a relative residual of 5 % in at most 24 (Mamba2) or 32 (Llama) iterations, and four
-  phantom steps.
+  iterations do not reach the equilibrium, so the results of generation and of windows differ from those of
+  a full forward pass. With ``eval_convergence={"name": "residual", "rtol": 1e-3, "max_iter": 128}`` they
+  agree.
+- *free*: a search to a relative residual of 5 % in at most 24 (Mamba2) or 32 (Llama) iterations. In training,
+  four phantom steps follow.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 _FORMS = ("explicit", "bounded", "free")
 _BUDGET = {"mamba2": 24, "llama": 32}
-_END_OF_TEXT = 0  # of the GPT-NeoX tokenizer
+_END_OF_TEXT = 0  # token id in the GPT-NeoX tokenizer
 
 
 def names() -> list[str]:

@@ -1,7 +1,7 @@
-"""Checkpoints of the reference implementation (``implicit_mamba2``, ``implicit_llama3``).
+"""Loading of checkpoints of the reference implementation (``implicit_mamba2``, ``implicit_llama3``).
 
-``AutoModelForCausalLM.from_pretrained(path)`` and ``ImplicitForCausalLM.from_pretrained(path)`` load them.
-They translate the configuration and rename the weights. The result is an ordinary
+``AutoModelForCausalLM.from_pretrained(path)`` and ``ImplicitForCausalLM.from_pretrained(path)`` load such a
+checkpoint: they translate the configuration and rename the weights. The result is an ordinary
 :class:`ImplicitForCausalLM`, which saves in this library's format.
 
 (Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
@@ -12,8 +12,8 @@ from typing import Any
 
 from deqseq.checks import check_count
 
-# Regular expressions for the reference's weight names -> our names. No expression matches a name of ours, so
-# every checkpoint can be renamed with this table. Order matters: general expressions come last.
+# Regular expressions for the reference's weight names -> our names. No expression matches one of our names,
+# so the table leaves our own checkpoints unchanged. Order matters: general expressions come last.
 KEYS = {
     r"^criterion\.decoder\.weight$": "lm_head.weight",
     r"^word_emb\.emb\.weight$": "model.embed_tokens.weight",
@@ -48,19 +48,18 @@ def is_reference(settings: Mapping[str, Any]) -> bool:
 def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of :class:`ImplicitConfig` from a ``config.json`` of the reference implementation.
 
-    - In training, ``f_solver`` (undamped Picard iteration by default) searches to tolerance ``f_tol`` in at
-      most ``f_max_iter`` iterations. The phantom gradient takes ``grad`` steps damped by ``tau``; ``ift`` and
-      ``hook_ift`` become implicit differentiation.
-    - In evaluation, a search takes at most ``eval_f_max_iter`` iterations. If this is missing or 0, the limit
-      is ``eval_factor * f_max_iter``; if ``eval_factor`` is missing or 0 too, ``f_max_iter``. The reference
-      damps iterations by ``tau`` in evaluation, which leaves the fixed point the same. If the undamped
-      iteration does not converge, use
+    - Training: ``f_solver`` (undamped Picard iteration by default) searches to tolerance ``f_tol`` in at most
+      ``f_max_iter`` iterations. The phantom gradient takes ``grad`` steps with damping ``tau``. With ``ift``
+      or ``hook_ift``, implicit differentiation replaces the phantom gradient.
+    - Evaluation: the limit is ``eval_f_max_iter`` iterations. If this setting is missing or 0, the limit is
+      ``eval_factor * f_max_iter``. If ``eval_factor`` is missing or 0 too, the limit is ``f_max_iter``.
+    - Damping: the reference damps iterations by ``tau`` in evaluation; the translated solver does not. The
+      fixed point is the same. If the undamped iteration does not converge, use
       ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
-    - We test the tolerance for every token, not for a whole sequence, and return the last iterate, not the
-      best. The reference's own rules let tokens depend on later tokens in training (see
-      :class:`~deqseq.Residual`).
+    - Stopping: this library tests the tolerance for every token and returns the last iterate. The reference
+      tests whole sequences and returns the best iterate, so its tokens depend on later tokens in training.
 
-    Settings that only training uses (Jacobian regularisation, supervision along the trajectory, weight decay,
+    Other training settings (Jacobian regularisation, losses on intermediate iterates, weight decay,
     initialisation of the backbone) are ignored. Unknown settings outside the backbone are ignored too.
 
     Raises:

@@ -34,14 +34,15 @@ _ADVICE = (
 class ImplicitDifferentiation(GradientStrategy):
     """The exact gradient at the fixed point, by the implicit function theorem.
 
-    The loop that finds the fixed point also solves the backward system u = v + (df/dz)^T u for u. Here each
-    evaluation is a vector-Jacobian product (Bai et al., 2019, arXiv 1909.01377). f is causal, so the
-    backward system is anti-causal, and the loop solves it on the reversed sequence.
+    The backward pass solves u = v + (df/dz)^T u for u (Bai et al., 2019, arXiv 1909.01377). Here v is the
+    gradient of the loss with respect to the equilibrium. The forward search's loop also solves this backward
+    system; one evaluation is one vector-Jacobian product. Because f is causal, a token in the backward system
+    depends on later tokens. The loop therefore runs on the reversed sequence.
 
     Args:
         solver: solver of the backward system; a name or an object. ``None``: the layer's solver.
         convergence: policy of the backward system. ``None``: a relative residual of 1e-4 (in bfloat16 and
-            float16, 8 times the dtype's eps). ``max_iter`` is then the layer policy's, at least 64.
+            float16: 8 times the dtype's eps), and the layer's ``max_iter`` or 64, whichever is larger.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class _Adjoint:
         self.fz = fz
         self.z = z
         self.valid = valid  # (B, L) bool, tokens that are not padding
-        self.cotangent = torch.zeros_like(z)  # v, reversed
+        self.cotangent = torch.zeros_like(z)  # v on the reversed sequence
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         product = torch.autograd.grad(self.fz, self.z, z.flip(1), retain_graph=True)[0]
@@ -85,16 +86,16 @@ class _Adjoint:
 
 
 class _ImplicitFunction(torch.autograd.Function):
-    """The identity on f(z*); its backward pass solves for the cotangent.
+    """The identity on f(z*). Its backward pass takes v, solves the backward system and returns u.
 
-    Ordinary autograd then carries the gradient through the evaluation of f to inputs and parameters, so hooks
-    on parameters (such as DDP's) run as usual.
+    Autograd then propagates u through the last evaluation of f to inputs and parameters. Hooks on parameters
+    (such as DDP's) run as usual.
     """
 
     @staticmethod
     def forward(ctx: Any, fz: Tensor, backward: Problem, solution: Solution) -> Tensor:
         ctx.problem = backward
-        # A weak reference, because the solution holds the result of this function.
+        # A weak reference avoids a reference cycle: the solution holds the result, whose graph holds ctx.
         ctx.solution = weakref.ref(solution)
         return fz.view_as(fz)
 

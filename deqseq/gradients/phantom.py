@@ -14,8 +14,9 @@ from deqseq.solver import Solver, solvers
 class Phantom(GradientStrategy):
     """Phantom gradient: after the search, do ``steps`` damped iterations with an autograd graph.
 
-    z <- (1 - damping) z + damping f(z) (Geng et al., 2021, arXiv 2111.05177). One undamped step is the
-    Jacobian-free gradient (JFB). The gradient tends to the exact one as ``steps`` grows.
+    Each iteration is z <- (1 - damping) z + damping f(z) (Geng et al., 2021, arXiv 2111.05177). One
+    undamped step gives the Jacobian-free gradient (JFB). With more steps the gradient approaches the exact
+    gradient.
 
     Args:
         steps: number of iterations with a graph. Each iteration evaluates f once on all tokens.

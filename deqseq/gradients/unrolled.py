@@ -13,9 +13,9 @@ from deqseq.solution import Solution
 class Unrolled(GradientStrategy):
     """Back-propagation through ``iterations`` steps of the layer's solver from the initial guess.
 
-    There is no search: the layer's policy and window are not used while gradients are enabled. The
-    coefficients of Anderson and Broyden are constants for autograd, so second derivatives raise an error with
-    these solvers.
+    There is no search: while gradients are enabled, the layer's policy and window are not used. Autograd
+    treats the coefficients of Anderson and Broyden as constants, so with these solvers second derivatives
+    raise ``RuntimeError``.
 
     Args:
         iterations: number of iterations with a graph. Each iteration evaluates f once on all tokens.

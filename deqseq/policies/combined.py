@@ -20,10 +20,10 @@ class _Combined(ConvergencePolicy):
 
 
 class Both(_Combined):
-    """``first & second``: converged when both policies say so. ``max_iter`` is the larger of the two.
+    """``first & second``: a token may stop when both policies let it stop.
 
-    If one policy is ``FixedIterations``, which has no tolerance, the other policy alone decides which tokens
-    have converged.
+    A token has converged when it meets the tolerances of both policies. ``FixedIterations`` has no tolerance,
+    so only the other policy's tolerance counts. ``max_iter`` is the larger ``max_iter`` of the two policies.
     """
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
@@ -42,7 +42,11 @@ class Both(_Combined):
 
 
 class Either(_Combined):
-    """``first | second``: converged when one policy says so. ``max_iter`` is the smaller of the two."""
+    """``first | second``: a token may stop when at least one policy lets it stop.
+
+    A token has converged when it meets the tolerance of at least one policy. ``max_iter`` is the smaller
+    ``max_iter`` of the two policies.
+    """
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
         super().__init__(first, second)

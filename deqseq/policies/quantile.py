@@ -1,4 +1,4 @@
-"""A policy that stops a sequence when a share of its tokens has converged."""
+"""A policy that stops a sequence when a given share of its tokens has converged."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from deqseq.policy import ConvergencePolicy, Judgement, policies
 
 @dataclass(frozen=True)
 class Quantile(ConvergencePolicy):
-    """A sequence is done when ``share`` of its tokens have converged by the inner policy.
+    """Stops all tokens of a sequence when the inner policy lets at least the given share of them stop.
 
-    The slowest tokens then do not delay the other tokens. A token's last iteration depends on later tokens,
-    so training refuses this policy unless ``ImplicitSequenceLayer(causal=False)`` allows it.
+    So the slowest tokens do not keep the sequence running. But a token's last iteration depends on later
+    tokens. Training therefore refuses this policy unless ``ImplicitSequenceLayer(causal=False)`` allows it.
 
     Args:
         policy: the inner policy, an object, a name or a mapping.

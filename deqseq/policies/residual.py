@@ -1,4 +1,4 @@
-"""A policy whose tokens have converged when their residual is small."""
+"""A policy that stops a token when its residual is small."""
 
 import math
 from dataclasses import dataclass

@@ -14,9 +14,9 @@ from deqseq.solvers.picard import damped
 
 
 class _State(NamedTuple):
-    residuals: list[Tensor]  # M slots (B, W, D): r_{i+1} - r_i with r = f(z) - z
-    iterates: list[Tensor]  # M slots (B, W, D): u_{i+1} - u_i with u = z + damping * r
-    gram: Tensor  # (B, W, M, M) dot products of the residual differences
+    residuals: list[Tensor]  # M differences (B, W, D): r_{i+1} - r_i with r = f(z) - z
+    iterates: list[Tensor]  # M differences (B, W, D): u_{i+1} - u_i with u = z + damping * r
+    gram: Tensor  # (B, W, M, M) dot products of the tensors in ``residuals``
     age: Tensor  # (B, W) number of valid differences
     residual: Tensor  # (B, W, D) r of the previous step
     iterate: Tensor  # (B, W, D) u of the previous step
@@ -25,20 +25,23 @@ class _State(NamedTuple):
 
 @dataclass(frozen=True)
 class Anderson(HistorySolver):
-    """Anderson acceleration: the next iterate extrapolates the last ``memory`` differences.
+    """Anderson acceleration: extrapolates from the last ``memory`` steps.
 
     z <- z + β r - Σ γ_i (Δz_i + β Δr_i),  γ = argmin ||r - Σ γ_i Δr_i||² + λ Σ ||Δr_i||² γ_i².
 
-    A token uses its history only while all earlier tokens move far less than the token itself. Otherwise its
-    map changes from pass to pass, and old differences belong to another map. The linear systems are solved in
-    at least float32. A damped Picard step replaces a non-finite or huge step.
+    Here r = f(z) - z. Δz_i and Δr_i are differences of z and r between successive iterations.
+
+    f(z) at a token depends on earlier tokens. While earlier tokens still change, old differences are
+    misleading. Therefore a token uses them only while the residuals of all earlier tokens are at most 30 % of
+    the token's own residual. A damped Picard step replaces a non-finite or huge step.
 
     Args:
         memory: number of differences to keep, at least 1.
         damping: β in (0, 1].
-        regularisation: λ, relative to the size of the differences.
-        scope: with ``"token"``, every token has its own coefficients. With ``"sequence"``, all tokens of a
-            sequence share coefficients. This leaks the future, so causal training refuses ``"sequence"``.
+        regularisation: λ, at least 0.
+        scope: with ``"token"``, every token has its own coefficients γ. With ``"sequence"``, all tokens of a
+            sequence share coefficients. Then iterates depend on later tokens, so causal training refuses
+            ``"sequence"``.
 
     Raises:
         ValueError: a value outside these ranges.
@@ -86,7 +89,13 @@ class Anderson(HistorySolver):
         return z_next, state
 
     def _weights(self, gram: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-        """γ (B, W, M) from the normal equations of differences scaled to unit length."""
+        """Solve the normal equations for γ (B, W, M). Scales the differences to unit length first.
+
+        Args:
+            gram: (B, W, M, M) dot products of the residual differences with each other.
+            target: (B, W, M) their dot products with the current residual.
+            valid: (B, W, M) bool, differences to use.
+        """
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
         usable = valid & (diagonal > 0) & torch.isfinite(diagonal)
         scale = torch.where(usable, diagonal.clamp_min(torch.finfo(gram.dtype).tiny).rsqrt(), 0.0)

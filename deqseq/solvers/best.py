@@ -1,4 +1,4 @@
-"""A wrapper that returns the best iterate of any solver."""
+"""A wrapper that makes any solver end at its best iterate."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,19 +14,21 @@ from deqseq.solver import Progress, Solver, SolverState, solvers
 class _State(NamedTuple):
     inner: SolverState
     z: Tensor  # (B, W, D) the best iterate
-    residual: Tensor  # (B, W) its residual
+    residual: Tensor  # (B, W) the residual of the best iterate
 
 
 class BestIterate(Solver):
-    """Wraps a solver. The last evaluation in the budget evaluates f at the iterate of smallest residual.
+    """Wraps a solver and remembers its best iterate, the one with the smallest residual.
 
-    Without this wrapper, an iteration that does not converge may end far from its best iterate.
+    If a token has not converged, its last evaluation in the budget evaluates f at its best iterate. Without
+    this wrapper, the iteration may end far from the best iterate.
 
     Args:
         solver: the solver to wrap, an object or a name.
-        scope: ``"token"`` takes each token's best iterate since all tokens before it settled. ``"sequence"``
-            takes the sequence's best iterate (the reference implementation's rule). This leaks the future,
-            so causal training refuses ``"sequence"``.
+        scope: with ``"token"``, every token has its own best iterate. Iterates count only after all earlier
+            tokens have settled. With ``"sequence"``, the best iterate is the one with the smallest residual
+            of the whole sequence, as in the paper's code. Then iterates depend on later tokens, so causal
+            training refuses ``"sequence"``.
 
     Raises:
         ValueError: an unknown solver or scope.

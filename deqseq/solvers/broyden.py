@@ -13,25 +13,28 @@ from deqseq.solvers.history import MAX_STEP, HistorySolver, combine, guarded
 
 class _State(NamedTuple):
     u: list[Tensor]  # M slots (B, W, D)
-    v: list[Tensor]  # M slots (B, W, D); the inverse Jacobian of f(z) - z is -I + Σ u_i v_i^T
+    v: list[Tensor]  # M slots (B, W, D); the approximate inverse Jacobian is B = -I + Σ u_i v_i^T
     age: Tensor  # (B, W) number of valid slots
     residual: Tensor  # (B, W, D) g = f(z) - z of the previous step
     z: Tensor  # (B, W, D) z of the previous step
-    known: Tensor  # (B, W) bool, false before the solver's first step
+    known: Tensor  # (B, W) bool, whether ``residual`` and ``z`` are set: false before the first step
 
 
 @dataclass(frozen=True)
 class Broyden(HistorySolver):
     """Broyden's quasi-Newton method on g(z) = f(z) - z (Broyden, 1965; Kelley, 1995, ch. 7).
 
-    z <- z - B g with B = -I + Σ u_i v_i^T. Every step adds one term to the sum. A token restarts from B = -I
-    when its memory is full, and while earlier tokens still move, because their moves change its map. The
-    first step is a Picard step. A Picard step also replaces a non-finite or huge step.
+    z <- z - B g, where B = -I + Σ u_i v_i^T approximates the inverse Jacobian of g. Every step adds one term
+    to the sum. When its memory is full, a token restarts from B = -I.
+
+    The first step is a Picard step. A Picard step also replaces a non-finite or huge step. f(z) at a token
+    depends on earlier tokens. Therefore a token takes Picard steps while the residual of an earlier token
+    exceeds 30 % of the token's own residual.
 
     Args:
         memory: maximum number of terms in the sum, at least 1.
-        scope: with ``"token"``, every token has its own inverse Jacobian. With ``"sequence"``, all tokens of
-            a sequence share one. This leaks the future, so causal training refuses ``"sequence"``.
+        scope: with ``"token"``, every token has its own B. With ``"sequence"``, all tokens of a sequence
+            share one B. Then iterates depend on later tokens, so causal training refuses ``"sequence"``.
 
     Raises:
         ValueError: a value outside these ranges.
@@ -57,7 +60,7 @@ class Broyden(HistorySolver):
 
         moved, changed = z - state.z, residual - state.residual
         with torch.no_grad():
-            # These products give B Δg and Δz^T B for the B before this step's update.
+            # Dot products v_i · Δg and u_i · Δz. They give B Δg and Δz^T B, with B of the previous step.
             on_changed = torch.where(valid, self.dots(state.v, changed), 0.0)
             on_moved = torch.where(valid, self.dots(state.u, moved), 0.0)
         left = combine(state.v, on_moved) - moved

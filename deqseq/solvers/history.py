@@ -1,9 +1,10 @@
-"""Base class of solvers with a memory: slots, dot products, restarts, a guarded step.
+"""Base class of solvers with a memory.
 
 The memory is a list of M tensors (B, W, D), called slots; the latest slot comes first. The age of a token is
-the number of its valid slots; a restart sets the age to zero. Solvers mask out all other slots. A step makes
-a new list instead of writing into a buffer, so autograd can record the step. A step needs no counter on the
-host, so a CUDA graph can record the step.
+the number of its valid slots. Solvers ignore the other slots. A restart sets the age to zero.
+
+A step makes a new list of slots: the new slot, then the old slots without the last. It never overwrites a
+slot, so autograd can record the step.
 
 Shapes: B sequences, W tokens in the window, D width, M memory.
 """
@@ -16,9 +17,9 @@ from deqseq.checks import Scope, check_count, check_scope
 from deqseq.solver import Progress, Solver
 
 MAX_STEP = 100.0
-"""Longest step, divided by the residual. At contraction rate ρ, a Newton step has the ratio 1 / (1 - ρ)."""
+"""Maximum length of a step, as a multiple of ``||f(z) - z||``. Longer steps are replaced by Picard steps."""
 STEADY_SHARE = 0.3
-"""A token uses its history only while earlier tokens' residuals are at most this share of its residual."""
+"""A token restarts while the residual of an earlier token exceeds this share of its own residual."""
 
 
 class HistorySolver(Solver):
@@ -27,7 +28,7 @@ class HistorySolver(Solver):
     Attributes:
         memory: number of slots.
         scope: with ``"token"``, every token has its own coefficients, so its iterates do not depend on later
-            tokens. With ``"sequence"``, all tokens of a sequence share coefficients (for comparison).
+            tokens. With ``"sequence"``, all tokens of a sequence share coefficients.
     """
 
     memory: int
@@ -50,21 +51,25 @@ class HistorySolver(Solver):
         return residual
 
     def dots(self, slots: list[Tensor], vector: Tensor) -> Tensor:
-        """Dot products of every slot with ``vector`` (B, W, D): (B, W, M), at least float32."""
+        """Dot product of every slot with ``vector`` (B, W, D) in at least float32: (B, W, M).
+
+        In sequence scope, every token gets the sum of the dot products of all tokens.
+        """
         dtype = torch.promote_types(vector.dtype, torch.float32)
         vector = vector.to(dtype)
         products = torch.stack([(slot.to(dtype) * vector).sum(-1) for slot in slots], dim=-1)
         return products if self.causal else products.sum(1, keepdim=True).expand_as(products)
 
     def valid(self, age: Tensor) -> Tensor:
-        """(B, W, M) bool, the slots that are valid at this ``age`` (B, W)."""
+        """(B, W, M) bool, the valid slots: the first ``age`` (B, W) slots of each token."""
         return torch.arange(self.memory, device=age.device) < age[..., None]
 
     def restarted(self, progress: Progress) -> Tensor:
-        """(B, W) bool, tokens that restart: their history is not used.
+        """(B, W) bool, tokens that restart, so their history is not used.
 
-        A token restarts while an earlier token's residual exceeds ``STEADY_SHARE`` times its own residual:
-        its map is then changing. In sequence scope, all tokens restart when new tokens enter the window.
+        A new token restarts. A token also restarts while the residual of an earlier token exceeds
+        ``STEADY_SHARE`` times its own, because f(z) at a token depends on earlier tokens. In sequence scope,
+        all tokens of a sequence restart when a new token enters the window, and only then.
         """
         entered = progress.entered
         if not self.causal:

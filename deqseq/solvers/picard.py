@@ -1,4 +1,4 @@
-"""Picard iteration: apply f again."""
+"""Picard iteration, with optional damping."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from deqseq.solver import Progress, Solver, SolverState
 
 @dataclass(frozen=True)
 class Picard(Solver):
-    """z <- z + damping (f(z) - z).
+    """Picard iteration: z <- z + damping (f(z) - z).
 
     Args:
-        damping: in (0, 1]; 1 is the plain iteration.
+        damping: in (0, 1]; with 1, the next iterate is f(z).
 
     Raises:
         ValueError: ``damping`` outside (0, 1].

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deqseq.solver import Progress, Solver, SolverState
 
-# Arguments that the adapter sets: our loop decides when to stop.
+# Arguments of torchdeq's solvers that users cannot set, because our loop calls f and decides when to stop.
 _OWN = {"func", "x0", "max_iter", "tol", "stop_mode", "indexing", "return_final", "kwargs"}
 _NEVER = 1_000_000
 
@@ -17,12 +17,12 @@ _NEVER = 1_000_000
 class TorchDEQ(Solver):
     """A torchdeq solver inside our loop: ``solver="torchdeq:anderson"``.
 
-    torchdeq's solvers have their own loop and call f. Here such a solver is a coroutine that pauses at every
-    call of f. During the pause our loop evaluates f, tests the residual and counts the iteration, as always.
-    The tolerance of torchdeq never stops the solver.
+    A solver of torchdeq has its own loop and calls f itself. This adapter runs the solver as a coroutine that
+    pauses at every call of f. During the pause, our loop evaluates f, tests the residual and counts the
+    iteration. Only our loop decides when to stop: torchdeq gets a tolerance of zero.
 
-    torchdeq mixes whole sequences, so an early token's iterates depend on later tokens. Therefore causal
-    training and windows refuse these solvers. They cannot be unrolled with an autograd graph.
+    torchdeq's solvers combine all tokens of a sequence, so iterates depend on later tokens. Therefore causal
+    training refuses these solvers. They do not work with windows or with the gradient strategy ``unrolled``.
 
     Args:
         method: ``"fixed_point_iter"``, ``"anderson"``, ``"broyden"``, or a name registered with torchdeq.
@@ -57,7 +57,7 @@ class TorchDEQ(Solver):
                 f"it takes: {', '.join(sorted(takes))}"
             )
         if "LBFGS_thres" in takes:
-            # By default torchdeq allocates a pair of vectors for each of the ``_NEVER`` iterations.
+            # By default torchdeq allocates memory for max_iter steps, and our max_iter is ``_NEVER``.
             self.options = {"LBFGS_thres": 32, **options}
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class TorchDEQ(Solver):
     ) -> tuple[Tensor, SolverState]:
         if fz.requires_grad:
             raise ValueError(f"{self} cannot be unrolled with a graph: use Picard or Anderson")
-        # torchdeq has no padding: set f(z) = z at padding, so that padding looks solved.
+        # torchdeq knows no padding. Set f(z) = z at padding, so that the residual is zero there.
         fz = torch.where((progress.iterations == 0)[..., None], z, fz)
         dtype = torch.promote_types(z.dtype, torch.float32)
         if state is None:
@@ -96,17 +96,17 @@ class _Coroutine:
             return fz
 
         def run() -> None:
-            solve(f)  # when ``solve`` ends, the caller gets None
+            solve(f)
 
         self._solver, self._getcurrent = greenlet(run), getcurrent
-        self._resume()  # runs up to the first call, f(z0); the loop has f(z0) already
+        self._resume()  # runs the solver up to its first call of f; ``send`` then passes f(z0) to the solver
 
     def send(self, fz: Tensor) -> Tensor | None:
-        """Pass ``fz`` to the suspended solver; returns its next iterate, ``None`` after the solver's end."""
+        """Resume the solver with ``fz``; returns its next iterate, or ``None`` if the solver has ended."""
         return None if self._solver.dead else self._resume(fz)
 
     def _resume(self, *values: Tensor) -> Tensor | None:
         self._solver.parent = self._getcurrent()
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode, which the solver changes
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # the solver changes the mode; restore it
             iterate: Tensor | None = self._solver.switch(*values)
         return iterate

@@ -1,1 +1,1 @@
-"""Tasks: the data, the metrics and the recipes that models are trained and judged on."""
+"""Tasks: data, training recipes and metrics for models."""

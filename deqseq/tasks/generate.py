@@ -16,9 +16,9 @@ from deqseq.tasks.common import command_line
 from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, PositiveInt
 
-# Terminal colours (of 256) from few to many iterations: green, yellow, orange, red.
+# ANSI 256-colour codes, from few to many iterations: green, yellow, orange, red.
 SHADES = (34, 70, 106, 142, 178, 208, 196)
-# Maximum number of tokens whose text fits below a figure.
+# The figure labels its axis with the tokens' texts if there are at most so many tokens.
 _FEW = 64
 
 Show = Callable[[str, int | None], str]
@@ -41,8 +41,8 @@ class _Watch:
 class _SolvedStreamer:
     """Prints each new token with its number of iterations.
 
-    A call of the model generates a new token, and only the next call solves it. So a new token is printed
-    one call later.
+    A call of the model generates a token. Only the next call, which has this token as its input, solves it
+    and knows its iterations. So each token is printed one call after it was generated.
     """
 
     def __init__(self, tokenizer: Any, watch: _Watch, show: Show) -> None:
@@ -67,14 +67,14 @@ class _SolvedStreamer:
         self.printed += 1
         text = str(self.tokenizer.decode(self.tokens[: self.printed]))
         added = ""
-        if not text.endswith("\ufffd"):  # else the last character needs more tokens
+        if not text.endswith("\ufffd"):  # otherwise the last character is incomplete
             added, self.text = text[len(self.text) :], text
         sys.stdout.write(self.show(added, iterations))
         sys.stdout.flush()
 
 
 def in_colour(text: str, iterations: int | None, budget: int) -> str:
-    """Text in the shade of its iterations. Line breaks are marked with ⏎, which makes their shade visible."""
+    """Colour ``text`` by its number of iterations. Marks line breaks with ⏎ to make their colour visible."""
     if iterations is None:
         return text
     return _shaded(text.replace("\n", "⏎\n"), shade_of(iterations, budget))
@@ -139,9 +139,11 @@ def generate(
         tokenizer: tokenizer.json, folder or hub name; the model's by default
         max_new_tokens: maximum number of tokens to generate
         temperature: sample at this temperature; 0 takes the likeliest token
-        top_p: sample from the most likely tokens with total probability P; from all tokens by default
+        top_p: sample only from the most likely tokens whose probabilities add up to top_p; from all tokens by
+            default
         seed: seed of the sampling
-        rtol: relative residual to solve to; the model's by default. A smaller one may need a larger max_iter
+        rtol: stop the search of a token at this relative residual; the model's by default. A smaller value
+            may need a larger max_iter
         max_iter: maximum number of iterations per token; the model's by default
         initial_guess: where a token's search starts: at zero, or at the previous token's equilibrium; the
             model's by default
@@ -167,7 +169,7 @@ def generate(
     from deqseq.tasks.common.tokenizer import load_tokenizer
 
     models.quiet_transformers()
-    # A shell's pipe ends in a line break that is not part of the prompt.
+    # `echo PROMPT |` adds a line break that is not part of the prompt.
     prompt = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
     try:
         prompt.encode()
@@ -197,7 +199,7 @@ def generate(
             streamer = _SolvedStreamer(vocabulary, watch, show)
     torch.manual_seed(seed)
     options: dict[str, Any] = {} if solve is None else {"solve": solve}
-    if temperature > 0:  # top_k=0: sample from all tokens, not the 50 most likely
+    if temperature > 0:  # top_k=0: no limit; the default is the 50 most likely tokens
         options |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": 0}
     found = network.generate(
         tokens.input_ids, attention_mask=tokens.attention_mask, max_new_tokens=max_new_tokens,
@@ -225,7 +227,8 @@ def summary(watch: _Watch) -> str:
 def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Path) -> bool:
     """Draw iterations and residual of every token as a PNG; returns whether it was written.
 
-    The first ``prompt`` tokens are the prompt's. If there are few tokens, ``texts`` label the axis.
+    ``prompt``: number of tokens of the prompt. ``texts``: the text of each token; labels the axis if there
+    are few tokens.
     """
 
     def drawn(axes: list[Any]) -> None:
@@ -238,7 +241,7 @@ def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Pa
         below.set_ylabel("relative residual")
         log_scale(above.yaxis, 2)
         log_scale(below.yaxis)
-        above.set_ylim(bottom=0.8)  # a token with one iteration also gets a bar
+        above.set_ylim(bottom=0.8)  # below 1, so that one iteration is visible as a bar
         for axis in axes:
             axis.axvline(prompt - 0.5, color="black", linestyle=":", label="end of the prompt")
         above.legend()

@@ -1,4 +1,4 @@
-"""Text to token shards for pretraining: ``python -m deqseq.tasks.prepare TEXT... --output DIR``."""
+"""Turn text into token shards for pretraining: ``python -m deqseq.tasks.prepare TEXT... --output DIR``."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ finished shards with their checksums."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare or verify a folder; returns the exit status."""
-    # The workers run in parallel; tokenizers' own threads would disturb them, and warn about forks.
+    # Otherwise the tokenizers library starts threads that compete with our workers, and warns about forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return command_line.main(
         "python -m deqseq.tasks.prepare", _ABOUT, {}, arguments, default=prepare,
@@ -58,22 +58,22 @@ def prepare(
     """Make all shards that are missing, and print the numbers of tokens and documents.
 
     Args:
-        text: files; with --dataset, its data files
+        text: text files; with --dataset, the data files of the dataset
         output: folder for the shards
         tokenizer: name on the hub, tokenizer.json or folder
-        documents: what one document of plain text is: the whole file (single pieces of about 1,000 tokens are
-            held out), the text between blank lines, or a line
-        column: column of JSONL, parquet and datasets that has the text
-        dataset: name on the hub, or a format such as json with TEXT as its files
+        documents: what is one document of plain text: the whole file, the text between blank lines, or a
+            line. From a whole file, random pieces of about 1,000 tokens are held out
+        column: column with the text, in JSONL, parquet and datasets
+        dataset: name on the hub; or a file format such as json, to read the files TEXT
         subset: configuration of the dataset
         split: split of the dataset
-        validation_share: share of the documents that is held out
-        shard_tokens: tokens after which a shard ends; an interruption loses unfinished shards
-        workers: threads that tokenise; one for each processor by default
-        part: K/N prepares part K of N parts of about equal bytes
-        merge: folders of all parts; --output gets hard links to their shards, and nothing is tokenised
-        force: start again: keep other files in the folder, and replace all its shards
-        verify: prepare nothing; compare finished shards with their checksums
+        validation_share: share of the documents that is held out for validation
+        shard_tokens: approximate number of tokens per shard; an interruption loses only unfinished shards
+        workers: number of threads that tokenise; one for each processor by default
+        part: K/N divides the text into N parts of about equal size and prepares only part K
+        merge: merge these folders, one for each part, into --output by hard links; tokenises nothing
+        force: start again; replaces all shards in the folder and keeps its other files
+        verify: only compare finished shards with their checksums; prepares nothing
     """
     # Tokenizers and datasets take seconds to import, so parse the arguments first.
     from deqseq.tasks.common.corpus import HoldOut, TokenFolder, parts, pipeline

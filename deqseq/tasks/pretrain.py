@@ -1,6 +1,6 @@
 """Pretrain a language model: ``accelerate launch tasks/pretrain.py RUN [--field value ...]``.
 
-Also ``python -m deqseq.tasks.pretrain``, on one device.
+On one device, ``python -m deqseq.tasks.pretrain RUN`` does the same.
 """
 
 import logging
@@ -57,10 +57,10 @@ def _pretrain(
         run: run file, name of a shipped run file, or the command 'demo' or 'compare'
         output: folder of the run; runs/RUN by default
         dry_run: do not train; print the run's costs (FLOPs, memory) and draw its schedule
-        plot: PNG file of the schedule that a dry run draws; beside the output folder by default
+        plot: PNG file to which a dry run draws the schedule; beside the output folder by default
         processes: number of processes that a dry run assumes
     """
-    # Importing models takes seconds, so it comes after the check of the arguments.
+    # Importing models takes seconds, so check the arguments first.
     from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.pretraining.plan import describe, plot_schedule
     from deqseq.tasks.pretraining.run_files import load_run
@@ -89,10 +89,11 @@ def _demo(
     output: Path = Path("runs/pretrain-demo"),
     steps: PositiveInt | None = None,
 ) -> None:
-    """Pretrain a small implicit Llama and Mamba2 through both stages, and their explicit twins.
+    """Pretrain four small models: Llama and Mamba2, each implicit (in two stages) and explicit.
 
-    Trains a tokenizer and prepares the text first. At the end, compares, plots, samples and evaluates the
-    models. Takes minutes on two cores. Repeat the command to resume an interrupted demo.
+    First trains a tokenizer and prepares the text. At the end, compares the models, plots their curves,
+    samples from the implicit models and evaluates them. Takes minutes on two cores. Repeat the command to
+    resume an interrupted demo.
 
     Args:
         text: plain text files, together 0.5 MB or more; Python's help pages by default

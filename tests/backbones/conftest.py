@@ -1,4 +1,4 @@
-"""The oracle of the state-space recurrence."""
+"""Reference implementation of Mamba2's state-space recurrence."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from torch import Tensor
 def recurrence(
     x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """h_t = exp(a_t) h_{t-1} + x_t b_t^T, y_t = h_t c_t, token by token. Returns y and the last state."""
+    """h_t = exp(a_t) h_{t-1} + x_t b_t^T and y_t = h_t c_t, token by token. Returns y and the last h."""
     batch, length, heads, width = x.shape
     repeat = heads // b.shape[2]
     b, c = b.repeat_interleave(repeat, 2), c.repeat_interleave(repeat, 2)

@@ -1,4 +1,4 @@
-"""Attention through transformers' attention interface: the same values, gradients and errors that help."""
+"""Llama with attention functions from transformers: same values and gradients as with sdpa, clear errors."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ MAMBA2 = {"name": "mamba2", "d_model": 16, "n_layer": 1, "d_state": 8, "headdim"
 def by_hand(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    """A user's function, which has asked for a mask of booleans."""
+    """A user's attention function. It takes a boolean mask, which ``boolean`` makes."""
     key, value = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (key, value))
     scores = (query @ key.mT * kwargs["scaling"]).masked_fill(~attention_mask, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2), None
@@ -51,7 +51,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def twins(attention: str, d_model: int = 16, **options: Any) -> list[LlamaBackbone]:
-    """The default and the named attention, with the same weights."""
+    """Two backbones with the same weights: one with the default attention, one with ``attention``."""
     made = []
     for name in ("sdpa", attention):
         torch.manual_seed(3)
@@ -74,7 +74,10 @@ def test_values_and_gradients(attention: str, n_kv_head: int, assert_close: Clos
 
 @pytest.mark.parametrize("attention", ["eager", "plain", "by_hand"])
 def test_with_a_state(attention: str, assert_close: Close) -> None:
-    """A prompt into an empty state is the function's; what follows is torch's, with the same trace."""
+    """With an empty state, the named function computes the attention; with a filled state, torch's does.
+
+    Values and states are the same as with sdpa throughout.
+    """
     z, x = torch.randn(2, 2, 9, 16)
     found = []
     with torch.no_grad():
@@ -110,7 +113,7 @@ def test_causal(attention: str) -> None:
 def test_eager_has_second_derivatives() -> None:
     f = twins("eager")[1]
     z = torch.randn(1, 4, 16, requires_grad=True)
-    with kernels.use("torch"):  # our own have none
+    with kernels.use("torch"):  # our own kernels have no second derivatives
         value = f(z, f.prepare(torch.randn(1, 4, 16))).square().sum()
     (first,) = torch.autograd.grad(value, z, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), z)
@@ -119,7 +122,7 @@ def test_eager_has_second_derivatives() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "flex_attention", "by_hand"])
 def test_models_are_pickled(attention: str) -> None:
-    f = twins(attention, 64, weight_norm=False)[1]  # flex takes heads of 16 on a GPU
+    f = twins(attention, 64, weight_norm=False)[1]  # on a GPU, flex attention needs a head dim of 16 or more
     z = torch.randn(2, 9, 64)
     with torch.no_grad():
         expected = f(z, f.prepare(z))
@@ -129,7 +132,7 @@ def test_models_are_pickled(attention: str) -> None:
 
 @pytest.mark.parametrize("heads", [{}, {"n_kv_head": 2}])
 def test_autocast_and_copies(heads: dict[str, int], assert_close: Close) -> None:
-    """The state is float32 where keys and values are not."""
+    """Under autocast, keys and values are bfloat16 and the state is float32."""
     z, x = torch.randn(2, 2, 9, 16)
     values = []
     with torch.no_grad(), torch.autocast(z.device.type, dtype=torch.bfloat16):
@@ -178,7 +181,7 @@ def test_block_masks_are_made_once_and_for_training_too() -> None:
 
 @pytest.fixture
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """A flash-attn 3 of the test's own; the list takes the shape of every key."""
+    """Installs a fake flash-attn 3. The list records the shape of the keys of every call."""
     calls: list[tuple[int, ...]] = []
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Tensor:
@@ -201,7 +204,8 @@ def test_flash_runs_where_there_are_no_slots(flash_calls: list[tuple[int, ...]],
     with torch.no_grad():
         context = f.prepare(x)
         assert_close(f(z, context).float(), default(z, context).float(), 0.05)
-        assert flash_calls == [(2, 9, 2, 4)] * 2  # keys and values are not repeated
+        # One call per layer, with 2 key/value heads: they are not repeated for the 4 query heads.
+        assert flash_calls == [(2, 9, 2, 4)] * 2
         state = f.initial_state(2)
         _, trace = f.evaluate(z, context, state)
         assert len(flash_calls) == 4
@@ -262,7 +266,7 @@ def test_the_configuration_keeps_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", ["pretrained", "config", "settings"])
 def test_transformers_argument(make: str, tmp_path: Path, assert_close: Close) -> None:
-    """``attn_implementation=`` is the body's ``attention``, over what a configuration says."""
+    """``attn_implementation=`` sets the backbone's ``attention`` and overrides the configuration."""
     config = ImplicitConfig(vocab_size=40, backbone=BODY)
     model = ImplicitForCausalLM(config).eval()
     if make == "pretrained":

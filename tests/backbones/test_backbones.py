@@ -1,4 +1,4 @@
-"""What every backbone promises, and what is particular to each."""
+"""Tests of the rules for all backbones, then tests of each backbone."""
 
 import copy
 from collections.abc import Callable
@@ -42,7 +42,7 @@ EXPLICIT = {
 
 
 def test_choices_of_kernels_may_end_in_any_order() -> None:
-    """As those of two threads do."""
+    """Two threads may leave their ``use`` blocks in any order."""
     one, other = kernels.use("torch"), kernels.use("torch")
     before = kernels.chosen()
     one.__enter__()
@@ -67,14 +67,17 @@ def layers_close(actual: State, expected: State) -> None:
 def test_states_advance_as_token_by_token(
     make_backbone: MakeBackbone, name: str, options: dict[str, object]
 ) -> None:
-    """For every number of consumed tokens, different in every sequence."""
+    """Advancing by several tokens gives the same state as advancing token by token.
+
+    Tests every number of tokens; the two sequences advance by different numbers.
+    """
     width = 5
     f = make_backbone(name, dtype=torch.float64, **options)
     z, x = torch.randn(2, 2, 3 + width, 16, dtype=torch.float64)
     context = f.prepare(x)
 
     def consume(state: State, start: Tensor, count: Tensor, tokens: int) -> tuple[Tensor, State]:
-        """Evaluate so many tokens from ``start`` on and advance by ``count``."""
+        """Evaluate ``tokens`` tokens from position ``start`` on, then advance by ``count`` tokens."""
         index = start[:, None] + torch.arange(tokens)
         window = torch.stack([z[i, row] for i, row in enumerate(index)])
         value, trace = f.evaluate(window, context.take(index), state)
@@ -96,7 +99,7 @@ def test_states_advance_as_token_by_token(
             torch.testing.assert_close(value, whole[:, 3:])
             for i, n in enumerate(count.tolist()):
                 row = torch.tensor([i])
-                if name == "module":  # what lies behind the tokens seen means nothing
+                if name == "module":  # values after the last seen token are arbitrary
                     kept = by_one[3 + n].layers[0][0][i, : 3 + n]
                     torch.testing.assert_close(state.layers[0][0][i, : 3 + n], kept)
                     assert state.seen[i] == 3 + n
@@ -123,11 +126,12 @@ def test_gradients_of_one_evaluation(
     make_backbone: MakeBackbone, name: str, options: dict[str, object]
 ) -> None:
     if name != "module" and torch.get_default_device().type == "cuda":
-        options = {**options, "weight_norm": False}  # torch's is good to 1e-7 there, in float64 too
+        # On a GPU, torch computes weight norm only to 1e-7, even in float64.
+        options = {**options, "weight_norm": False}
     f = make_backbone(name, dtype=torch.float64, **options)
     z, x = (torch.randn(1, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
     parameters = list(f.parameters())
-    with torch.no_grad():  # away from weights of exactly 1 and 0
+    with torch.no_grad():  # so that no weight is exactly 1 or 0
         for parameter in parameters:
             parameter.add_(0.05 * torch.randn_like(parameter))
     weight = torch.randn(1, 3, 16, dtype=torch.float64)
@@ -210,7 +214,7 @@ def test_a_backbone_without_state_refuses_a_window() -> None:
 
 
 def test_mamba2_against_the_equations(ssd_naive: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """One layer from its parameters, token by token, without the library's kernels."""
+    """Computes one layer from its parameters by the equations of Mamba2, without the library's kernels."""
     torch.manual_seed(5)
     f = Mamba2Backbone(16, 1, d_state=4, headdim=8, n_groups=2, d_conv=3, weight_norm=False).double()
     m = f.layers[0].mixer
@@ -385,7 +389,7 @@ def test_wrong_options(name: str, options: dict[str, object], said: str) -> None
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
 def test_an_adapter_in_place_of_a_linear_map_is_refused(make_backbone: MakeBackbone, name: str) -> None:
-    """It would be left out without a word: its weight is read, its forward is not called."""
+    """Backbones read ``weight`` and never call ``forward``, so the adapter would silently have no effect."""
 
     class Adapter(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
@@ -408,7 +412,7 @@ def test_an_adapter_in_place_of_a_linear_map_is_refused(make_backbone: MakeBackb
 @pytest.mark.parametrize("body", ["llama", "module"])
 def test_keeping_the_last_tokens_is_as_if_they_had_come_first(make_backbone: MakeBackbone, body: str) -> None:
     layer: ExplicitSequenceLayer | ImplicitSequenceLayer
-    if body == "llama":  # keys and values of one layer without memory of z depend on their own token alone
+    if body == "llama":  # in a single explicit layer, a token's keys and values depend only on this token
         layer = ExplicitSequenceLayer(LlamaBackbone(d_model=16, n_layer=1, n_head=2, injection=False))
     else:
         layer = ImplicitSequenceLayer(make_backbone(body), convergence=FixedIterations(1)).eval()

@@ -1,4 +1,4 @@
-"""Fused kernels against their plain twins: on a GPU if there is one, else through Triton's interpreter."""
+"""Compares Triton kernels with plain PyTorch, on a GPU if there is one, else in Triton's interpreter."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("needs_triton")
 def backbone(name: str) -> Mamba2Backbone:
     torch.manual_seed(0)
     made = Mamba2Backbone(**{"d_model": 16, "n_layer": 1, **SIZES[name]}).to(DEVICE)
-    for parameter in made.parameters():  # norms and skips start as ones, biases as zeros
+    for parameter in made.parameters():  # otherwise norms and skips are ones, and biases are zeros
         if parameter.dim() == 1:
             nn.init.normal_(parameter, std=0.5)
     return made
@@ -92,7 +92,7 @@ def test_backward_by_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("counts", [(2, 9), (0, 1), (3, 0)])
 @torch.no_grad()
 def test_states(name: str, counts: tuple[int, int]) -> None:
-    """What is evaluated after a state, and the state after a part of it."""
+    """Compares evaluations that start from a state, and the states after ``counts`` of their tokens."""
     body = backbone(name)
     x, z = (torch.randn(2, 9, 16, device=DEVICE) for _ in range(2))
     start = body.initial_state(2).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)
@@ -107,7 +107,7 @@ def test_states(name: str, counts: tuple[int, int]) -> None:
 
 @torch.no_grad()
 def test_states_of_many_taps_and_any_strides() -> None:
-    """More taps than the mixer's kernels know of still move on in the state's."""
+    """With more than four taps, the mixer uses PyTorch, but a kernel still advances the state."""
     torch.manual_seed(0)
     body = Mamba2Backbone(16, n_layer=1, d_state=8, headdim=8, d_conv=7).to(DEVICE)
     x, z = (torch.randn(2, 3, 16, device=DEVICE) for _ in range(2))
@@ -193,7 +193,7 @@ def test_recomputation_uses_the_kernels_of_the_forward_pass(
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
 def test_the_jacobian_penalty_of_a_context_prepared_for_kernels(name: str) -> None:
-    """The penalty evaluates without kernels, whatever the context was prepared for."""
+    """The penalty computes with PyTorch, even if the context was prepared for kernels."""
     body = backbone("plain") if name == "mamba2" else LlamaBackbone(16, n_layer=1, n_head=2).to(DEVICE)
     x, z = torch.randn(2, 1, 5, 16, device=DEVICE)
 
@@ -208,7 +208,7 @@ def test_the_jacobian_penalty_of_a_context_prepared_for_kernels(name: str) -> No
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
 def test_second_derivatives(name: str) -> None:
-    """Kernels refuse them; the Jacobian's penalty, which takes them, avoids kernels."""
+    """Kernels raise an error. The Jacobian penalty needs second derivatives, so it uses PyTorch."""
     body = backbone("plain") if name == "mamba2" else LlamaBackbone(16, n_layer=1, n_head=2).to(DEVICE)
     x, z = (torch.randn(1, 5, 16, device=DEVICE, requires_grad=True) for _ in range(2))
     with kernels.use("triton"), pytest.raises(RuntimeError, match=r"use\('torch'\)"):
@@ -241,8 +241,8 @@ def test_add_norm(shape: tuple[int, ...], with_added: bool) -> None:
 
 
 def test_coarse_types_are_summed_in_float32() -> None:
-    """The fused form of a coarse type is about as near to the truth as the plain one."""
-    coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bfloat16
+    """In float16 or bfloat16, kernels are about as accurate as plain PyTorch; the reference is float64."""
+    coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # Triton's interpreter has no bfloat16
     body = backbone("plain")
     x, z = (torch.randn(2, 21, 16, device=DEVICE) for _ in range(2))
 

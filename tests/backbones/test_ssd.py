@@ -1,4 +1,4 @@
-"""The state-space recurrence: the chunked form and the state against the plain recurrence."""
+"""Compares the chunked state-space recurrence, and its states, with the recurrence token by token."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Recurrence = Callable[..., tuple[Tensor, Tensor]]
 def random_inputs(
     length: int, groups: int = 1, dtype: torch.dtype = torch.float64, heads: int = 4
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x, a, b, c and a state; 2 sequences, head dim 3, state dim 5."""
+    """Random x, a, b, c and state for 2 sequences, head dim 3 and state dim 5."""
     x = torch.randn(2, length, heads, 3, dtype=dtype)
     a = -torch.rand(2, length, heads, dtype=dtype) * 2
     b, c = torch.randn(2, 2, length, groups, 5, dtype=dtype)
@@ -37,7 +37,7 @@ def test_chunked_equals_naive(
 def test_naive_is_the_recurrence_as_written(ssd_naive: Recurrence) -> None:
     x, a, b, c, state = random_inputs(3, groups=2)
     y, end = ssd_naive(x, a, b, c, state)
-    h = state[1, 3].clone()  # sequence 1, head 3, which shares group 1
+    h = state[1, 3].clone()  # sequence 1, head 3; this head uses b and c of group 1
     for t in range(3):
         h = a[1, t, 3].exp() * h + torch.outer(x[1, t, 3], b[1, t, 1])
         torch.testing.assert_close(y[1, t, 3], h @ c[1, t, 1])
@@ -86,7 +86,7 @@ def test_gradients(chunk: int) -> None:
 
 
 def test_strong_decay_does_not_overflow() -> None:
-    """Differences of cumulated decays in the future of a token are large and positive."""
+    """The decay from a later to an earlier token would be exp of a large number: mask before exp."""
     x, a, b, c, state = (t.float().requires_grad_() for t in random_inputs(16))
     y = ssd(x, a * 200, b, c, state, 16)
     y.sum().backward()

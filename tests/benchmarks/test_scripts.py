@@ -1,4 +1,4 @@
-"""The benchmark scripts run, check what they compare, and write what they say."""
+"""The benchmark scripts run, detect wrong results and write their files."""
 
 import io
 import json
@@ -22,7 +22,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in this process: another one would import torch and transformers anew."""
+    """Run a script in this process, because a new process would import torch and transformers again."""
     argv = [str(BENCHMARKS / script), *arguments]
     streams = [io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2)]
     status = 0
@@ -77,12 +77,12 @@ def test_solvers(trained: Path, tmp_path: Path) -> None:
     done = run("solvers.py", *arguments)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert len(rows) == 7  # torchdeq has no window
+    assert len(rows) == 7  # three solvers in two windows; torchdeq supports no window
     causal = [row for row in rows if row["solver"] in ("picard-0.7", "anderson-2")]
     assert all(row["leak"] == 0 and row["converged"] == 1 and row["problem"] is None for row in causal)
     assert all(row["leak"] > 0 for row in rows if row not in causal)
     assert all(0 < row["distance"] < 0.1 and 0 < row["residual"] < 3e-3 for row in causal)
-    assert causal[1]["evaluations"] < causal[0]["evaluations"]  # in the smaller window
+    assert causal[1]["evaluations"] < causal[0]["evaluations"]  # [1] has the smaller window
     for figure in (f"heat-{trained.name}-float32.png", "pareto.png"):
         assert (tmp_path / "out" / figure).stat().st_size > 0
 
@@ -108,16 +108,16 @@ def test_a_row_that_raises_or_is_wrong_names_its_problem(
         done = run("solvers.py", *arguments)
     assert done.returncode == 0, done.stderr
     leaks, raises = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert "leak" in leaks["problem"]  # of one sequence, too
+    assert "leak" in leaks["problem"]  # the batch has only one sequence
     assert raises["problem"].startswith("RuntimeError")
 
     file = tmp_path / "out" / "rows.jsonl"
     (line,) = file.read_text().splitlines()
-    file.write_text(f'{line}\n{{"case": "to')  # interrupted while writing
+    file.write_text(f'{line}\n{{"case": "to')  # as if the script had been interrupted while it wrote a row
     done = run("solvers.py", *arguments)
     assert done.returncode == 0, done.stderr
     first, second = file.read_text().splitlines()
-    assert first == line and json.loads(second)["problem"] is None  # what raised was tried again
+    assert first == line and json.loads(second)["problem"] is None  # the failed row was measured again
     file.write_text(f"no row\n{line}\n")
     done = run("solvers.py", *arguments)
     assert done.returncode == 2 and f"{file} cannot be read, line 1" in done.stderr

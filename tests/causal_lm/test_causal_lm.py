@@ -113,7 +113,7 @@ def test_the_aligned_output_layer(rows: int) -> None:
 
 
 def test_settings_of_others_are_kept(tmp_path: Path) -> None:
-    """transformers and its users put settings of their own into a configuration."""
+    """Saving and loading keeps settings that transformers or users add to a configuration."""
     model = ImplicitForCausalLM(ImplicitConfig(vocab_size=V, backbone=BODIES["llama"]))
     model.config.tokenizer_class = "PreTrainedTokenizerFast"
     model.save_pretrained(tmp_path)
@@ -155,7 +155,7 @@ def test_evaluation_policy_is_independent_of_the_training_policy() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_save_and_load(make: Make, tmp_path: Path, body: str, implicit: bool, tied: bool) -> None:
     model = make(body, implicit, tie_word_embeddings=tied, window=4)
-    with torch.no_grad():  # away from what a new model would have
+    with torch.no_grad():  # weights that a new model would not have
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
@@ -171,7 +171,7 @@ def test_save_and_load(make: Make, tmp_path: Path, body: str, implicit: bool, ti
 
 @pytest.mark.parametrize(("body", "implicit"), MODELS)
 def test_one_device_holds_the_layer(make: Make, tmp_path: Path, body: str, implicit: bool) -> None:
-    """accelerate puts on the disk what does not fit; it may be the embeddings, not a part of the layer."""
+    """accelerate may offload the embeddings to disk, but no part of the layer."""
     model = make(body, implicit, tie_word_embeddings=False)
     model.save_pretrained(tmp_path)
     place = {"offload_folder": tmp_path / "disk"}
@@ -323,13 +323,13 @@ def test_left_padding_and_carried_state(make: Make, body: str, implicit: bool) -
         torch.testing.assert_close(whole[1:, 4:], alone, rtol=1e-4, atol=1e-4)
         first = model(tokens[:, :8], attention_mask=mask[:, :8], use_cache=True)
         second = model(tokens[:, 8:], past_key_values=first.past_key_values)
-    if not implicit:  # a fixed number of iterations is no fixed point yet
+    if not implicit:  # without convergence, two calls differ from one call
         torch.testing.assert_close(second.logits, whole[:, 8:], rtol=1e-4, atol=1e-4)
     assert second.past_key_values.state.seen.tolist() == [11, 7]
 
 
 def test_an_output_layer_of_ones_own_keeps_its_bias(make: Make) -> None:
-    """Where a GPU would take the aligned product of its weight alone."""
+    """On a GPU, the model's own head uses ``aligned_linear``. A head set by the user must keep its bias."""
 
     class OnGPU(torch.Tensor):
         is_cuda = True  # type: ignore[assignment]
@@ -344,7 +344,7 @@ def test_an_output_layer_of_ones_own_keeps_its_bias(make: Make) -> None:
 
 def test_data_parallel_is_refused(make: Make) -> None:
     model = make("llama")
-    model.model._is_replica = True  # as nn.DataParallel marks its copies
+    model.model._is_replica = True  # nn.DataParallel sets this mark on its copies
     with pytest.raises(ValueError, match="one process per GPU"):
         model(torch.zeros(1, 3, dtype=torch.int64))
 
@@ -365,7 +365,7 @@ def test_initialisation_follows_the_configuration() -> None:
     config = ImplicitConfig(vocab_size=2000, backbone=BODIES["mamba2"], initializer_range=0.3)
     model = ImplicitForCausalLM(config)
     assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.3, rel=0.05)
-    # Backbones initialise themselves: nothing of theirs was overwritten.
+    # Backbones initialise their own weights; transformers must not overwrite them.
     mixer = model.model.layer.backbone.layers[0].mixer
     assert mixer.D.eq(1).all() and mixer.A_log.exp().min() >= 0.99
     for module in model.modules():

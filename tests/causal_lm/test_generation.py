@@ -1,4 +1,4 @@
-"""Caches and generation: what is decoded is what the full forward pass says."""
+"""Caches and generation: decoding with a cache gives the same result as a full forward pass."""
 
 import copy
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Make = Callable[..., ImplicitForCausalLM]
 
 @pytest.fixture
 def make(contractive: Callable[[Backbone], Backbone]) -> Make:
-    """``make(body, implicit=True, **options)``: a small model in evaluation mode, tightly solved."""
+    """``make(body, implicit=True, **options)``: a small model in evaluation mode, with a tight tolerance."""
 
     def build(body: str, implicit: bool = True, **options: Any) -> ImplicitForCausalLM:
         torch.manual_seed(3)
@@ -102,7 +102,7 @@ def test_left_padded_prompts_equal_each_alone(make: Make, body: str, guess: str)
 @pytest.mark.parametrize(("body", "implicit"), MODELS)
 @torch.no_grad()
 def test_beams(make: Make, body: str, implicit: bool) -> None:
-    """A beam's score is the log-likelihood that a full forward pass gives it."""
+    """A beam's score equals the log-likelihood of its tokens in a full forward pass."""
     model, ids = make(body, implicit), prompts(2, 5)
     out = model.generate(
         ids, num_beams=3, max_new_tokens=6, min_new_tokens=6, do_sample=False, length_penalty=0.0,
@@ -127,7 +127,7 @@ def test_sampling_is_seeded_and_batches_return_several(make: Make, body: str) ->
 
 
 class _Ids:
-    """A tokenizer for a streamer: a token is its number."""
+    """A tokenizer that decodes each token to its number."""
 
     def decode(self, ids: Any, **options: Any) -> str:
         return "".join(f"{int(i)} " for i in ids)
@@ -152,7 +152,7 @@ def test_cropping_takes_tokens_back(make: Make) -> None:
     mask[1, :9] = 0
     whole = model(ids, attention_mask=mask).logits
     cache = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values
-    model(prompts(3, 5), past_key_values=cache)  # a draft that is refused
+    model(prompts(3, 5), past_key_values=cache)  # five draft tokens; all are rejected
     cache.crop(-5)
     assert cache.get_seq_length() == 8 and cache.state.seen.tolist() == [8, 0, 8]
     out = model(ids[:, 8:], attention_mask=mask, past_key_values=cache)
@@ -172,10 +172,10 @@ def test_a_given_state_counts_as_seen(make: Make) -> None:
     state = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).past_key_values.state
     cache = EquilibriumCache(True, state)
     assert cache.get_seq_length() == 8 and torch.equal(cache.content.real, mask[:, :8].bool())
-    model(prompts(2, 4), past_key_values=cache)  # a draft that is refused, its last token first
+    model(prompts(2, 4), past_key_values=cache)  # four draft tokens; the last one is rejected
     cache.crop(-1)
     assert cache.get_seq_length() == 11 and cache.state.seen.tolist() == [11, 8]
-    cache.crop(-5)  # and two of the tokens given
+    cache.crop(-5)  # rejects the other three, and removes the last two tokens of `state`
     assert cache.get_seq_length() == 6 and cache.state.seen.tolist() == [6, 3]
     cache.batch_repeat_interleave(2)
     again, long = (t.repeat_interleave(2, 0) for t in (ids, mask))
@@ -189,7 +189,7 @@ def test_a_given_state_counts_as_seen(make: Make) -> None:
 
 
 def test_speculative_decoding(make: Make) -> None:
-    """By prompt look-up: attention takes refused tokens back, a recurrent state says that it cannot."""
+    """Prompt look-up: attention removes rejected tokens from its cache. Recurrent models raise an error."""
     model = make("llama")
     ids = prompts(1, 6).repeat(1, 3)
     assert torch.equal(greedy(model, ids, 8, prompt_lookup_num_tokens=3), greedy(model, ids, 8))
@@ -241,7 +241,7 @@ def test_wrong_caches(make: Make) -> None:
 
 
 def test_the_previous_equilibrium_as_a_guess(make: Make) -> None:
-    """The same tokens, from another start: a slow map makes the difference visible."""
+    """Starting from the previous equilibrium changes the residuals, but not the logits."""
     model, ids = make("llama"), prompts(1, 6)
     with torch.no_grad():
         cache = model(ids[:, :5], use_cache=True).past_key_values
@@ -262,7 +262,7 @@ def test_the_previous_equilibrium_as_a_guess(make: Make) -> None:
 def test_packed_sequences_equal_separate_ones(
     make: Make, body: str, implicit: bool, window: int | None, layout: str
 ) -> None:
-    """Positions that start anew at 0 begin another sequence."""
+    """Position ids that restart at 0 begin a new sequence within the row."""
     model = make(body, implicit, **({"window": window} if implicit else {}))
     lengths = [[5, 1, 4], [7, 2], [10]]
     ids, mask = prompts(3, 12), torch.zeros(3, 12, dtype=torch.int64)
@@ -292,7 +292,7 @@ def test_packed_sequences_equal_separate_ones(
 @pytest.mark.parametrize("body", BODIES)
 @torch.no_grad()
 def test_a_loop_over_the_model(make: Make, body: str) -> None:
-    """What a cache is for: in evaluation calls return one by themselves."""
+    """In evaluation mode, calls return a cache by default; the next call continues from it."""
     model, ids = make(body), prompts(2, 9)
     expected = model(ids).logits
     out = model(ids[:, :8])
@@ -324,7 +324,7 @@ def test_calls_that_contradict_their_cache(make: Make) -> None:
 
 
 class Stateless(Backbone):
-    """tanh of the running sum of x, and of z / 2: it carries nothing from call to call."""
+    """f(z, x) = tanh(cumsum(x) + z / 2), without a state: a call knows nothing of earlier calls."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()

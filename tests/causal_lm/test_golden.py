@@ -1,6 +1,6 @@
-"""Parity with the reference implementation: its checkpoints, and the numbers that it computed from them.
+"""Our models reproduce the logits, losses and gradients of the reference implementation on its checkpoints.
 
-The files are optional data, in the folder ``golden`` of ``DEQSEQ_TEST_DATA``.
+The checkpoints and numbers are optional data: the folder ``golden`` of ``DEQSEQ_TEST_DATA``.
 """
 
 import re
@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from deqseq.causal_lm import ImplicitForCausalLM, reference
 
-# The reference's own search for the phantom gradient stood at a residual of 6e-5 in mamba2, and its
-# sequential and simultaneous logits differ by 3e-5 there.
+# mamba2 has looser tolerances: the reference's own search stopped at a residual of 6e-5, and its sequential
+# and simultaneous logits differ by 3e-5.
 PHANTOM = {"llama": 1e-4, "mamba2": 1e-3}
 EVALUATION = {"llama": 2e-5, "mamba2": 2e-4}
 
@@ -41,14 +41,14 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def ours(name: str) -> str:
-    """Our name of one of the reference's parameters."""
+    """Our name for the reference's parameter ``name``."""
     for pattern, replacement in reference.KEYS.items():
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def check(model: ImplicitForCausalLM, logits: Any, e: Any, what: str, tolerance: float, grads: float) -> None:
-    """Compare logits, loss and every gradient with those that the reference computed."""
+    """Compare the logits, the loss and every gradient with the reference's numbers ``e``."""
     loss = F.cross_entropy(logits.flatten(0, 1), e["targets"].flatten())
     loss.backward()
     assert relative(logits, e[f"{what}_logits"]) < tolerance
@@ -81,7 +81,7 @@ def test_phantom(golden: Golden, name: str) -> None:
 @pytest.mark.parametrize("window", [None, 8, 1])
 def test_sequential_and_simultaneous(golden: Golden, name: str, window: int | None) -> None:
     model, e = golden
-    length = 8 if window == 1 else None  # token by token is slow, and no token depends on later ones
+    length = 8 if window == 1 else None  # window 1 is slow; the first 8 tokens do not depend on later tokens
     with torch.no_grad():
         logits = model(e["input_ids"][:, :length], window=window).logits
     for what in ("sequential_logits", "simultaneous_eval_logits"):

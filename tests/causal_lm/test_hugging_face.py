@@ -1,4 +1,4 @@
-"""What users do with any transformers model: resize, checkpoint, fine-tune, stop, resume, prompt."""
+"""Common uses of a transformers model: resize, save checkpoints, fine-tune, stop, resume, prompt."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -149,7 +149,7 @@ def test_the_trainer_evaluates(make: Make, tmp_path: Path, body: str, smoothing:
 
 
 class StopAt(TrainerCallback):
-    """Ends training after a step, as a time limit would."""
+    """Saves a checkpoint and ends training after step number ``step``, as a time limit would."""
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -1,4 +1,4 @@
-"""The fused loss against transformers' own: on a GPU if there is one, else through Triton's interpreter."""
+"""The fused loss equals transformers' loss. Without a GPU, the tests use Triton's interpreter."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ fused = pytest.mark.usefixtures("needs_triton")
 
 
 def batch(vocab_size: int, columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Logits (2, 7, columns) and labels of which some are ignored."""
+    """Logits (2, 7, columns) and labels (2, 7), some of which are -100 (ignored)."""
     logits = 5 * torch.randn(2, 7, columns, device=DEVICE)
     labels = torch.randint(0, vocab_size, (2, 7), device=DEVICE)
     labels[0, 2:4] = -100
@@ -26,7 +26,7 @@ def batch(vocab_size: int, columns: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def both(logits: Tensor, labels: Tensor, vocab_size: int, items: Any = None, scale: float = 1.0) -> None:
-    """The fused loss and its gradient are those of transformers."""
+    """Compare the fused loss and its gradient with those of transformers."""
     values, gradients = [], []
     for name in ("torch", "triton"):
         at = logits.clone().requires_grad_()
@@ -39,7 +39,8 @@ def both(logits: Tensor, labels: Tensor, vocab_size: int, items: Any = None, sca
         values.append(loss)
         gradients.append(at.grad)
     torch.testing.assert_close(values[1], values[0], equal_nan=True, rtol=1e-5, atol=1e-6)
-    # Both are computed in float32, and may fall on either side where they are rounded.
+    # Both gradients are computed in float32 and then rounded to the logits' dtype, possibly in different
+    # directions.
     rounding = max(1e-5, torch.finfo(logits.dtype).eps)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=rounding, atol=1e-7 * max(1, abs(scale)))
     assert not gradients[1][..., vocab_size:].any()
@@ -58,7 +59,7 @@ def test_value_and_gradient(vocab_size: int, columns: int) -> None:
 @pytest.mark.parametrize("items", [5, torch.tensor(5), torch.tensor([3.0]), 0])
 def test_number_of_items(items: Any) -> None:
     logits, labels = batch(37, 64)
-    if isinstance(items, int) and items == 0:  # as the trainer counts a batch of padding
+    if isinstance(items, int) and items == 0:  # the trainer passes 0 for a batch that is all padding
         labels.fill_(-100)
     both(logits, labels, 37, items)
 
@@ -99,7 +100,7 @@ def test_logits_that_are_not_contiguous() -> None:
 
 @fused
 def test_infinite_logits() -> None:
-    """Of forbidden tokens, -inf, also a whole block of them; of padding columns, anything."""
+    """Logits may be -inf for many tokens, even for a whole block. Padding columns may hold anything."""
     logits, labels = batch(5003, 5056)
     logits[..., :4500] = -torch.inf
     labels.clamp_min_(4500)
@@ -122,7 +123,7 @@ def test_the_first_label_and_the_last_logits_do_not_matter(name: str) -> None:
 @fused
 @pytest.mark.parametrize("wrong", [-1, 37, 63, 10**12])
 def test_labels_outside_the_vocabulary(wrong: int) -> None:
-    """NaN, for the value and for the row's gradient: nothing is read at such a place."""
+    """A label outside the vocabulary makes the loss and the gradient of its row NaN."""
     logits, labels = batch(37, 64)
     labels[0, 1] = wrong
     logits.requires_grad_()
@@ -146,7 +147,7 @@ def model() -> ImplicitForCausalLM:
 
 
 def padded_head(model: ImplicitForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output layer as it is on a GPU."""
+    """Let the model pad its logits to aligned columns, as it does on a GPU."""
 
     def logits(hidden: Tensor) -> tuple[Tensor, Tensor]:
         padded = modeling.aligned_linear(hidden, model.lm_head.weight)

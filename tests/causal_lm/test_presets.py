@@ -44,7 +44,7 @@ def test_a_preset_with_other_fields() -> None:
 @pytest.mark.parametrize("form", ["explicit", "bounded"])
 @torch.no_grad()
 def test_the_small_ones_run(body: str, form: str) -> None:
-    """In full width; two layers of them all."""
+    """Full width, but only two layers."""
     config = ImplicitConfig.from_preset(f"{body}-130m-{form}", vocab_size=500)
     config.backbone["n_layer"] = 2
     logits = ImplicitForCausalLM(config).eval()(torch.randint(0, 500, (1, 8))).logits

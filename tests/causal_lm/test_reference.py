@@ -1,4 +1,4 @@
-"""Checkpoints in the format of the reference implementation, written here from models of ours."""
+"""Load checkpoints in the reference implementation's format. The tests write them from our models."""
 
 import json
 from copy import deepcopy
@@ -51,7 +51,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``settings`` with values replaced at dotted paths."""
+    """A copy of ``settings`` with ``changes``, whose keys are dotted paths such as ``"a.b"``."""
     settings = deepcopy(settings)
     for path, value in changes.items():
         *folders, last = path.split(".")
@@ -63,7 +63,7 @@ def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 
 def theirs(name: str) -> str:
-    """The reference's name of one of our weights."""
+    """The reference's name for our weight ``name``."""
     for ours, reference in (
         ("lm_head.", "criterion.decoder."),
         ("model.embed_tokens.", "word_emb.emb."),

@@ -1,4 +1,4 @@
-"""Anderson and Broyden: fast on linear maps, restarted at the frontier, never worse than finite."""
+"""Solvers: speed on linear maps, restarts of the history, non-finite values, best iterates."""
 
 from collections.abc import Callable
 
@@ -60,14 +60,14 @@ def test_linear_maps_take_about_as_many_evaluations_as_dimensions(
     limit = D + 3 if solver == "anderson" else 4 * D
     assert out.solution.iterations.max() <= limit
     assert plain.solution.iterations.min() > 10 * limit
-    # z = A (z + x)
+    # the solution of z = A (z + x)
     expected = torch.linalg.solve(torch.eye(D, dtype=torch.float64) - matrix, matrix @ x.mT).mT
     torch.testing.assert_close(out.z, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("solver", ["anderson", "broyden"])
 def test_many_tokens_at_once_are_faster_than_picard(pointwise: Pointwise, solver: str) -> None:
-    """Each token's history starts when its predecessor settles, yet they overlap."""
+    """A token uses its history only once the tokens before it have nearly settled. This is still fast."""
     matrix, x = slow_matrix(), torch.randn(2, 8, D, dtype=torch.float64)
     fast = solve(pointwise(matrix), WITH_MEMORY[solver], x).solution.nfe
     slow = solve(pointwise(matrix), Picard(), x).solution.nfe
@@ -118,7 +118,7 @@ def nonlinear(z: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("memory", [1, 2, 5])
 def test_broyden_against_dense_matrices(make_progress: MakeProgress, memory: int) -> None:
-    """Good Broyden on the inverse Jacobian itself, started again when ``memory`` updates are in."""
+    """Compare with Broyden's good method on a dense inverse Jacobian, reset after ``memory`` updates."""
     solver, start = Broyden(memory=memory), torch.randn(1, 1, D, dtype=torch.float64)
     z, state = start, solver.init(start)
     inverse, updates, before = -torch.eye(D, dtype=torch.float64), 0, None
@@ -171,7 +171,7 @@ def test_a_token_whose_map_shifts_takes_picard_steps(
         if step <= 3 and why == "entered":
             told.entered = told.entered | second
         elif step <= 3:
-            told.residual = torch.tensor([[0.5, 1.0]])  # the token before it moves nearly as much
+            told.residual = torch.tensor([[0.5, 1.0]])  # the first token's residual is half the second's
         return told
 
     iterates = iterate_by_hand(solver, matrix, x, until_third, 6)
@@ -180,7 +180,7 @@ def test_a_token_whose_map_shifts_takes_picard_steps(
         torch.testing.assert_close(iterates[step][:, 1], plain[step][:, 1])
     for step in range(1, 4):
         assert not torch.allclose(iterates[step][:, 0], plain[step][:, 0], rtol=1e-3)
-    # From then on its history is as short as that of a token that starts there.
+    # The second token's next step is that of a fresh solver whose history starts at plain[2].
     start = plain[3][:, 1:]
     z, state = start, solver.init(start)
     fresh = []
@@ -202,7 +202,7 @@ def test_history_counts_behind_tokens_that_are_calm_or_settled() -> None:
 
 @pytest.mark.parametrize("name", ["anderson", "broyden"])
 def test_history_counts_from_when_the_predecessors_are_calm(name: str) -> None:
-    """The loop tells: with a memory a chain of tokens takes no more evaluations than Picard's."""
+    """In a chain of tokens, solvers with a history need no more iterations in total than Picard."""
 
     class Chain(torch.nn.Module):
         def forward(self, u: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def test_history_counts_from_when_the_predecessors_are_calm(name: str) -> None:
 def test_history_is_used_in_a_fixed_number_of_iterations(
     pointwise: Pointwise, name: str, window: int | None
 ) -> None:
-    """Without a residual nothing shifts: every token uses its history from the start."""
+    """A fixed number of iterations computes no residual, so every token uses its history from the start."""
     matrix, x = slow_matrix(), torch.randn(2, 4, D, dtype=torch.float64)
     exact = torch.linalg.solve(torch.eye(D, dtype=torch.float64) - matrix, matrix @ x.mT).mT
     error = {}
@@ -238,7 +238,7 @@ def test_history_is_used_in_a_fixed_number_of_iterations(
 def test_sequence_history_is_used_up_to_the_last_fixed_iteration(
     pointwise: Pointwise, make_progress: MakeProgress, name: str
 ) -> None:
-    """The layer's iterates are the solver's own, the last one included."""
+    """The layer gives the same result as the solver iterated by hand, including the last step."""
     matrix, x = slow_matrix(), torch.randn(2, 3, D, dtype=torch.float64)
     steps = 5
     layer = ImplicitSequenceLayer(
@@ -290,7 +290,7 @@ def test_steps_are_finite_for_finite_evaluations(
 def test_recovers_after_a_non_finite_evaluation(
     make_progress: MakeProgress, make: Callable[..., Solver]
 ) -> None:
-    """The loop holds z where f was not finite; old NaN in the history must not stay for ever."""
+    """z stays where f was not finite. The solver must drop the NaN from its history and converge."""
     solver, matrix = make(memory=3), slow_matrix(0.8)
     x = torch.randn(1, 2, D, dtype=torch.float64)
     z, state = torch.zeros_like(x), solver.init(x)
@@ -305,7 +305,7 @@ def test_recovers_after_a_non_finite_evaluation(
 
 
 def test_damping(pointwise: Pointwise) -> None:
-    """A map with eigenvalue -1.5 oscillates away; damped, Picard solves it."""
+    """For a map with eigenvalue -1.5, plain Picard oscillates and diverges; damped Picard converges."""
     f, x = pointwise(torch.tensor(-1.5)), torch.randn(2, 3, 4)
     policy = Residual(rtol=1e-4, max_iter=60)
     with torch.no_grad():
@@ -325,7 +325,7 @@ def test_picard_step(make_progress: MakeProgress) -> None:
 
 
 def test_best_iterate_returns_the_best_it_saw(make_progress: MakeProgress) -> None:
-    """Against a map that wanders: the last evaluation is spent where the residual was least."""
+    """The residual falls and rises again. The last evaluation is at the iterate of smallest residual."""
     solver = BestIterate("picard")
     z = torch.zeros(1, 2, 1)
     state = solver.init(z)
@@ -333,7 +333,7 @@ def test_best_iterate_returns_the_best_it_saw(make_progress: MakeProgress) -> No
     for step, size in enumerate(sizes):
         last = torch.full((1, 2), step == len(sizes) - 1)
         visited.append(z)
-        # f(z) moves by ``size`` at a scale of 10
+        # After the first step |f(z) - z| = size, and |f(z)| is between 10 and 20.
         fz = torch.full_like(z, 10.0) if step == 0 else z + size
         told = make_progress(z, step, last=last)
         z, state = solver.step(z, fz, state, told)
@@ -341,7 +341,7 @@ def test_best_iterate_returns_the_best_it_saw(make_progress: MakeProgress) -> No
 
 
 def test_best_iterate_of_a_sequence_with_padding(make_progress: MakeProgress) -> None:
-    """Padding never takes part: it must not make the sequence begin anew at every step."""
+    """Padding must not reset the best iterate at every step."""
     solver = BestIterate("picard", scope="sequence")
     z = torch.zeros(1, 3, 1)
     real = torch.tensor([[True, True, False]])
@@ -359,7 +359,7 @@ def test_best_iterate_of_a_sequence_with_padding(make_progress: MakeProgress) ->
 
 @pytest.mark.parametrize("window", [None, 1])
 def test_best_iterate_of_a_map_that_drifts_away(rates: Backbone, window: int | None) -> None:
-    """With a rate beyond -1 the residual grows: the best iterate is an early one."""
+    """With a rate below -1 the residual grows, so the best iterate is an early one."""
     x = torch.ones(2, 1 if window is None else 3, 4)
     x[..., 0] = -1.3
     policy = Residual(rtol=1e-6, max_iter=9)
@@ -373,7 +373,7 @@ def test_best_iterate_of_a_map_that_drifts_away(rates: Backbone, window: int | N
 
 
 def test_best_iterate_costs_tokens_behind_an_unsettled_one_nothing(rates: Backbone) -> None:
-    """What has no best iterate yet goes on as with the solver alone."""
+    """Tokens behind an unsettled token have no best iterate yet; they step as without the wrapper."""
     x = torch.ones(1, 3, 4)
     x[0, :, 0] = torch.tensor([0.999, 0.5, 0.5])
     policy = Residual(rtol=1e-4, max_iter=9)

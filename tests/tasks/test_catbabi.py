@@ -1,4 +1,4 @@
-"""CatbAbI: what is built, the streams, the carried state, training, evaluation and the command line."""
+"""CatbAbI: data, streams, the state carried between batches, training, evaluation and the command line."""
 
 import json
 import re
@@ -42,7 +42,7 @@ PLACES = ("garden", "kitchen", "hall", "office")
 
 
 def write_babi(folder: Path, stories: int = 6) -> Path:
-    """Files of all tasks, in which Mary goes somewhere, once or twice, and is asked for."""
+    """Write files of all tasks. In each story Mary moves once or twice, with a question after each move."""
     folder.mkdir(parents=True)
     chance = torch.Generator().manual_seed(0)
     for split in ("train", "valid", "test"):
@@ -138,7 +138,7 @@ def test_files_of_another_form_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def stories_of(tokens: list[int]) -> list[tuple[int, ...]]:
-    """Token by token apart at every <eos>, without what may be cut off at the end."""
+    """Split tokens into stories, which start with <eos>. Drops the last story, which may be cut off."""
     starts = [i for i, token in enumerate(tokens) if token == 1]
     return [tuple(tokens[start:end]) for start, end in pairwise(starts)]
 
@@ -154,7 +154,7 @@ def test_a_pass_of_training_reads_every_story_once(data: CatBabi) -> None:
                   for s in stories_of([*row[: b - a].tolist(), 1])]  # fmt: skip
     assert streams.shape[1] > max(b - a for a, b in pairwise(edges))
     assert sorted(first_pass) == sorted(stories_of([*stories.tokens.tolist(), 1]))
-    # What follows is the next pass, without a gap, in another order.
+    # The next pass follows without a gap, in another order.
     second = [stories_of(row[b - a :].tolist())[0] for row, a, b in
               zip(streams, edges[:-1], edges[1:], strict=True)]  # fmt: skip
     assert all(story in first_pass for story in second)
@@ -256,7 +256,7 @@ def weights(model: ImplicitForCausalLM) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("backbone", "stopped_at"), [("llama", 4), ("mamba2", 6)])  # in both stages
+@pytest.mark.parametrize(("backbone", "stopped_at"), [("llama", 4), ("mamba2", 6)])  # resumes in either stage
 def test_resumed_run_equals_uninterrupted_run(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backbone: Any, stopped_at: int
 ) -> None:
@@ -299,7 +299,7 @@ def test_state_is_carried_in_training(built: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_batch_that_asks_nothing_moves_nothing(built: Path, tmp_path: Path) -> None:
-    settings = small(built, batch_size=1, cut=1, steps=1)  # the first token is <eos>
+    settings = small(built, batch_size=1, cut=1, steps=1)  # one token, <eos>: no answer to learn
     set_seed(settings.seed)
     before = weights(ImplicitForCausalLM(settings.config(len(load(built).vocabulary))))
     after = weights(train(settings, tmp_path))
@@ -316,7 +316,7 @@ def run(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_implicit_model_learns_to_answer(run: Path, data: CatBabi) -> None:
     found = evaluate(load_run(run), data)
-    assert found.accuracy > 0.5  # a guess among the places has 0.25
+    assert found.accuracy > 0.5  # guessing one of the four places gives 0.25
     assert found.perplexity is None
     assert found.iterations is not None and found.iterations >= 1
     stories = data.splits["test"]
@@ -355,7 +355,7 @@ def test_from_the_command_line(
     assert main(["evaluate", str(run), "--window", "4"]) == 0
     record = json.loads((tmp_path / "explicit" / "evaluation" / "test.json").read_text())
     assert list(record["accuracy_by_task"]) == [str(task) for task in TASKS] and record["iterations"] is None
-    assert 1 < record["perplexity"] < 20  # there are 12 words
+    assert 1 < record["perplexity"] < 20  # the vocabulary has 12 words
     capsys.readouterr()
     assert main(["compare", str(run), explicit, "--output", str(tmp_path / "compare")]) == 0
     above = json.loads((tmp_path / "compare" / "compare.json").read_text())["above"]["implicit"]["explicit"]
@@ -432,7 +432,7 @@ def test_data_may_move_but_not_change(built: Path, tmp_path: Path, run: Path) ->
 
 
 def other_data(folder: Path, data: CatBabi, word: Callable[[str], str] = str) -> CatBabi:
-    """The test stories of ``data`` in all splits, other words for its words."""
+    """Data whose splits all hold the test stories of ``data``, with every word w replaced by ``word(w)``."""
     stories = data.splits["test"]
     words = [
         [word(data.vocabulary[i]) for i in part] for part in stories.tokens.split(stories.lengths.tolist())

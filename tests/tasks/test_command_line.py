@@ -1,4 +1,4 @@
-"""How the programs end: one line on what went wrong, and an exit status."""
+"""Programs that fail print one line about the error and return an exit status."""
 
 from pathlib import Path
 from typing import Any

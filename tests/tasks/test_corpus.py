@@ -1,4 +1,4 @@
-"""The data of language modelling: documents, hold-out, shards, rows, streams."""
+"""Data for language modelling: documents, held-out documents, shards, rows, streams."""
 
 import bz2
 import copy
@@ -73,7 +73,7 @@ def stored(folder: TokenFolder, split: Any) -> np.ndarray:
 
 
 def texts(tokens: np.ndarray, tokenizer: Any) -> list[str]:
-    """The documents in a run of tokens."""
+    """The decoded documents in ``tokens``, which must end with a whole document."""
     assert tokens[-1] == tokenizer.eos_token_id
     return tokenizer.decode(tokens.tolist()).split(END)[:-1]
 
@@ -449,7 +449,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, book: Path, tokenizer: Any
         flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         file.write_bytes(flipped)
         try:
-            assert opened() == whole  # a space or an escape of JSON that means the same
+            assert opened() == whole  # the flip only changed how the JSON is written, not its values
         except ValueError as error:
             assert "\n" not in str(error)
             noticed += 1
@@ -459,14 +459,14 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, book: Path, tokenizer: Any
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """A folder of one shard."""
+    """A prepared folder with one shard."""
     place = tmp_path_factory.mktemp("tiny")
     (place / "a.txt").write_text("the cat")
     return prepare(place / "out", sources([str(place / "a.txt")]), tokenizer).path
 
 
 def with_manifest(folder: TokenFolder, change: Callable[[dict[str, Any]], Any], version: int = 2) -> Path:
-    """Change the manifest by hand; in version 2, with the right checksum."""
+    """Change the manifest, and give it a matching checksum if ``version`` is 2 (version 1 has none)."""
     file = folder.path / "manifest.json"
     content = json.loads(file.read_text())
     change(content)
@@ -535,7 +535,7 @@ def test_folders_of_version_1_are_read_and_verified(tmp_path: Path, book: Path, 
     old = TokenFolder(with_manifest(folder, lambda _: None, version=1))
     assert old.fingerprint == folder.fingerprint
     old.verify()
-    assert pipeline.prepare(folder.path, read, tokenizer, "test", FIFTH, 10**9, 1) == 0  # nothing to do
+    assert pipeline.prepare(folder.path, read, tokenizer, "test", FIFTH, 10**9, 1) == 0  # already complete
     for name in ("tokenizer/tokenizer.json", "train-00000.bin"):
         data = (folder.path / name).read_bytes()
         (folder.path / name).write_bytes(data[:-1] + b"x")
@@ -558,7 +558,7 @@ def test_damaged_tokenizer_configuration_is_named(tmp_path: Path, book: Path, to
 
 @pytest.fixture
 def folder(tmp_path: Path, book: Path, tokenizer: Any) -> TokenFolder:
-    """Several shards of short documents."""
+    """A prepared folder with several shards of short documents."""
     found = prepare(tmp_path / "out", sources([str(book)], "blank"), tokenizer, shard_tokens=3000)
     assert len(list(found.path.glob("train-*.bin"))) > 2
     return found
@@ -631,7 +631,7 @@ def test_streamed_rows_are_those_of_shards(tmp_path: Path, tokenizer: Any, mode:
     for split in ("train", "validation"):
         rows = folder.rows(split, 40, mode)  # type: ignore[arg-type]
         streamed = StreamedRows(documents, tokenizer, 40, mode, split=split, hold_out=hold_out)  # type: ignore[arg-type]
-        for _ in range(2):  # a stream starts again
+        for _ in range(2):  # a second pass starts at the beginning
             found = list(streamed)
             assert len(found) == len(rows)
             for i, row in enumerate(found):

@@ -72,7 +72,7 @@ def make_model(implicit: bool = True, vocab_size: int = 300) -> ImplicitForCausa
 
 @pytest.fixture(scope="module")
 def model(tokenizer: PreTrainedTokenizerFast) -> ImplicitForCausalLM:
-    """An implicit model that has seen the text for some seconds."""
+    """An implicit model trained on the text for some seconds."""
     torch.manual_seed(0)
     made = make_model().train()
     tokens = encode(tokenizer, TEXT)
@@ -93,7 +93,7 @@ def tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
 
 @pytest.fixture(scope="module")
 def saved(model: ImplicitForCausalLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model, its tokenizer beside it, and a text in ``text.txt``."""
+    """A folder with ``model`` (and its tokenizer), ``bare`` (without one), ``explicit`` and ``text.txt``."""
     folder = tmp_path_factory.mktemp("saved")
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -106,7 +106,7 @@ def saved(model: ImplicitForCausalLM, tokenizer: Any, tmp_path_factory: pytest.T
 
 @torch.no_grad()
 def by_hand(model: Any, tokens: Tensor, length: int) -> float:
-    """Cross-entropy of every token but the first, each given the tokens before it in its sequence."""
+    """Mean cross-entropy of all tokens but the first, given the earlier tokens of the same sequence."""
     total = 0.0
     for i in range(0, len(tokens) - 1, length):
         inputs = tokens[i : min(i + length, len(tokens) - 1)]
@@ -158,10 +158,10 @@ def test_lengths_share_their_tokens(model: ImplicitForCausalLM, tokens: Tensor) 
     first, *longer = found
     assert all(p.change is None for p in first.by_position)
     for s in longer:
-        # The changes of the same tokens add up to the change of the text.
+        # The changes of the single positions add up to the change of the whole text.
         changes = [p.tokens * (p.change or 0) for p in s.by_position]
         assert sum(changes) / 85 == pytest.approx(s.nll - first.nll, abs=1e-9)
-    # Where both lengths have seen the same tokens before, no token changes; beyond that, they do.
+    # The loss changes only beyond the shorter length, where the longer sequences have more context.
     within, beyond, *_ = score(model, tokens, [16, 64])[1].by_position
     assert within.change_stderr == pytest.approx(0, abs=1e-5)
     assert beyond.change_stderr is not None and beyond.change_stderr > 1e-3
@@ -195,9 +195,9 @@ def test_windows_agree_at_the_equilibrium_and_not_before_it(
         assert a.agreement == 1 and 0 < a.mean_logit_diff <= a.max_logit_diff < 1e-3 and 0 <= a.kl < 1e-6
         assert a.perplexity == pytest.approx(same[0].perplexity, rel=1e-4)
     assert [a.iterations for a in same] == sorted((a.iterations for a in same), reverse=True)
-    # One evaluation of f(0, x) is the same however it is windowed; from the second on, a token whose
-    # predecessors have settled sees another past.
-    noise = torch.randint(300, (86,))  # on its own text the model is too sure of itself to waver
+    # The first evaluation, f(0, x), is the same in every window. In the second one, window 1 already sees the
+    # final values of earlier tokens.
+    noise = torch.randint(300, (86,))  # on its training text the model is too confident to show a difference
     _, early = compare_windows(model, noise, 32, [None, 1], FixedIterations(2))
     assert early.iterations == 2 and early.agreement < 1 and early.max_logit_diff > 0.01
 
@@ -248,7 +248,7 @@ def test_explicit_models_have_nothing_to_solve(tokens: Tensor) -> None:
 
 @contextmanager
 def no_work(model: ImplicitForCausalLM) -> Iterator[None]:
-    """Fails if the model is called."""
+    """A context in which the test fails if the model is called."""
 
     def called(*_: Any) -> None:
         raise AssertionError("the model was called")
@@ -264,7 +264,7 @@ def test_a_foreign_tokenizer_is_noticed_before_any_work(
     model: ImplicitForCausalLM, tokenizer: Any, tmp_path: Path
 ) -> None:
     said = "token 300 is outside the model's vocabulary of 300"
-    for at in (1, 3):  # the last token is predicted only
+    for at in (1, 3):  # the last token is only a target, never an input
         foreign = torch.tensor([1, 2, 4, 2])
         foreign[at] = 300
         with no_work(model):
@@ -323,7 +323,7 @@ DOCS: dict[str, list[dict[str, Any]]] = {
 
 
 def prompts(name: str, doc: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
-    """Contexts with their continuations, and which is right."""
+    """The (context, continuation) pairs of a document, and the index of the right one."""
     if name == "lambada_openai":
         context, _, last = doc["text"].rpartition(" ")
         return [(context, " " + last)], 0
@@ -355,7 +355,7 @@ def log_likelihood(model: Any, tokenizer: Any, context: str, continuation: str) 
 
 
 def expected(model: Any, tokenizer: Any, name: str, docs: list[dict[str, Any]]) -> dict[str, float]:
-    """acc and acc_norm, or acc and perplexity, by hand."""
+    """The metrics ``acc`` and ``acc_norm`` (LAMBADA: ``acc`` and ``perplexity``), computed by hand."""
     right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "nll": []}
     for doc in docs:
         pairs, answer = prompts(name, doc)
@@ -397,7 +397,7 @@ def test_downstream_scores_are_those_of_the_log_likelihoods(
         assert s.main == getattr(s, TASKS[s.task].metric)
         assert s.main_stderr is not None
     assert other_prompts(found) == []
-    assert len({s.main for s in found}) > 1  # not all right, not all wrong
+    assert len({s.main for s in found}) > 1  # the scores differ between tasks
 
 
 def test_downstream_reads_selections_and_the_schema_of_the_hub(
@@ -420,7 +420,7 @@ def test_downstream_reads_selections_and_the_schema_of_the_hub(
     assert [s.documents for s in found] == [2, 2]
     for s, docs in zip(found, (short, DOCS["arc_easy"]), strict=True):
         assert expected(model, tokenizer, s.task, docs[:2]) == {"acc": s.acc, "acc_norm": s.acc_norm}
-    # Where the prompt cannot be lm-eval's, it is said.
+    # A prompt that differs from lm-eval's is reported.
     (said,) = other_prompts(found)
     assert "hellaswag: the prompt is not lm-eval's" in said and found[1].own_prompt is None
 
@@ -533,7 +533,7 @@ def test_texts_are_scored_byte_for_byte(tokenizer: Any, tmp_path: Path) -> None:
     path.write_bytes(text.encode())
     whole = encode(tokenizer, text)
     assert torch.equal(read_tokens([str(path)], tokenizer), whole)
-    for limit in range(1, 300, 7):  # what is read may end within a character, or a line end
+    for limit in range(1, 300, 7):  # reading may stop inside a character, or between \r and \n
         assert torch.equal(read_tokens([str(path)], tokenizer, limit), whole[: limit + 1])
     for wrong, reason in (
         (b"\xff more", "invalid start byte, 0xff"),
@@ -560,7 +560,7 @@ def test_no_more_is_tokenised_than_a_limit_needs(tokenizer: Any, tmp_path: Path)
 
 
 def run_main(command: list[str], saved: Path, tmp_path: Path) -> int:
-    """The exit status, also where the arguments are refused."""
+    """Run the program and return its exit status, also if it refuses the arguments."""
     try:
         return main([part.format(saved=saved, tmp=tmp_path) for part in command])
     except SystemExit as stopped:
@@ -584,14 +584,14 @@ def test_command_line(
 ) -> None:
     pytest.importorskip("matplotlib")
     command = [report, "{saved}/model", *COMMANDS[report], "--output", "{tmp}/out"]
-    for _ in range(2):  # the second time over a former result
+    for _ in range(2):  # the second run overwrites the first result
         assert run_main(command, saved, tmp_path) == 0
     assert {file.name for file in (tmp_path / "out").iterdir()} == {f"{report}.json", f"{report}.png"}
     result = json.loads((tmp_path / "out" / f"{report}.json").read_text())
     assert result["report"] == report and len(result["rows"]) == rows
     used = result["settings"]
     assert used["rtol"] == 1e-3 and used["text"] == [str(saved / "text.txt")]
-    # What the options leave open is what was used.
+    # Settings that the command line leaves out are recorded with the values used.
     assert used["tokenizer"] == str(saved / "model") and used["dtype"] == "float32" and used["device"]
     assert used["window"] == {"perplexity": 4, "duality": ["all", 4, 1]}.get(report, "all")
     assert used.get("max_iter") == {"perplexity": 50, "iterations": None}.get(report, 1000)
@@ -599,7 +599,7 @@ def test_command_line(
     assert result["machine"] and datetime.fromisoformat(result["date"])
     printed = capsys.readouterr().out.splitlines()
     assert "perplexity" in printed[0] and f"{result['rows'][-1]['perplexity']:.3f}" in printed[rows]
-    # The table's names are the JSON's.
+    # The printed table and the JSON file use the same names.
     titles = {title.replace(" ", "_") for title in re.split(r" {2,}", printed[0].strip())}
     assert titles <= set(result["rows"][0])
 
@@ -618,7 +618,7 @@ def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.Cap
     assert "lm_eval" in result["versions"]
     said = capsys.readouterr()
     assert f"average {result['average']:.4f}" in said.out.splitlines()[3]
-    # Of all that lm-eval and datasets have to say, one progress bar is left.
+    # One progress bar is all that lm-eval and datasets may print.
     bars = {line.partition(":")[0] for line in re.split(r"[\r\n]+", said.err) if line.strip()}
     assert bars == {"Running loglikelihood requests"}
 
@@ -672,7 +672,7 @@ def test_force_writes_beside_other_files(saved: Path, tmp_path: Path) -> None:
     assert run_main([*command, "--force"], saved, tmp_path) == 0
     assert (tmp_path / "notes.txt").read_text() == "precious"
     assert (tmp_path / "perplexity.json").is_file()
-    assert run_main(["length", *command[1:]], saved, tmp_path) == 2  # another report is another file
+    assert run_main(["length", *command[1:]], saved, tmp_path) == 2  # the folder holds another report
 
 
 def test_a_result_of_other_settings_is_not_overwritten(

@@ -1,4 +1,4 @@
-"""Runs that are killed, damaged or started twice: nothing is lost, nothing wrong is used, and it is said."""
+"""Runs that are killed, damaged or started twice: they lose no work and report damaged files."""
 
 import json
 import os
@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
 
 
 class KillError(BaseException):
-    """Stands for the end of the process: nothing catches it."""
+    """Simulates a killed process: no code of the library catches this exception."""
 
 
 @pytest.fixture
@@ -48,14 +48,14 @@ def settings(token_folder: Path) -> RunSettings:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Path:
-    """An uninterrupted run, which keeps all its checkpoints."""
+    """The folder of an uninterrupted run that kept all its checkpoints."""
     folder = tmp_path_factory.mktemp("faults") / "whole"
     pretrain(load_run("llama-tiny", {**SMALL, "data": str(token_folder), "keep": 9}), folder, progress=False)
     return folder
 
 
 def train(settings: RunSettings, folder: Path) -> bytes:
-    """Train to the end; the weights."""
+    """Train to the end and return the bytes of the weights file."""
     return (pretrain(settings, folder, progress=False) / "model.safetensors").read_bytes()
 
 
@@ -73,19 +73,19 @@ def cut(run: Path, folder: Path) -> Path:
 
 
 def flip(file: Path, place: float = 0.7) -> None:
-    """Flip one bit, at a share of the file."""
+    """Flip one bit of the file. ``place`` is the bit's position, as a share of the file's length."""
     data = bytearray(file.read_bytes())
     data[int(place * len(data))] ^= 4
     file.write_bytes(data)
 
 
 def dies(name: str, at: Callable[[Path], bool]) -> Callable[..., None]:
-    """The function of this name, in which the process ends if it gets such a path."""
+    """The function ``name`` of ``seals`` or ``shutil``, except that it raises KillError if ``at(path)``."""
     original = getattr(seals, name, None) or getattr(shutil, name)
 
     def function(path: Path, *args: Any) -> None:
         if at(Path(path)):
-            for file in [p for p in Path(path).iterdir() if p.is_file()][:1]:  # half done
+            for file in [p for p in Path(path).iterdir() if p.is_file()][:1]:  # leave the work half done
                 file.unlink()
             raise KillError
         original(path, *args)
@@ -114,11 +114,11 @@ def test_a_kill_while_removing_and_one_before_sealing_lose_nothing(
     assert [path.name for path in checkpoints(tmp_path)] == [
         "checkpoint-6",
         "checkpoint-8",
-    ]  # torn ones are gone
+    ]  # incomplete checkpoints are gone
 
 
 def test_rotation_counts_whole_checkpoints_by_number(tmp_path: Path) -> None:
-    for step in (10, 9, 100, 20, 30):  # written in this order
+    for step in (10, 9, 100, 20, 30):  # the order of writing is not the order of steps
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "weights").write_text(str(step))
         if step != 30:
@@ -176,7 +176,7 @@ def test_a_damaged_start_is_refused(settings: RunSettings, whole: Path, tmp_path
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     for source in (f"checkpoint-{STEPS}", "model", "stage-1"):
         flip(run / source / "model.safetensors")
-        if source == "stage-1":  # training that repeats its end does not take the damage for whole
+        if source == "stage-1":  # training the last steps again must not accept the damaged stage-1
             train(settings, run)
         begun = replace(settings, start_from=str(run / source))
         with pytest.raises(ValueError, match=r"is damaged: .*model\.safetensors .* copy it again"):
@@ -222,7 +222,7 @@ def test_a_file_in_the_place_of_a_folder_is_reported_first(settings: RunSettings
 def test_the_run_decides_the_precision(
     settings: RunSettings, tmp_path: Path, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no" if bf16 else "bf16")  # as accelerate launch does
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no" if bf16 else "bf16")  # as accelerate launch sets it
     args = arguments(replace(settings, bf16=bf16), tmp_path, progress=False)
     assert args.mixed_precision == ("bf16" if bf16 else "no")
 
@@ -276,7 +276,7 @@ def test_code_in_sharded_checkpoints_is_not_executed(
     save(state, checkpoint_id=tmp_path / "shards", no_dist=True)
     loaded = {"model": model.state_dict(), "other": None}
     if place == "metadata":
-        _load(loaded, tmp_path / "shards", no_dist=True)  # as it is without harm
+        _load(loaded, tmp_path / "shards", no_dist=True)  # the undamaged checkpoint loads
         (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(Harm()))
     with pytest.raises(ValueError, match="shards cannot be read"):
         _load(loaded, tmp_path / "shards", no_dist=True)

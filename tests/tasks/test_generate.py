@@ -1,4 +1,4 @@
-"""The program that continues a prompt."""
+"""The text generation program."""
 
 import ast
 import io
@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> str:
 
 
 def saved_model(folder: Path, words: list[str], implicit: bool = True, tokenizer: bool = True) -> str:
-    """The folder, with a small model of the words and, unless told otherwise, their tokenizer."""
+    """Save a small model over ``words``, and by default a tokenizer for them. Returns the folder."""
     if tokenizer:
         plain = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
         plain.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -41,7 +41,7 @@ def saved_model(folder: Path, words: list[str], implicit: bool = True, tokenizer
 
 
 def character_tokenizer(folder: Path) -> str:
-    """A tokenizer.json that keeps line breaks."""
+    """Write a tokenizer.json that keeps line breaks, with one token per character. Returns the path."""
     plain = Tokenizer(models.WordLevel({c: i for i, c in enumerate("cat\n?onme")}, unk_token="?"))
     plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     plain.save(str(folder / "characters.json"))
@@ -65,10 +65,10 @@ def test_a_prompt_from_a_pipe(
         monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
         assert main([model, *options]) == 0
         said.append(capsys.readouterr().out)
-    for given in ("cat", "cat\n"):  # one line break is the shell's, the second is the prompt's
+    for given in ("cat", "cat\n"):  # the shell adds the last line break; an earlier one belongs to the prompt
         assert main([model, given, *options]) == 0
         assert said.pop(0) == capsys.readouterr().out
-    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\udcff"))  # a byte that is no UTF-8
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\udcff"))  # a byte that is not UTF-8
     assert main([model, *options]) == 2
     assert "the prompt must be UTF-8" in capsys.readouterr().err
 
@@ -84,7 +84,7 @@ def test_iterations_are_coloured_on_a_terminal(
     assert main([model, "the cat sat", *SHOW, "--initial-guess", "previous"]) == 0
     shades, *text, summary = capsys.readouterr().out.strip().splitlines()
     assert shades == legend(7)
-    # Three tokens of the prompt and three of the four new ones are solved; the last is only chosen.
+    # Three prompt tokens and three of the four new tokens are solved. The last new token is never an input.
     assert len(re.findall(r"\x1b\[38;5;\d+m", "\n".join(text))) == 6
     assert "6 tokens solved" in summary and int(re.search(r"most (\d+)", summary)[1]) <= 7
 
@@ -122,7 +122,7 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_whole(
 def test_a_figure_of_iterations(model: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png = tmp_path / "iterations.png"
-    for length in ("4", "80"):  # with the tokens' text and without
+    for length in ("4", "80"):  # the plot shows the tokens' text only for short outputs
         assert main([model, "the cat", "--max-new-tokens", length, "--plot", str(png)]) == 0
         assert png.read_bytes().startswith(b"\x89PNG")
         png.unlink()
@@ -182,7 +182,7 @@ def test_sampling_is_from_all_tokens_or_the_likeliest_share(
     folder = saved_model(tmp_path / "wide", words, implicit=False)
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
     ranks = {}
-    for share in ("1", "0.5"):  # of tokens that are all but equally likely
+    for share in ("1", "0.5"):  # at temperature 1e6 all tokens are about equally likely
         options = ["--temperature", "1e6", "--top-p", share, "--max-new-tokens", "40"]
         assert main([folder, "w0", *options]) == 0
         ids = torch.tensor([[words.index(word) for word in capsys.readouterr().out.split()]])

@@ -1,4 +1,7 @@
-"""Theorem 1: the Jacobian of an explicit layer's state is diagonal, that of an implicit one is not."""
+"""Theorem 1: the Jacobian of the state is diagonal in an explicit layer, but not in an implicit layer.
+
+Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.
+"""
 
 import json
 import shutil
@@ -27,7 +30,7 @@ def test_implicit_layers_mix_the_entries_of_their_state_as_the_formula_says() ->
         off = matrix - matrix.diag().diag()
         assert row.off_diagonal == off.abs().max() > 1e-5
         assert 0 < row.off_diagonal_mass < 1
-        # Between heads and channels, too: nothing but the equilibrium connects these.
+        # Different heads affect each other too. Only the equilibrium connects them.
         assert off.view(2, 8, 2, 8)[0, :, 1].abs().max() > 1e-6
 
 

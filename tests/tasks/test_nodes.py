@@ -1,4 +1,4 @@
-"""Training on several nodes, as users start it: two agents, each with its own working directory."""
+"""Training on two nodes, simulated by two launchers (torchrun or accelerate) in separate folders."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def launch(folders: list[Path], program: str, *arguments: str, ranks: int = 1) -> list[tuple[int, str]]:
-    """Start one node in every folder; status and errors of each."""
+    """Start one node in every folder. Returns each node's exit status and output."""
     port, count, nodes = free_port(), len(folders), []
     for number, folder in enumerate(folders):
         if program == "torchrun":
@@ -58,13 +58,13 @@ def launch(folders: list[Path], program: str, *arguments: str, ranks: int = 1) -
 
 
 def lines(said: list[tuple[int, str]]) -> list[str]:
-    """What the programs themselves say went wrong."""
+    """The error lines that our program prints, without those of the launcher."""
     return [line for _, text in said for line in text.splitlines() if line.startswith("process ")]
 
 
 @pytest.fixture
 def nodes(tmp_path: Path, token_folder: Path) -> list[Path]:
-    """Working directories of two nodes, each with its own copy of data and run file."""
+    """The working directories of two nodes. Each has its own copy of the data and of the run file."""
     folders = [tmp_path / "node-0", tmp_path / "node-1"]
     for folder in folders:
         shutil.copytree(token_folder, folder / "data")
@@ -89,12 +89,12 @@ def test_each_node_verifies_its_own_data(nodes: list[Path]) -> None:
     assert all(status for status, _ in said)
     (line,) = lines(said)
     assert line.startswith("process 1 on ") and f"{shard.name} is corrupted" in line
-    assert all(f"{shard.name} is corrupted" in text for _, text in said)  # in both reports
+    assert all(f"{shard.name} is corrupted" in text for _, text in said)  # the reports of both nodes name it
     assert not output.exists()
 
 
 def test_a_killed_rank_is_restarted(tmp_path: Path) -> None:
-    """Two nodes of two ranks; the restarted run has the losses of one that is not killed."""
+    """Two nodes of two ranks each. After a restart, the losses equal those of a run without a kill."""
     script = str(Path(PROGRAM).parents[2] / "benchmarks" / "nodes.py")
     output = tmp_path / "out.json"
     done = subprocess.run(
@@ -116,7 +116,7 @@ def test_a_lost_process_is_not_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_output_on_a_disk_of_the_node_is_refused(
     has_folder: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first process has written its file elsewhere."""
+    """The first process wrote its file to a disk that this process does not see."""
     folder = tmp_path / "run"
     if has_folder:
         folder.mkdir()
@@ -127,7 +127,7 @@ def test_output_on_a_disk_of_the_node_is_refused(
 
 
 def test_a_failure_is_in_the_report_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On every node, not only where it is printed."""
+    """Every process reports its error to torchrun, not only the process that prints it."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", "1")
 

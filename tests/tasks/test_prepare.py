@@ -1,4 +1,4 @@
-"""The program that makes token shards: interruptions, settings, mistakes."""
+"""The program that writes token shards: interruptions, settings, wrong arguments."""
 
 import gzip
 import json
@@ -50,7 +50,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(place: Path) -> Run:
-    """The program on files of the place; ``force=True`` is ``--force``."""
+    """``run(output, *names, **options)``: run the program with files of ``place`` and options."""
 
     def run(output: Path, *names: str, **options: Any) -> int:
         options = {"validation_share": 0.2, "shard_tokens": 1000, **options}
@@ -67,12 +67,12 @@ def command(place: Path, output: Path, *names: str, **options: Any) -> list[str]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
+    """The bytes of every file below a folder, by relative path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Simulates a killed process."""
 
 
 def test_interrupted_anywhere_the_result_is_the_same(
@@ -96,19 +96,19 @@ def test_interrupted_anywhere_the_result_is_the_same(
 
     output = tmp_path / "cut"
     with monkeypatch.context() as patch:
-        # every step that leaves a trace on the disk
+        # any call that writes to the disk may be interrupted
         patch.setattr(os, "fsync", stops(os.fsync))
         patch.setattr(os, "replace", stops(os.replace))
         patch.setattr(shards.ShardWriter, "add", stops(shards.ShardWriter.add))
         stopped = 0
-        for steps in range(1000):  # goes on with what the run before has left, and gets one step further
+        for steps in range(1000):  # each run continues the last one and gets one call further
             left = steps
             try:
                 assert run(output, *names, workers=1 + steps % 3) == 0
                 break
             except Killed:
                 stopped += 1
-                if contents(output) != whole:  # the last step is to wait for the disk
+                if contents(output) != whole:  # else only the final fsync is missing
                     with pytest.raises(ValueError, match=r"not prepared to its end|no token shards"):
                         TokenFolder(output)
     assert stopped > 10
@@ -125,7 +125,7 @@ def tokens(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def corpus(place: Path) -> list[Path]:
-    """Files of all kinds, small and large, some of them compressed."""
+    """Text and JSONL files of different sizes, some of them compressed."""
     folder = place / "corpus"
     folder.mkdir()
     draw = random.Random(1)
@@ -175,7 +175,7 @@ def test_parts_with_kills_in_between_have_the_tokens_of_one_run(
                 pass
 
     folders = [tmp_path / f"part-{k}" for k in range(1, count + 1)]
-    merged = [str(folder) for folder in draw.sample(folders, count)]  # in any order
+    merged = [str(folder) for folder in draw.sample(folders, count)]  # in random order
     with monkeypatch.context() as patch:
         patch.setattr(shards.ShardWriter, "add", stops(shards.ShardWriter.add))
         patch.setattr(os, "replace", stops(os.replace))
@@ -188,10 +188,10 @@ def test_parts_with_kills_in_between_have_the_tokens_of_one_run(
     whole.verify()
     for split in SPLITS:
         assert whole.documents(split) == one.documents(split)
-    assert all(file.stat().st_nlink == 2 for file in (tmp_path / "all").glob("*.bin"))  # not copied
+    assert all(file.stat().st_nlink == 2 for file in (tmp_path / "all").glob("*.bin"))  # hard links
     before = contents(tmp_path / "all")
-    assert main(["--merge", *merged, "--output", str(tmp_path / "all")]) == 0  # nothing to do
-    assert run(tmp_path / "all", *names, **options) == 0  # as if one run had made it
+    assert main(["--merge", *merged, "--output", str(tmp_path / "all")]) == 0  # the merge is complete already
+    assert run(tmp_path / "all", *names, **options) == 0  # the folder looks as if one run had prepared it
     assert contents(tmp_path / "all") == before
 
 
@@ -202,7 +202,7 @@ def test_parts_that_do_not_belong_together(
     for k in (1, 2, 3):
         assert run(tmp_path / f"{k}", "text.txt", **options, part=f"{k}/3") == 0
     sizes = [len(tokens(tmp_path / f"{k}")["train"]) for k in (1, 2, 3)]
-    assert max(sizes) < 1.3 * min(sizes)  # balanced
+    assert max(sizes) < 1.3 * min(sizes)  # the parts are balanced
     assert run(tmp_path / "of-2", "text.txt", **options, part="1/2") == 0
     assert run(tmp_path / "other", "text.txt", **options, part="2/3", validation_share=0.3) == 0
     assert run(tmp_path / "half", "text.txt", **options, part="2/3") == 0
@@ -226,7 +226,7 @@ def test_parts_that_do_not_belong_together(
     for part in ("0/3", "4/3", "3", "a/b", "1/-2"):
         assert run(tmp_path / "out", "text.txt", part=part) == 2
         assert "a part must be K/N" in capsys.readouterr().err
-    assert run(tmp_path / "1", "text.txt", **options, part="2/3") == 2  # a folder is of one part
+    assert run(tmp_path / "1", "text.txt", **options, part="2/3") == 2  # a folder holds one part only
     assert "part" in capsys.readouterr().err
 
 
@@ -272,7 +272,7 @@ def test_a_folder_is_prepared_once_at_a_time(
     tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
-    with locked(output, "prepares"):  # as another process would
+    with locked(output, "prepares"):  # as if another process prepared the folder
         assert run(output, "text.txt") == 2
         assert "another process prepares" in capsys.readouterr().err and not any(output.iterdir())
     assert run(output, "text.txt") == 0
@@ -295,7 +295,7 @@ def test_summary_and_verification(
     assert f"train {20 * (400 - held) + 400 - held:,} tokens in {400 - held} documents" in said
     assert f"validation {21 * held:,} tokens in {held} documents" in said and "MB/s" in said
     before = contents(output)
-    assert run(output, "text.jsonl") == 0  # nothing left to do
+    assert run(output, "text.jsonl") == 0  # the folder is complete already
     assert "finished before" in capsys.readouterr().out and contents(output) == before
     assert main(["--verify", "--output", str(output)]) == 0
     shard = output / "train-00001.bin"

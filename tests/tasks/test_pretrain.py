@@ -1,4 +1,4 @@
-"""Run files, the plan, data, what is watched and what is left behind, on models of a second."""
+"""Pretraining of tiny models: run files, the plan, data, logs, saved models and the command line."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ SMALL = [
 
 
 def changed(name: str, *changes: tuple[str, str]) -> RunSettings:
-    """A run with fields changed as the command line does."""
+    """The settings of a run file, with fields changed as on the command line."""
     return load_run(name, {name: yaml_value(text, name) for name, text in changes})
 
 
@@ -60,9 +60,9 @@ def test_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     scores = [e for e in json.loads((run / "training.json").read_text())["log"] if "eval_loss" in e]
     table = capsys.readouterr().out
     assert figure.stat().st_size > 0
-    last, everything = scores[-2:]  # at the last step: of eval_rows rows, and of all that is held out
+    last, everything = scores[-2:]  # both at the last step: on eval_rows rows, then on all held-out rows
     assert last["step"] == everything["step"] and last["eval_loss"] != everything["eval_loss"]
-    assert f"{last['eval_perplexity']:.2f}" in table.splitlines()[2]  # of two stages
+    assert f"{last['eval_perplexity']:.2f}" in table.splitlines()[2]  # the row of the second stage
     assert main(["compare", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
 
@@ -201,7 +201,7 @@ def test_plan_covers_the_steps_and_follows_the_library_s_schedule() -> None:
     at = dict(zip(steps, rates, strict=True))
     assert at[0] == pytest.approx(1e-5) and max(rates) == settings.learning_rate
     assert rates[len(rates) // 2] == settings.learning_rate
-    middle = rates[round(0.9 * (len(rates) - 1))]  # half-way down: 1 - sqrt(1/2)
+    middle = rates[round(0.9 * (len(rates) - 1))]  # half-way through the decay
     assert middle == pytest.approx(1e-5 + (3e-3 - 1e-5) * (1 - 0.5**0.5), rel=0.02)
 
 
@@ -216,7 +216,7 @@ def test_flops_are_those_of_the_matrices() -> None:
 
 
 def test_run_files_build_on_others(tmp_path: Path) -> None:
-    """As the command line does: option by option, the last way to say how long counts."""
+    """A run file overrides single fields of its base file. Its ``steps`` replace the base's ``tokens``."""
     file = tmp_path / "mine.yaml"
     file.write_text("base: llama-130m\nsteps: 40\nmodel: {backbone: {n_layer: 2}}")
     settings = changed(str(file), ("tokens", "1e9"), ("steps", "null"))
@@ -275,11 +275,11 @@ def test_shuffles_differ_by_pass_and_seed_and_are_uniform() -> None:
     found = Counter(
         tuple(shuffled(i, size, f"{k} {k % 3}".encode()) for i in range(size)) for k in range(keys)
     )
-    assert len(found) == 120 and max(found.values()) < 20 + 6 * 20**0.5  # all orders, equally often
+    assert len(found) == 120 and max(found.values()) < 20 + 6 * 20**0.5  # all 5! orders, about equally often
     large = 10**5
     moves = [shuffled(i, large, b"7 0") for i in range(4000)]
     assert np.mean(moves) == pytest.approx(large / 2, rel=0.05)
-    tenths = Counter(10 * move // large for move in moves)  # of rows that follow one another
+    tenths = Counter(10 * move // large for move in moves)  # consecutive rows go to all parts of the data
     assert all(abs(tenths[i] - 400) < 120 for i in range(10))
     assert abs(np.corrcoef(moves[:-1], moves[1:])[0, 1]) < 0.1
     same = sum(shuffled(i, large, b"7 1") == move for i, move in enumerate(moves))
@@ -302,7 +302,7 @@ def test_a_run_with_its_rows_in_another_order_is_refused(
     old = Path(shutil.copytree(run, tmp_path / "run"))
     settings = json.loads((old / "settings.json").read_text())
     assert settings.pop("order") == TrainingOrder.version
-    (old / "settings.json").write_text(json.dumps(settings))  # as before orders had versions
+    (old / "settings.json").write_text(json.dumps(settings))  # runs of version 1 did not record a version
     with pytest.raises(ValueError, match=r"order of version 1, this program in one of version 2: finish"):
         pretrain(small(("data", str(token_folder))), old, progress=False)
 
@@ -325,11 +325,11 @@ def test_corrupted_shard_is_named(token_folder: Path, tmp_path: Path) -> None:
     shard.write_bytes(b"\xff" + shard.read_bytes()[1:])
     with pytest.raises(ValueError, match=shard.name):
         pretrain(small(("data", str(folder))), tmp_path / "run", progress=False)
-    assert not (tmp_path / "run" / "settings.json").exists()  # so that the run can begin once it is mended
+    assert not (tmp_path / "run" / "settings.json").exists()  # the run can start once the shard is repaired
 
 
 def test_changed_tokenizer_is_named(token_folder: Path, tmp_path: Path) -> None:
-    """Two words swapped: what was learned would be read out as others."""
+    """Two tokens have swapped ids, so the model's output would be decoded to wrong words."""
     shutil.copytree(token_folder, tmp_path / "data")
     TokenFolder(tmp_path / "data").verify()
     file = tmp_path / "data" / "tokenizer" / "tokenizer.json"
@@ -390,7 +390,7 @@ def test_streamed_datasets_train(tmp_path: Path, token_folder: Path) -> None:
 
 
 def test_stream_that_ends_says_so(tmp_path: Path, token_folder: Path) -> None:
-    """And resumes to the bit in a second pass, with all lines of the log."""
+    """With a second pass allowed, training finishes. A resumed run gives the same weights, bit for bit."""
     data = streamed(tmp_path, token_folder, documents=20)
     rows = sum(1 for _ in open_data(small(data, ("passes", "1"))).train)
     steps = ("steps", str(rows // 4 + 3))
@@ -429,7 +429,7 @@ def test_run_leaves_a_model_a_card_and_a_log(run: Path) -> None:
     assert any("spectral_radius" in line for line in lines)
     evaluated = {line["step"]: line for line in record["log"] if "eval_loss" in line}
     assert set(evaluated) == {5, 8, 10}  # every 5 steps and at the ends of the stages
-    assert evaluated[5]["eval_iterations"] == 5  # the bounded stage's own evaluation
+    assert evaluated[5]["eval_iterations"] == 5  # the first stage evaluates with its own budget
     card = (run / "model" / "README.md").read_text()
     assert "perplexity" in card and "batch_tokens: 64" in card and "curves.png" in card
     bounded, final = (ImplicitForCausalLM.from_pretrained(run / name) for name in ("stage-1", "model"))
@@ -460,7 +460,7 @@ def test_finished_run_is_left_alone_and_other_settings_are_refused(
     data = ("data", str(token_folder))
     monkeypatch.setattr(PretrainTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     assert pretrain(small(data), run, progress=False) == run / "model"
-    assert pretrain(small(data, ("per_device_batch_size", "4")), run, progress=False)  # may change
+    assert pretrain(small(data, ("per_device_batch_size", "4")), run, progress=False)  # may change on resume
     moved = Path(shutil.copytree(token_folder, tmp_path / "moved"))
     assert pretrain(small(("data", str(moved))), run, progress=False)
     with pytest.raises(
@@ -509,7 +509,7 @@ def test_numbers_that_are_not_finite_stop_training(
     def spoilt(self: PretrainTrainer, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         if model.training:
             calls.append(1)
-            if len(calls) == 14:  # in the seventh step
+            if len(calls) == 14:  # in step 7; each step calls this twice
                 next(iter(model.parameters())).data.fill_(torch.nan)
         return original(self, model, inputs, *args, **options)
 
@@ -523,7 +523,7 @@ def test_numbers_that_are_not_finite_stop_training(
     saved = ImplicitForCausalLM.from_pretrained(output / "checkpoint-5")
     assert all(weight.isfinite().all() for weight in saved.parameters())
     monkeypatch.undo()
-    assert main(command) == 0  # it goes on from there
+    assert main(command) == 0  # resumes from checkpoint-5
     finished = [(folder / "model" / "model.safetensors").read_bytes() for folder in (output, run)]
     assert finished[0] == finished[1]
 

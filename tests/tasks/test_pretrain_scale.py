@@ -1,6 +1,6 @@
-"""Pretraining that is killed, spread over processes, moved between them: the same numbers.
+"""Pretraining gives the same numbers if it is killed, uses several processes, or changes their number.
 
-One interpreter forks all processes that train: imports cost more than all training here.
+One interpreter forks all training processes, because imports would take longer than the training.
 """
 
 import json
@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     ],
 }  # fmt: skip
 
-# Trains in processes forked from one that has imported everything.
+# Helpers for SCRIPT. They train in processes forked from one that has imported everything.
 PRELUDE = """
 import faulthandler, json, os, random, shutil, signal, sys, time
 from pathlib import Path
@@ -124,8 +124,8 @@ def cut(whole, output, step):
 """
 
 
-# Killed at random moments in both stages, six steps each, a checkpoint every step; two
-# processes over 50 steps; checkpoints of one process in two, and back.
+# 1. A run of two stages is killed at three random moments. 2. One and two processes train for 50 steps.
+# 3. Checkpoints are resumed with another number of processes.
 SCRIPT = """
 together("whole", save_steps=1)
 chance = random.Random(1)
@@ -173,7 +173,7 @@ print(json.dumps({"same": weights[0] == weights[1], "killed": killed, "losses": 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Any:
-    """What the script found; a process that takes a minute dumps its stack and ends."""
+    """The results that the script prints. A process that takes over a minute dumps its stack and ends."""
     config = Path(pretraining.__file__).parent / "accelerate" / "fsdp2.yaml"
     sharding = yaml.safe_load(config.read_text())["fsdp_config"]
     fsdp = {"ACCELERATE_USE_FSDP": "true", **{name.upper(): str(value) for name, value in sharding.items()}}
@@ -187,25 +187,25 @@ def found(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Any:
 
 
 def test_killed_three_times_ends_with_the_same_weights(found: Any) -> None:
-    """Bit-equal; no kill came after the end."""
+    """The weights are equal bit for bit, and every kill came before the end of the run."""
     assert found["same"], found["killed"]
     assert not any("training.json" in names for names in found["killed"])
 
 
 def test_sharded_models_compute_in_bfloat16_too(found: Any) -> None:
-    """What accelerate shards it does not put under autocast by itself."""
+    """accelerate does not enable autocast for sharded models, so our trainer enables it."""
     first = {name: losses[0] for name, losses in found["coarse"].items()}
     assert abs(first["fsdp"] - first["one"]) < 0.1 * abs(first["exact"] - first["one"]), first
 
 
 def test_held_out_rows_count_once_each(found: Any) -> None:
-    """Seven of them, which do not divide among two processes."""
+    """Two processes cannot share the seven held-out rows evenly. No row may count twice."""
     scores = found["scores"]
     assert [scores["ddp"], scores["fsdp"]] == pytest.approx([scores["one"]] * 2, abs=1e-4)
 
 
 def test_ranks_give_the_losses_of_one_process(found: Any) -> None:
-    """On rows that need different numbers of iterations; with FSDP2 the stop is collective."""
+    """With DDP, each rank stops iterating on its own. With FSDP2, all ranks stop together."""
     losses, calls = found["losses"], found["calls"]
     for name in ("ddp", "fsdp"):
         assert len(losses[name]) == 50
@@ -216,7 +216,7 @@ def test_ranks_give_the_losses_of_one_process(found: Any) -> None:
 
 
 def test_checkpoint_goes_on_elsewhere(found: Any) -> None:
-    """The same losses as without a move: sharded or not, and with shards that are written two steps late."""
+    """A resumed run keeps its losses on other processes, also if its shards were written two steps late."""
     assert "shards" in found["sharded"]
     assert not {"model.safetensors", "optimizer.pt"} & set(found["sharded"])
     for name, losses in found["moved"].items():

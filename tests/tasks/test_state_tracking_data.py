@@ -37,7 +37,7 @@ def random_tokens(name: str, batch: int, length: int, seed: int = 0) -> torch.Te
 
 
 def slow_prefix_products(chosen: Algebra, tokens: torch.Tensor) -> torch.Tensor:
-    """The definition, one element at a time."""
+    """Prefix products by definition, one element at a time."""
     table = chosen.table.tolist()
     rows = []
     for row in tokens.tolist():
@@ -242,7 +242,7 @@ class TestStream:
         seeds = {batch_seed(1, i) & 0xFFFFFFFF for i in range(100_000)}
         assert len(seeds) == 100_000
         assert batch_seed(1, 0) != batch_seed(1 + 2**32, 0)
-        # Fixed for good: saved runs rely on it.
+        # These values must never change: saved runs rely on them.
         assert [batch_seed(0, 0), batch_seed(1, 2)] == [0, 779996176]
 
 

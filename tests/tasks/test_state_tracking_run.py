@@ -1,4 +1,4 @@
-"""Training, resuming, evaluating and the command line of state tracking, on models of a few seconds."""
+"""State tracking: training, resuming, evaluation and the command line, on tiny models."""
 
 import json
 from dataclasses import asdict
@@ -37,7 +37,7 @@ def weights(model: ImplicitForCausalLM) -> dict[str, torch.Tensor]:
 
 
 def interrupt(patch: pytest.MonkeyPatch, step: int, output: Path) -> None:
-    """Train until step number ``step``, then stop as Ctrl-C does; checkpoints every second step."""
+    """Train with a checkpoint every second step, and stop at step ``step`` as Ctrl-C does."""
     calls = 0
     original = AlignedTrainer.compute_loss
 
@@ -372,7 +372,7 @@ def test_study_goes_on_and_gives_what_one_go_gives(
 
     assert main(["study", study_file, "--output", str(tmp_path / "whole")]) == 0
     table = capsys.readouterr().out
-    # By 2 seeds, 2 probabilities and, if implicit, 2 windows.
+    # 2 seeds, each with 4 tests of the implicit model (2 probabilities x 2 windows) and 2 of the others.
     assert len(accuracies(tmp_path / "whole")) == 2 * (4 + 2 + 2)
     assert sum(line.split()[:1] == ["lstm"] for line in table.splitlines()) == 2
     assert (tmp_path / "whole" / "by_length.png").exists() and (
@@ -458,7 +458,7 @@ def test_variants_of_other_settings_are_not_shown(study_file: str, tmp_path: Pat
 
 
 def test_tests_of_other_sizes_are_no_seeds(study_file: str, tmp_path: Path) -> None:
-    """Neither two tests in one study nor those of an earlier form of it."""
+    """The summary keeps tests of different sizes apart, and ignores results of a study's earlier version."""
     study = yaml.safe_load(Path(study_file).read_text())
     small = {"identity_probability": [0.5], "length": [4], "sequences": 2}
     for tests in ([small, {**small, "sequences": 3}], [{**small, "sequences": 3}]):

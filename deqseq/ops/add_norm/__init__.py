@@ -9,10 +9,10 @@ from deqseq import kernels
 def add_norm(
     stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, form: str, last: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``stream + added`` (B, W, D) in the stream's type, and its RMSNorm.
+    """Returns the sum ``stream + added`` (B, W, D) in the stream's type, and the RMSNorm of the sum.
 
-    The norm has autocast's type, because linear maps follow. With ``last``, the norm is f(z) in the stream's
-    type, and the returned sum is undefined: do not read it.
+    The RMSNorm has autocast's type, because linear maps follow. Set ``last`` for the backbone's final norm,
+    whose result is f(z). The RMSNorm then has the stream's type, and the returned sum is undefined.
     """
     dtype = stream.dtype if last else kernels.autocast_dtype(stream)
     # Compiled code uses the plain form, which the compiler fuses with the operations around it.

@@ -90,7 +90,8 @@ class _AddNorm(torch.autograd.Function):
         last: bool,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         total, out = _forward(stream, added, weight, eps, dtype, last)
-        # Save the total instead of its two summands: the total is an output and stays in memory anyway.
+        # Save the total, not its two summands: the total is an output and stays in memory anyway. With
+        # ``last`` there is no total, so save the summands.
         kept = (stream, added) if last else (total, None)
         ctx.save_for_backward(*kept, weight)
         ctx.eps = eps

@@ -1,4 +1,4 @@
-"""Updating a state with the tokens that it consumes: a recurrent state, or keys and values.
+"""Updating a backbone's state with new tokens: a recurrent state, or keys and values.
 
 Shapes: B sequences, W tokens of the evaluation, H heads, P head dim, N state dim, K taps, C convolved
 channels; J key/value heads, S slots.
@@ -15,7 +15,8 @@ from deqseq.ops.mixer.ssd import ssd_advance
 Layers = tuple[tuple[Tensor, ...], ...]
 
 MOST_TOKENS = 64
-"""Triton consumes up to this many tokens, one by one. For more tokens, matrix products are faster."""
+"""The Triton kernels process up to this many tokens, one by one. For more tokens, PyTorch's matrix products
+are faster."""
 
 
 def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form: str) -> Layers:
@@ -38,7 +39,7 @@ def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form:
 def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> tuple[Tensor, Tensor]:
     tail, ssm = layer
     taps = tail.shape[1]
-    # Indices of the last consumed inputs in the concatenation of the tail and the new inputs.
+    # The new tail is the last K-1 entries of [old tail, first ``count`` inputs]. ``last`` has their indices.
     last = torch.arange(taps, device=tail.device) + count[:, None]
     if taps:
         last = last[..., None]
@@ -52,7 +53,9 @@ def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> t
 def keys_values(
     layers: Layers, traces: Sequence[tuple[Tensor, Tensor]], seen: Tensor, count: Tensor, form: str
 ) -> Layers:
-    """The layers' keys and values after writing the first ``count`` (B,) tokens from slot ``seen`` (B,) on.
+    """Write keys and values of the first ``count`` (B,) tokens into the layers' slots from ``seen`` (B,) on.
+
+    Returns the updated layers.
 
     Args:
         layers: per layer keys and values (B, J, S, P); the update may be in place.

@@ -1,4 +1,4 @@
-"""Updating states in place in Triton. Sequences that consume no token are neither read nor written.
+"""Updating states in place in Triton. The kernels skip sequences whose ``count`` is 0.
 
 Shapes as in :mod:`deqseq.ops.advance`; G groups of heads.
 """
@@ -17,7 +17,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
                       C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                       SUMMED: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                       BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """Each of the first H programs updates a head's state. Each other program updates a block of the tail."""
+    """Program h < H updates the SSM state of head h. Each other program updates BC channels of the tail."""
     h = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
     consumed = tl.load(count + i)
@@ -38,7 +38,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
         elif TAPS > 0:
             c = (h - H) * BC + tl.arange(0, BC)[None, :]
             k = tl.arange(0, BT)[:, None]
-            at = k + (consumed - TAPS).to(tl.int32)  # index in the window; a negative index is in the tail
+            at = k + (consumed - TAPS).to(tl.int32)  # index in the window; negative: in the tail
             real = (k < TAPS) & (c < C)
             kept = tail + i * TAPS * C + c
             new = tl.load(first + i * first_b + at * first_t + c, real & (at >= 0), 0.0).to(tl.float32)
@@ -72,7 +72,7 @@ def _append_kernel(keys, values, k, v, seen, count, S, k_b, k_j, k_t, v_b, v_j, 
                    P: tl.constexpr, BP: tl.constexpr):  # fmt: skip
     j = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
-    consumed = tl.minimum(tl.load(count + i), S - tl.load(seen + i))  # never beyond the slots
+    consumed = tl.minimum(tl.load(count + i), S - tl.load(seen + i))  # never beyond slot S-1
     if consumed > 0:
         p = tl.arange(0, BP)
         slot = ((i * J + j) * S + tl.load(seen + i)) * P + p
@@ -84,7 +84,10 @@ def _append_kernel(keys, values, k, v, seen, count, S, k_b, k_j, k_t, v_b, v_j, 
 
 
 def append_(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, seen: Tensor, count: Tensor) -> None:
-    """Write ``count`` (B,) tokens of k, v (B, J, W, P) to the slots (B, J, S, P) from ``seen`` (B,) on."""
+    """Write the first ``count`` (B,) tokens of k, v (B, J, W, P) into keys, values (B, J, S, P).
+
+    The first of these tokens goes to slot ``seen`` (B,).
+    """
     batch, heads, slots, headdim = keys.shape
     launch(
         _append_kernel, (heads, batch), keys, values, k, v, seen, count, slots, *k.stride()[:3],

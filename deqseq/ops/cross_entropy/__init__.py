@@ -16,13 +16,13 @@ def next_token_loss(
 ) -> Tensor:
     """transformers' loss: the cross-entropy of token t + 1 given the logits of token t, in float32.
 
-    The fused form makes no copy of the logits for the backward pass.
+    The Triton form makes no copy of the logits for the backward pass.
 
     Args:
         logits: (B, L, V'). Columns from ``vocab_size`` on are ignored and get a gradient of zero.
-        labels: (B, L) ids, not shifted; -100 is ignored. The plain form raises an error for other ids outside
-            the vocabulary; the fused form, which cannot raise, returns NaN.
-        num_items_in_batch: divisor of the sum over tokens; by default the number of targets.
+        labels: (B, L) ids, not shifted; -100 is ignored. For any other id outside the vocabulary, the
+            PyTorch form raises an error and the Triton form returns NaN.
+        num_items_in_batch: divisor of the summed loss; by default the number of predicted tokens.
 
     Raises:
         ValueError: ``logits`` with fewer columns than ``vocab_size``; ``labels`` that are not (B, L).

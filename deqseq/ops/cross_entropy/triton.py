@@ -15,8 +15,8 @@ from deqseq.kernels import device_of, first_derivative_only, launch
 
 IGNORED = -100
 
-# The kernels load all V' columns and ignore the padding, because V' is a multiple of a vector load's size. A
-# mask that ends at V would turn vector loads into scalar loads.
+# The kernels load all V' columns and then discard the columns from V on. A padded V' is a multiple of a
+# vector load's size, but V need not be. A load mask that ends at V would turn vector loads into scalar loads.
 
 
 @triton.jit

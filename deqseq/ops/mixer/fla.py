@@ -12,7 +12,7 @@ from deqseq.ops.mixer import naive
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
-    """SiLU of the causal convolution. If there is a tail, plain PyTorch computes the result."""
+    """SiLU of the causal convolution. With a tail, plain PyTorch computes the result."""
     if tail is not None:
         return naive.convolve(x, weight, bias, tail)
     out = causal_conv1d(x.contiguous(), weight.to(x.dtype), bias.to(x.dtype), activation="silu")

@@ -15,7 +15,7 @@ from deqseq.ops.mixer.ssd import ssd
 
 
 class MixerSizes(NamedTuple):
-    """The sizes that tensor shapes do not determine."""
+    """Sizes and options of a mixer that cannot be read from the shapes of its tensors."""
 
     heads: int
     headdim: int
@@ -37,12 +37,12 @@ class MixerSizes(NamedTuple):
 
 
 class MixerWeights(NamedTuple):
-    """Effective weights, computed once per forward pass."""
+    """The mixer's weights, after weight normalisation if it is used. Computed once per forward pass."""
 
     in_proj: Tensor  # (2 E + 2 G N + H, D): rows [gate, x, b, c, dt]
     conv: Tensor  # (E + 2 G N, K)
     conv_bias: Tensor
-    decay: Tensor  # (H,) A, negative
+    decay: Tensor  # (H,) A of Mamba2, negative
     dt_bias: Tensor  # (H,)
     skip: Tensor  # (H,) D of Mamba2
     norm: Tensor  # (E,)
@@ -50,7 +50,7 @@ class MixerWeights(NamedTuple):
 
 
 class LayerTrace(NamedTuple):
-    """The values from one evaluation that update a layer's state."""
+    """The values that a layer's evaluation keeps, so that its state can be updated later."""
 
     conv: tuple[Tensor, ...]  # each (B, W, E + 2 G N); the convolution's input is their sum
     x: Tensor  # (B, W, H, P) inputs of the recurrence
@@ -89,7 +89,7 @@ def _norm(y: Tensor, weight: Tensor, sizes: MixerSizes) -> Tensor:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """``x`` in float32, or in its own type if that is wider."""
+    """``x`` in float32; float64 stays float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -110,10 +110,13 @@ def recur(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
     chunk: int,
 ) -> Tensor:  # fmt: skip
-    """The recurrence plus skip * x: y (B, W, H, P) from x (B, W, H, P); ``decay``, ``skip``: (H,).
+    """The recurrence plus skip * x: y (B, W, H, P).
 
-    ``step``: (B, W, H) step sizes, at least float32. The other arguments are those of
-    :func:`deqseq.ops.mixer.ssd.ssd`.
+    Args:
+        x: (B, W, H, P) inputs, not yet multiplied by the step size.
+        step: (B, W, H) step sizes, at least float32.
+        decay, skip: (H,) A and D of Mamba2.
+        b, c, state, chunk: as in :func:`deqseq.ops.mixer.ssd.ssd`.
     """
     y = ssd(x * step.to(x.dtype)[..., None], step * decay, b, c, state, chunk)
     return torch.addcmul(y, x, skip.to(x.dtype)[:, None])

@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def ssd(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None, chunk: int = 64) -> Tensor:
-    """The recurrence over all tokens, in chunks. The cost is quadratic in the chunk size and linear in L.
+    """Compute the recurrence over all tokens, in chunks.
 
     Args:
         x: (B, L, H, P) inputs, already multiplied by the step size.
         a: (B, L, H) log decays, <= 0, at least float32.
         b, c: (B, L, G, N) input and output projections; G divides H.
         state: (B, H, P, N) before the first token; zero by default.
-        chunk: tokens in a chunk.
+        chunk: number of tokens in a chunk; affects only speed, memory and rounding.
 
     Returns:
         y (B, L, H, P).
@@ -37,14 +37,14 @@ def ssd(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None,
     b = rearrange(b, "b (c q) g n -> b c g 1 q n", q=chunk)
     c = rearrange(c, "b (c q) g n -> b c g 1 q n", q=chunk)
 
-    # Inside a chunk: y_q = sum_{k <= q} exp(total_q - total_k) (c_q . b_k) x_k
+    # Inside a chunk, with total = cumsum(a): y_q = sum_{k <= q} exp(total_q - total_k) (c_q . b_k) x_k
     future = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill_(future, -torch.inf).exp_()
     y = (decay * (c @ b.transpose(-1, -2))).to(x.dtype) @ x
 
     if x.shape[1] > 1 or state is not None:
         # Between chunks: compute what each chunk adds to the state, then the state before each chunk, then
-        # the outputs of these states.
+        # what these states add to y.
         left = (total[..., -1:] - total).exp().to(x.dtype)  # decay from a token to its chunk's end
         added = (x * left[..., None]).transpose(-1, -2) @ b  # (B, C, G, H/G, P, N)
         kept = total[..., -1].exp().to(x.dtype)[..., None, None]  # decay through a chunk
@@ -61,14 +61,14 @@ def ssd(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None,
 
 
 def ssd_advance(x: Tensor, a: Tensor, b: Tensor, state: Tensor, count: Tensor) -> Tensor:
-    """The state (B, H, P, N) after the first ``count`` (B,) of the tokens; arguments as in :func:`ssd`."""
+    """The state (B, H, P, N) after the first ``count`` (B,) tokens. Other arguments as in :func:`ssd`."""
     position = torch.arange(x.shape[1], device=x.device)
     consumed = position < count[:, None]  # (B, L)
     a = a.where(consumed[..., None], a.new_zeros(()))
     total = a.cumsum(1)
-    left = (total[:, -1:] - total).exp()  # decay from a token to the end; 1 for tokens that are not consumed
+    left = (total[:, -1:] - total).exp()  # decay from a token to the last consumed token
     left = left.where(consumed[..., None], left.new_zeros(()))
-    # Do not multiply by zero: tokens that are not consumed may be infinite.
+    # Replace values of tokens that are not consumed. Multiplying them by 0 would turn infinities into NaN.
     x, b = (t.where(consumed[..., None, None], t.new_zeros(())) for t in (x, b))
     weighted = rearrange(x * left.to(x.dtype)[..., None], "b l (g h) p -> b l g h p", g=b.shape[2])
     added = torch.einsum("blghp,blgn->bghpn", weighted, b).flatten(1, 2)

@@ -18,15 +18,19 @@ from deqseq.ops.mixer.triton_gated_norm import gated_norm, gated_norm_backward
 from deqseq.ops.mixer.triton_recurrence import recurrence_options, scan, scan_backward, steps
 
 PART = 160 * 2**20
-"""The backward pass recomputes about this many bytes of the projection at a time. Recomputing needs about
-ten times this memory."""
+"""The backward pass works on one part of the batch at a time. A part has about this many bytes of projection,
+and needs about ten times this memory."""
 
 
 def _forward(
     u: Tensor, inj: Tensor | None, tail: Tensor | None, state: Tensor | None, sizes: MixerSizes,
     w: MixerWeights,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
-    """The output; projection, convolution and step sizes (for the trace); y and options (for backward)."""
+    """Returns the mixer's output.
+
+    For the trace, also returns projection, convolved projection and step sizes; for the backward pass, y and
+    options.
+    """
     options = recurrence_options(sizes, u.shape[1], u.dtype)
     proj = F.linear(u, w.in_proj)
     convolved = convolve(proj, inj, w, tail, sizes)
@@ -41,7 +45,8 @@ class _Mix(torch.autograd.Function):
         ctx: Any, u: Tensor, inj: Tensor | None, tail: Tensor | None, state: Tensor | None, sizes: MixerSizes,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The mixer's output and, for the trace, the projection, its convolution, the step sizes."""
+        """Returns the mixer's output. For the trace, also returns projection, convolved projection and step
+        sizes."""
         *out, y, options = _forward(u, inj, tail, state, sizes, MixerWeights(*weights))
         ctx.save_for_backward(u, inj, tail, state, y, *weights)
         ctx.sizes = sizes
@@ -60,7 +65,7 @@ class _Mix(torch.autograd.Function):
         grad = grad.contiguous()
         batch, length, _ = u.shape
         d_proj, normed = u.new_empty(batch, length, w.in_proj.shape[0]), torch.empty_like(y)
-        rows = -(-batch // -(-d_proj.numel() * d_proj.itemsize // PART))  # parts of about equal size
+        rows = -(-batch // -(-d_proj.numel() * d_proj.itemsize // PART))  # sequences in each part
         sums: list[tuple[Tensor, ...]] = []
         for i in range(0, batch, rows):
             part = slice(i, i + rows)
@@ -86,7 +91,8 @@ def _recompute(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Backward pass of a part of the batch. Writes the projection's gradient and the normed y to ``outputs``.
 
-    Returns the gradients of the norm (E,), the convolution (W, 5) and the heads (3, H), summed over tokens.
+    Returns three gradients, summed over tokens: of the norm's weight (E,); of the convolution's four taps and
+    bias (E + 2 G N, 5); of decay, skip and dt_bias (3, H).
     """
     u, inj, tail, state = inputs
     assert u is not None
@@ -112,7 +118,7 @@ def _outer(left: Tensor, right: Tensor) -> Tensor:
 def mix(
     u: Tensor, inj: Tensor | None, weights: MixerWeights, state: tuple[Tensor, ...] | None, sizes: MixerSizes
 ) -> tuple[Tensor, LayerTrace | None]:
-    """The mixer of u (B, L, D) with at most four taps, and the trace; as :func:`deqseq.ops.mixer.mix`."""
+    """As :func:`deqseq.ops.mixer.mix`, for at most four taps."""
     tail, ssm = (None, None) if state is None else state
     missing = 4 - weights.conv.shape[1]
     if missing:

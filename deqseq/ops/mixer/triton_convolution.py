@@ -73,9 +73,10 @@ def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, shares, 
                           J: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, HAS_INJ: tl.constexpr,
                           HAS_TAIL: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
                           UNROLL: tl.constexpr):  # fmt: skip
-    """Gradients of the convolution's input, and of its weight and bias summed over a block of T tokens.
+    """Gradients for a block of T tokens: of the input, and of weight and bias (summed over the block).
 
-    The three tokens after the block add to the input's gradients, not to the sums.
+    The block's inputs also affect the next three tokens. The loop therefore continues for three more tokens,
+    which add to the input's gradients but not to the sums.
     """
     c = tl.program_id(0) * C + tl.arange(0, C)
     first = tl.program_id(1) * T
@@ -136,7 +137,7 @@ def _grid(batch: int, length: int, width: int, unroll: int) -> tuple[tuple[int, 
 def convolve(
     proj: Tensor, inj: Tensor | None, w: MixerWeights, tail: Tensor | None, sizes: MixerSizes
 ) -> Tensor:
-    """SiLU of the causal convolution, with four taps, of the columns x, b, c of proj + inj: (B, L, W)."""
+    """Convolve the columns x, b, c of proj + inj causally, with four taps, then apply SiLU: (B, L, W)."""
     batch, length, columns = proj.shape
     out = proj.new_empty(batch, length, sizes.conv_width)
     grid, options = _grid(batch, length, sizes.conv_width, unroll=8)

@@ -1,9 +1,15 @@
 """The recurrence of Mamba2 (SSD; Dao & Gu, 2024, arXiv 2405.21060) in Triton, forward and backward.
 
-Forward: one program per head carries the state in registers from chunk to chunk. Backward: four kernels
-compute (1) the states at the chunks' starts; (2) the states' gradients, from the last chunk to the first;
-(3) the gradients of x and the step sizes; (4) the gradients of b and c, summed over a group's heads in a
-fixed order. Log decays have base 2, and their cumulative sums restart in every chunk.
+Forward: one program per head and sequence carries the state in registers from chunk to chunk.
+
+Backward: four kernels compute, in this order,
+
+1. the state at the start of every chunk;
+2. the gradients of the states, from the last chunk to the first;
+3. the gradients of x and of the step sizes;
+4. the gradients of b and c, summed over the heads of a group in a fixed order.
+
+Log decays are base-2 logarithms. Their cumulative sums restart in every chunk.
 
 Shapes: B sequences, L tokens, E inner width, H heads, P head dim, N state dim, G groups, W = E + 2 G N
 convolved channels [x, b, c], J columns of the projection, Q tokens of a chunk.
@@ -25,7 +31,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _steps_kernel(proj, inj, dt_bias, decay, step, total, L, J: tl.constexpr, H: tl.constexpr,
                   HAS_INJ: tl.constexpr, Q: tl.constexpr, BH: tl.constexpr):  # fmt: skip
-    """Step sizes (B, H, L), and sums of log2 decays (B, H, L) from the start of each chunk."""
+    """Step sizes (B, H, L), and cumulative sums of log2 decays (B, H, L). The sums restart in each chunk."""
     b = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * Q + tl.arange(0, Q)[:, None]
     h = tl.arange(0, BH)[None, :]
@@ -61,7 +67,7 @@ def _store(ptr, row, column, rows, columns, stride: tl.constexpr, v, EVEN: tl.co
 
 @triton.jit
 def _decays(sums, q):
-    """Decay (Q, Q) from the token of the column to the token of the row; 0 if the row's token is earlier."""
+    """(Q, Q): entry (i, j) is the decay from token j to token i, and 0 if i < j."""
     return tl.exp2(tl.where(q[:, None] >= q[None, :], sums[:, None] - sums[None, :], float("-inf")))
 
 
@@ -79,7 +85,7 @@ def _scan_kernel(conv, step, total, skip, before, y, L, HAS_STATE: tl.constexpr,
     p = tl.arange(0, BP)[None, :]
     through = tl.load(skip + h).to(tl.float32)
     state = tl.zeros((BN, BP), tl.float32)
-    if HAS_STATE:  # stored as (P, N)
+    if HAS_STATE:  # ``before`` has (P, N) per head: load it transposed
         n1 = tl.arange(0, BN)[:, None]
         state += tl.load(before + (b * H + h) * P * N + p * N + n1, (p < P) & (n1 < N), 0.0).to(tl.float32)
     conv += b * L * W
@@ -192,8 +198,10 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
                         H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                         EVEN: tl.constexpr, Q: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                         PRECISION: tl.constexpr):  # fmt: skip
-    """For one head and chunk: the gradients of x and of the step sizes before softplus, and the chunk's share
-    of the gradients of decay, skip and dt_bias."""
+    """For one head and chunk: the gradients of x and of the step sizes before softplus.
+
+    The kernel also stores the chunk's contributions to the gradients of decay, skip and dt_bias.
+    """
     h = tl.program_id(0)
     i = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -237,7 +245,7 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
     state = _load(states + slot, n1, p, N, P, P, EVEN)
     kept = tl.dot(c, state, input_precision=PRECISION)
     carried = tl.sum(out32 * kept, 1) * tl.exp2(sums)
-    # A step size scales its token's input. The step's decay scales all terms from earlier to later tokens.
+    # A step size has two effects: it scales its token's input, and it determines the decay at its token.
     d_total = by_row + carried - (by_column + moved) * dt
     d_end = tl.exp2(end) * tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
     d_end += tl.sum(moved * dt, 0)
@@ -311,8 +319,9 @@ def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
 
 def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """The compile-time constants of the recurrence's kernels."""
-    # The chunk must fit a multiprocessor. Shorter sequences get smaller chunks, of at least 16 tokens.
-    # Triton 3.6 compiles heads of 32 in chunks of 64 wrongly for Hopper (LOG.md).
+    # A chunk and the state must fit into a multiprocessor, so large states get small chunks. Short sequences
+    # also get small chunks, of at least 16 tokens. Heads narrower than 64 never get chunks of 64 tokens: for
+    # head dim 32, Triton 3.6 compiles wrong code for Hopper (LOG.md).
     wide = sizes.d_state >= 64 and sizes.headdim >= 64
     small = sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2
     chunk = min(16 if not small else 64 if wide else 32, max(16, triton.next_power_of_2(length)))
@@ -367,8 +376,8 @@ def scan_backward(
     convolved: Tensor, step: Tensor, total: Tensor, state: Tensor | None, d_y: Tensor, d_proj: Tensor,
     w: MixerWeights, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``convolved``, and of decay, skip and dt_bias (3, H). Writes the step sizes' gradient to
-    ``d_proj``."""
+    """Gradients of ``convolved``, and of decay, skip and dt_bias (3, H). Writes the gradient of the
+    projection's dt columns to ``d_proj``."""
     batch, length, _ = convolved.shape
     heads, chunks = options["H"], triton.cdiv(length, options["Q"])
     shape = (batch, chunks, heads, options["N"], options["P"])

@@ -1,7 +1,9 @@
-"""Whole blocks for one token per sequence (decoding), fused in :mod:`deqseq.ops.one_token.triton`.
+"""Blocks for decoding: one call computes a whole block for one token per sequence.
 
-The blocks of :mod:`deqseq.backbones` are the plain forms. They call the other operations one by one.
-Shapes: D width; H query heads, J key/value heads, P head dim.
+:mod:`deqseq.ops.one_token.triton` has the Triton kernels. There is no plain form here: the blocks of
+:mod:`deqseq.backbones` compute the same from separate operations.
+
+Shapes: B sequences, W tokens, D width; H query heads, J key/value heads, P head dim.
 """
 
 from typing import NamedTuple

@@ -1,10 +1,14 @@
 """Triton kernels for decoding. They compute a block for one token per sequence.
 
-With so few tokens, a kernel's start and first loads take most of its time, so few kernels do all the work.
+With so few tokens, a kernel spends most of its time on its start and its first loads. A block therefore uses
+few kernels, and each kernel does several operations.
 
-Shapes: B sequences, D inputs and N outputs of a projection; of Mamba2: E inner width, H heads, P head dim,
-N state dim, G groups, W = E + 2 G N convolved channels, K taps, J = E + W + H columns [gate, x, b, c, dt]; of
-Llama: H query heads, J key/value heads, P head dim, S slots of the state.
+Shapes:
+
+- projection: B sequences, D inputs, N outputs.
+- Mamba2: E inner width, H heads, P head dim, N state dim, G groups, W = E + 2 G N convolved channels, K taps,
+  J = E + W + H columns [gate, x, b, c, dt].
+- Llama: H query heads, J key/value heads, P head dim, S slots of the state.
 """
 
 from typing import Any
@@ -21,21 +25,21 @@ from deqseq.ops.mixer.triton_convolution import silu
 from deqseq.ops.one_token import AttentionWeights, Norm, SwiGLUWeights, ValueGateWeights
 
 _FEW = 132
-"""Start at least this many programs to occupy a GPU. An H100 has 132 multiprocessors."""
+"""A projection tries to start at least this many programs: one for each of an H100's 132 multiprocessors."""
 _ALONE = 1
-"""Up to this batch size, a projection starts separate programs for every sequence."""
+"""Up to this batch size, each program of a projection computes one sequence; above it, all sequences."""
 
 
 @triton.jit
 def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, eps, D: tl.constexpr,
                 N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                 HAS_PLUS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Compute BN outputs of one sequence. Issue all loads before threads exchange data."""
+    """Compute BN outputs of one sequence. Each step of the loop issues its loads before its reductions."""
     b = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     if HAS_PLUS:
         more = tl.load(plus + b * plus_stride + n, n < N, 0.0).to(tl.float32)
-    mine = tl.where(tl.program_id(0) == 0, D, 0)  # the first program stores the sum
+    mine = tl.where(tl.program_id(0) == 0, D, 0)  # only the first program stores the sum
     squares = 0.0
     y = tl.zeros((BN,), tl.float32)
     z = tl.zeros((BN,), tl.float32)
@@ -74,11 +78,11 @@ def _rows_kernel(x, added, norm, weight, times, plus, total, out, B, plus_stride
                  N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                  HAS_PLUS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Compute BN outputs of all sequences. The kernel multiplies by the norm's scale at the end. With SCALED,
-    it scales the inputs first, because unscaled inputs could overflow in float16."""
+    """Compute BN outputs of all sequences. The kernel multiplies the outputs by the norm's scale at the end.
+    With SCALED, it multiplies the inputs instead, because unscaled inputs could overflow in float16."""
     r = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
-    mine = tl.where(tl.program_id(0) == 0, B, 0)  # the first program stores the sum
+    mine = tl.where(tl.program_id(0) == 0, B, 0)  # only the first program stores the sum
     mask = (r < B) & (n < N)
     if HAS_PLUS:
         more = tl.load(plus + r * plus_stride + n, mask, 0.0).to(tl.float32)
@@ -125,11 +129,19 @@ def project(
     x: Tensor, weight: Tensor, norm: Norm | None = None, added: Tensor | None = None,
     plus: Tensor | None = None, times: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A linear map of few rows, fused with the preceding norm and the following operations.
+    """A linear map, fused with the operations before and after it. Its input is RMSNorm(x + added).
 
-    B is at most 64. Returns x + added (B, 1, D), and the output (B, 1, N) in the weight's type. ``plus``
-    (B, 1, N) is added to the output. With ``times`` (N, D), the weight of a second map, the output is
-    silu(first) * second.
+    Args:
+        x: (B, 1, D), with B at most 64.
+        weight: (N, D).
+        norm: weight and eps of the RMSNorm; ``None``: no norm.
+        added: (B, 1, D) added to ``x`` before the norm.
+        plus: (B, 1, N) added to the output.
+        times: (N, D) weight of a second linear map of the same input. The output is then
+            silu(first) * second, where first and second are the results of the two maps.
+
+    Returns:
+        x + added (B, 1, D), and the output (B, 1, N) in the weight's type.
     """
     batch, (width, columns) = x.shape[0], (x.shape[2], weight.shape[0])
     x = x.contiguous()
@@ -143,7 +155,7 @@ def project(
         x, x if added is None else added, scale, weight.contiguous(),
         weight if times is None else times.contiguous(), x if plus is None else plus, total, out,
     ]  # fmt: skip
-    # One sequence needs no stride: pass 0, because other values could compile more kernels.
+    # One sequence needs no stride. Pass 0 then, because Triton could compile another kernel for other values.
     stride = 0 if plus is None or batch == 1 else plus.stride(0)
     constants: dict[str, Any] = {
         "D": width, "N": columns, "HAS_ADDED": added is not None, "HAS_NORM": norm is not None,
@@ -171,7 +183,7 @@ def project(
 
 @triton.jit
 def _convolved(row, tail, weight, bias, c, real, W: tl.constexpr, K: tl.constexpr):
-    """SiLU of the convolution of channels c at the current token, in the row's type."""
+    """Convolve channels c at the current token and apply SiLU. The result has the row's type."""
     v = tl.load(row + c, real, 0.0).to(tl.float32) * tl.load(weight + c * K + K - 1, real, 0.0).to(tl.float32)
     for k in tl.static_range(K - 1):
         before = tl.load(tail + k * W + c, real, 0.0).to(tl.float32)
@@ -238,7 +250,7 @@ def mamba2_block(
     stream: Tensor, added: Tensor | None, mixer: MixerWeights, mlp: ValueGateWeights | None,
     injection: Tensor | None, state: tuple[Tensor, ...], sizes: MixerSizes, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, LayerTrace]:  # fmt: skip
-    """A Mamba2 block with one group in its gated norm. Returns stream, tensor to add to the stream, trace."""
+    """A Mamba2 block whose gated norm has one group. Returns stream, tensor to add to the stream, trace."""
     stream, row = project(stream, mixer.in_proj, norm, added, plus=injection)
     y, trace = mixer_step(row, mixer, state, sizes)
     added = project(y, mixer.out_proj, (mixer.norm, sizes.norm_eps))[1]
@@ -251,7 +263,7 @@ def mamba2_block(
 
 @triton.jit
 def _rotated(x, cos, sin, p, P: tl.constexpr):
-    """Apply rotary positions to a head. The result has the head's type."""
+    """Apply the rotary position embedding to one head. The result has the type of ``x``."""
     first = p < P // 2
     v = tl.load(x + p, p < P, 0.0).to(tl.float32)
     other = tl.load(x + tl.where(first, p + P // 2, p - P // 2), p < P, 0.0).to(tl.float32)
@@ -261,8 +273,10 @@ def _rotated(x, cos, sin, p, P: tl.constexpr):
 @triton.jit
 def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, scale, H: tl.constexpr,
                       J: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr):  # fmt: skip
-    """Attention of one head. Each of the BS rows has a separate running softmax, so the loop over blocks
-    needs no data exchange between threads."""
+    """Attention of one head. A loop reads the slots in blocks of BS.
+
+    Each of the BS rows keeps a running softmax of its own. The rows are combined once, after the loop.
+    """
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     j = h // (H // J)
@@ -276,7 +290,7 @@ def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, sca
     q = _rotated(row + h * P, c, s, p, P).to(tl.float32) * scale
     k = _rotated(row + (H + j) * P, c, s, p, P)
     v = tl.load(row + (H + J + j) * P + p, p < P, 0.0)
-    top = tl.full((BS,), -1e30, tl.float32)  # not -inf: exp(-inf - top) of a masked score must be 0
+    top = tl.full((BS,), -1e30, tl.float32)  # with -inf, masked scores would give exp(-inf + inf) = NaN
     weight = tl.zeros((BS,), tl.float32)
     total = tl.zeros((BS, BP), tl.float32)
     for start in tl.range(0, filled, BS, num_stages=3):

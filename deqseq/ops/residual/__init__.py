@@ -10,7 +10,10 @@ from deqseq import kernels
 
 
 def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
-    """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W), at least float32; z, fz (B, W, D)."""
+    """``||f(z) - z||`` and ``||f(z)||`` of every token, each (B, W) and at least float32.
+
+    ``z`` and ``fz`` are (B, W, D).
+    """
     if kernels.fused(z):
         from deqseq.ops.residual import triton
 
@@ -28,7 +31,11 @@ def relative(change: Tensor, size: Tensor) -> Tensor:
 
 
 def judge(z: Tensor, fz: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
-    """The relative residual, float32, and ``||f(z) - z|| <= atol + rtol * ||f(z)||``, each (B, W)."""
+    """Judge every token by its residual.
+
+    Returns the relative residual, (B, W) float32, and whether the token has converged, (B, W) bool:
+    ``||f(z) - z|| <= atol + rtol * ||f(z)||``.
+    """
     if kernels.fused(z):
         from deqseq.ops.residual import triton
 
@@ -41,10 +48,13 @@ def settle(
     residual: Tensor, converged: Tensor, stops: Tensor, settled: Tensor, active: Tensor, iterations: Tensor,
     status: Tensor, max_iter: int, codes: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Settle the tokens that are done and have only done tokens before them.
+    """Settle each token that is done, if all tokens before it are done too.
 
-    A token is done when it ``stops`` with a finite residual, when its budget is exhausted, or when its
-    residual is not finite and every earlier token is settled or not finite either.
+    A token is done if one of these is true:
+
+    - the policy lets it stop, and its residual is finite;
+    - its budget is exhausted;
+    - its residual is not finite, and the same holds for every earlier token that is not settled.
 
     Args:
         residual: (B, W) residual of each token's last evaluation.
@@ -69,7 +79,7 @@ def settle(
     can_change = ~settled & finite
     failed = ~finite & (can_change.cumsum(1) == 0)  # no earlier token can change this one
     done = settled | (stops & finite) | (iterations >= max_iter) | failed
-    # Settled tokens stay settled. So does padding, even after unsettled tokens.
+    # A settled token stays settled. Padding counts as settled, even if tokens before it have not settled.
     settled = settled | ((~done).cumsum(1) == 0)
     code = torch.where(converged, codes[0], codes[1])
     code = torch.where(finite, code, codes[2])
@@ -77,9 +87,9 @@ def settle(
 
 
 def freeze(frozen: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
-    """z (B, W, D) for ``frozen`` (B, W) tokens, the proposal for other tokens.
+    """For ``frozen`` (B, W) tokens returns z (B, W, D), for other tokens the proposal.
 
-    If gradients are not recorded, the result may overwrite the proposal.
+    If gradients are disabled, the function may write the result into ``proposal``.
     """
     if kernels.fused(z):
         from deqseq.ops.residual import triton

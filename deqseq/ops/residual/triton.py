@@ -23,7 +23,7 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
         size += tl.sum(new * new, 1)
     change = tl.sqrt(change)
     size = tl.sqrt(size)
-    if JUDGES:  # as deqseq.ops.residual.relative
+    if JUDGES:  # compute the ratio as deqseq.ops.residual.relative does
         ratio = change / tl.maximum(size, 1.1754943508222875e-38)
         ratio = tl.where(tl.abs(change) < float("inf"), tl.minimum(ratio, 3.4028234663852886e38), ratio)
         tl.store(residual + r, ratio, r < rows)
@@ -36,7 +36,8 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
 def residual(
     z: Tensor, fz: Tensor, judges: bool, atol: float = 0.0, rtol: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """If ``judges``, residual and convergence as in ``judge``; else the norms of f(z) - z and f(z)."""
+    """Returns the same as :func:`deqseq.ops.residual.judge`. Without ``judges``, returns the same as
+    :func:`deqseq.ops.residual.residual_norms`."""
     z, fz = z.contiguous(), fz.contiguous()
     first = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
     second = torch.empty_like(first, dtype=torch.bool if judges else torch.float32)
@@ -63,7 +64,7 @@ def _settle_kernel(residual, converged, stops, settled, iterations, status, new_
     before = tl.load(settled + place, mask, 1).to(tl.int1)
     ends = tl.load(stops + place, mask, 1).to(tl.int1) & finite
     exhausted = tl.load(iterations + place, mask, 0) >= max_iter
-    # A non-finite token is final if every earlier token is settled or not finite either.
+    # A non-finite token is done if every earlier unsettled token is not finite either.
     open_before = tl.where(before | ~finite, 0, 1)
     failed = ~finite & (tl.cumsum(open_before, 0) - open_before == 0)
     done = before | ends | exhausted | failed
@@ -104,7 +105,7 @@ def _freeze_kernel(z, out, frozen, rows, D, R: tl.constexpr, BLOCK: tl.constexpr
 
 
 def freeze_(frozen: Tensor, z: Tensor, out: Tensor) -> Tensor:
-    """Copy z to contiguous ``out`` (B, W, D) for tokens in ``frozen`` (B, W); read no other z."""
+    """Copy z of the ``frozen`` (B, W) tokens to ``out`` (B, W, D), which must be contiguous."""
     width = z.shape[-1]
     rows = z.numel() // width
     block = min(1024, triton.next_power_of_2(width))

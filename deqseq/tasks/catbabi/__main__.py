@@ -48,15 +48,15 @@ def _build(
     revision: str | None = None,
     drop_last: bool = False,
 ) -> None:
-    """Encode bAbI's files or a Hugging Face dataset. The largest version takes ten seconds.
+    """Build CatbAbI from bAbI's files or from a Hugging Face dataset.
 
     Args:
         output: folder to write
         data_dir: folder with the files qa1_train.txt to qa20_test.txt
-        dataset: Hugging Face dataset, such as facebook/babi_qa; give this or --data-dir
-        config: configuration of the dataset, without its suffix -qa1 to -qa20
+        dataset: Hugging Face dataset, such as facebook/babi_qa; give either --dataset or --data-dir
+        config: name of the dataset's configurations, without the endings -qa1 to -qa20
         revision: revision of the dataset, such as refs/convert/parquet
-        drop_last: leave out the last story of every file, as the original publication's data does
+        drop_last: leave out the last story of every file, as in the original CatbAbI
     """
     if data_dir is not None and dataset is None:
         read: Any = partial(read_folder, data_dir)
@@ -73,10 +73,10 @@ def _build(
 def _train(
     *, output: Path, save_steps: PositiveInt = 500, settings: Annotated[dict[str, Any], TrainSettings]
 ) -> None:
-    """Train a model in a folder.
+    """Train a model and write it to a folder.
 
-    The defaults are the paper's settings, which take hours on a GPU; docs/catbabi.md has smaller ones. Run
-    the same command again to resume after an interruption.
+    The defaults are the settings of Schöne et al. (2025) and take hours on a GPU. docs/catbabi.md has smaller
+    settings. To resume after an interruption, run the same command again.
 
     Args:
         output: folder of the run
@@ -97,18 +97,18 @@ def _evaluate(
     batch_size: PositiveInt = 256,
     window: PositiveInt | None = None,
 ) -> None:
-    """Measure the accuracy of the answers by task, and in lm mode the perplexity, on a split.
+    """Measure the accuracy of a model's answers, in total and by task; in lm mode also the perplexity.
 
-    Uses the tasks that the run was trained on. Writes RUN/evaluation/SPLIT.json.
+    Uses the tasks that the model was trained on. Writes RUN/evaluation/SPLIT.json.
 
     Args:
         run: folder of a finished run
         split: splits to evaluate
         data: folder written by the build command; the run's data by default
-        tolerance: relative residual to solve to; the model's by default
+        tolerance: relative residual at which a token has converged; the model's by default
         max_iter: maximum number of evaluations per token; the model's by default
         batch_size: number of streams that are read in parallel
-        window: tokens solved at a time; the model's by default. All windows give the same answers
+        window: number of tokens to solve at a time; the model's by default. Does not change the answers
     """
     trained = load_run(run)
     model, settings, _ = trained
@@ -128,10 +128,10 @@ def _evaluate(
 
 
 def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("runs/catbabi-compare")) -> None:
-    """Compare evaluated runs of the same data and tasks, task by task, in a table and a figure.
+    """Compare the accuracy of several evaluated runs by task, in a table and a bar chart.
 
-    Writes the table as JSON and the figure as a bar chart. Lists the tasks on which an implicit run is better
-    than an explicit run.
+    All runs must have the same data and tasks. Also lists the tasks on which an implicit run is better than
+    an explicit run. Writes compare.json and compare.png.
 
     Args:
         runs: folders of evaluated runs

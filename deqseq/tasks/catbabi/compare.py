@@ -24,7 +24,7 @@ _SUMMARY: tuple[Column, ...] = (
 
 
 def save(found: Evaluation, run: Path, **more: Any) -> None:
-    """Write a run's evaluation as JSON; the fields ``more`` describe how the evaluation was made."""
+    """Write the evaluation ``found`` of a run as JSON. ``more``: further fields, such as the batch size."""
     file = _file(run, found.split)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {**asdict(found), **more})
@@ -35,7 +35,7 @@ def _file(run: str | Path, split: str) -> Path:
 
 
 def read(run: str | Path, split: str) -> Named:
-    """The name of a run's folder, and its evaluation from the file that :func:`save` wrote.
+    """Read an evaluation that :func:`save` wrote; returns the name of the run's folder and the evaluation.
 
     Raises:
         ValueError: the evaluation does not exist or cannot be read.
@@ -53,7 +53,7 @@ def read(run: str | Path, split: str) -> Named:
 
 
 def check_comparable(rows: Sequence[Named]) -> None:
-    """Raise ``ValueError`` unless all evaluations read the same data and tasks."""
+    """Raise ``ValueError`` unless all runs were evaluated on the same data and the same tasks."""
     (first, expected), *others = ((name, (e.data, sorted(e.accuracy_by_task))) for name, e in rows)
     for name, found in others:
         for what, one, other in zip(("data", "tasks"), expected, found, strict=True):
@@ -64,7 +64,7 @@ def check_comparable(rows: Sequence[Named]) -> None:
 
 
 def tables(rows: Sequence[Named]) -> str:
-    """A table of accuracy with a line per task and a column per evaluation, then a summary table."""
+    """Two tables as text: accuracy with a line per task and a column per run, and a summary of each run."""
 
     def accuracy(name: str, found: Evaluation) -> Column:
         shares = found.accuracy_by_task
@@ -79,7 +79,10 @@ def _tasks(rows: Sequence[Named]) -> list[int]:
 
 
 def better(rows: Sequence[Named]) -> dict[str, dict[str, list[int]]]:
-    """The tasks on which implicit runs are better than explicit runs: ``{implicit: {explicit: tasks}}``."""
+    """The tasks on which an implicit run is more accurate than an explicit run, for all pairs of such runs.
+
+    Returns ``{implicit name: {explicit name: tasks}}``.
+    """
     implicit, explicit = (
         {name: e.accuracy_by_task for name, e in rows if (e.iterations is None) == is_explicit}
         for is_explicit in (False, True)
@@ -94,7 +97,7 @@ def better(rows: Sequence[Named]) -> dict[str, dict[str, list[int]]]:
 
 
 def plot(rows: Sequence[Named], path: Path) -> bool:
-    """Write a PNG with a group of bars for every task; returns whether matplotlib is installed."""
+    """Write a bar chart of the accuracy by task as PNG; returns false if matplotlib is not installed."""
     tasks = _tasks(rows)
     width = 0.8 / len(rows)
 

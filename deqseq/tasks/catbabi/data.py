@@ -1,9 +1,11 @@
-"""Builds, saves and loads CatbAbI as tensors, and reads it in streams.
+"""Builds, saves and loads CatbAbI as tensors, and reads it in parallel streams.
 
 A story is ``<eos>`` followed by its words. Stories are concatenated, so ``<eos>`` also follows a story's last
 word. The target of every token is the next token.
 
-Shapes: N tokens of all stories, S stories, B streams, L tokens of a cut (a piece of every stream).
+Streams are read in batches. A batch has the next L tokens of each of the B streams; L is called the cut.
+
+Shapes: S stories, N tokens in all stories together, B streams, L tokens per stream in a batch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from deqseq.tasks.common.files import write_json
 
 PAD, EOS = "<pad>", "<eos>"
 IGNORE_INDEX = -100
-"""Label of tokens without a loss."""
+"""Label of tokens that do not count in the loss."""
 
 Batch = dict[str, Tensor]
 
@@ -74,7 +76,10 @@ class Stories:
         return self.take(torch.randperm(len(self), generator=generator))
 
     def runs(self, streams: int) -> list[int]:
-        """Split the stories into ``streams`` runs of about equal length; returns ``streams`` + 1 edges."""
+        """Divide the stories into ``streams`` consecutive runs with about equally many tokens.
+
+        Returns ``streams`` + 1 token indices: run i is ``tokens[edges[i] : edges[i + 1]]``.
+        """
         wanted = torch.arange(streams + 1) * (len(self.tokens) / streams)
         middles = (self.edges[1:] + self.edges[:-1]) / 2
         edges: list[int] = self.edges[torch.searchsorted(middles, wanted)].tolist()
@@ -83,7 +88,7 @@ class Stories:
 
 @dataclass(frozen=True)
 class CatBabi:
-    """All three splits and their vocabulary, in which ``<pad>`` is 0 and ``<eos>`` is 1."""
+    """The three splits and their vocabulary. Index 0 of the vocabulary is ``<pad>``, index 1 is ``<eos>``."""
 
     vocabulary: list[str]
     splits: dict[str, Stories]
@@ -91,7 +96,7 @@ class CatBabi:
 
     @property
     def question(self) -> int:
-        """The index of the token ``?``; the target of ``?`` is the answer."""
+        """The vocabulary index of ``?``. The token after ``?`` is the answer."""
         return self.vocabulary.index(QUESTION)
 
     @property
@@ -101,7 +106,7 @@ class CatBabi:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of the vocabulary and all splits: equal for equal data."""
+        """A checksum of the vocabulary and all splits."""
         parts = [self.vocabulary_sum, *(self.manifest["splits"][s]["sha256"] for s in SPLITS)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
@@ -109,13 +114,20 @@ class CatBabi:
 def build(
     read: Callable[[str, int], list[Story]], output: str | Path, drop_last: bool = False
 ) -> dict[str, Any]:
-    """Encode the stories of all splits and tasks, from ``read(split, task)``; returns the manifest.
+    """Encode the stories of all splits and tasks, and write them to the folder ``output``.
 
-    Writes one safetensors file per split, ``vocabulary.json`` and ``manifest.json`` to folder ``output``.
-    ``drop_last`` leaves out the last story of every split of every task, as the original publication does.
+    Writes one safetensors file per split, ``vocabulary.json`` and ``manifest.json``.
+
+    Args:
+        read: ``read(split, task)`` returns the stories of one task in one split.
+        output: folder to write.
+        drop_last: leave out the last story of every split of every task, as in the original CatbAbI.
+
+    Returns:
+        The content of ``manifest.json``: counts and checksums.
 
     Raises:
-        ValueError: the folder holds other files; a split has no stories; errors of ``read``.
+        ValueError: the folder contains other files; a split has no stories; ``read`` raised it.
     """
     output = Path(output)
     ours = {"manifest.json", "vocabulary.json", *(f"{split}.safetensors" for split in SPLITS)}
@@ -154,10 +166,10 @@ def build(
 
 
 def load(folder: str | Path) -> CatBabi:
-    """The data that :func:`build` saved in ``folder``.
+    """Load the data that :func:`build` wrote to ``folder``.
 
     Raises:
-        ValueError: ``folder`` holds no such data, or a file has been changed.
+        ValueError: ``folder`` does not contain CatbAbI, or a file has changed since it was written.
     """
     folder = Path(folder)
     try:
@@ -177,17 +189,18 @@ def load(folder: str | Path) -> CatBabi:
 
 
 class StoryStreams(IterableDataset[Batch]):
-    """Endless training batches: B streams of shuffled stories, cut into pieces of L tokens.
+    """Endless training batches from B streams of shuffled stories.
 
-    A stream's next piece continues its last piece, so a model can carry its state. Every pass over the data
-    shuffles all stories, splits them into B runs and appends one run to each stream. ``start`` is the number
-    of the first batch to yield; it does not change the contents of the batches.
+    Each batch has the next L tokens of every stream, so a model can carry its state from batch to batch.
+    Every pass over the data shuffles all stories, divides them into B runs and appends one run to each
+    stream. To resume training, set ``start`` to the number of batches to skip.
 
     Args:
         stories: stories to read.
-        question: only the targets of this token get a loss; other labels are ``IGNORE_INDEX``. ``None``: all
-            targets get a loss.
-        batch_size, cut: B and L.
+        question: index of the token ``?``. The loss then counts only the answers, which follow ``?``; other
+            labels are ``IGNORE_INDEX``. ``None``: the loss counts all tokens.
+        batch_size: number B of streams.
+        cut: number L of tokens per stream in a batch.
         seed: seed of the shuffles.
 
     Raises:
@@ -209,7 +222,7 @@ class StoryStreams(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.seed)
         rows = [self.stories.tokens[:0]] * self.batch_size
-        index = 0  # number of the next batch
+        index = 0  # number of the first batch in this pass
         while True:
             stories = self.stories.shuffled(generator)
             edges = stories.runs(self.batch_size)
@@ -229,10 +242,10 @@ class StoryStreams(IterableDataset[Batch]):
 
 
 def once(stories: Stories, batch_size: int, cut: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield inputs, targets and tasks, each (B, L) int64; every token of the stories occurs once.
+    """Read all stories once, shuffled, in B parallel streams.
 
-    Each batch is the next piece of B parallel streams of shuffled stories. After a shorter stream
-    has ended, its targets are ``IGNORE_INDEX``.
+    Yields batches (inputs, targets, tasks), each tensor (B, L) int64. The last batch may be shorter. A stream
+    that ends early is padded, with ``IGNORE_INDEX`` as targets.
     """
     stories = stories.shuffled(torch.Generator().manual_seed(0))
     edges = stories.runs(min(batch_size, len(stories)))

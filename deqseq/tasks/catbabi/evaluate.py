@@ -1,4 +1,4 @@
-"""Evaluation on CatbAbI: reads a split once, in streams, and carries the state from piece to piece."""
+"""Evaluation on CatbAbI: reads a split once, in parallel streams, and carries the state between batches."""
 
 import math
 import time
@@ -30,7 +30,7 @@ class Evaluation:
         split: train, valid or test.
         data: fingerprint of the data.
         tokens, questions: number of tokens and number of questions in the stories.
-        accuracy: share of questions with a right answer.
+        accuracy: share of questions that the model answered correctly.
         accuracy_by_task: accuracy by task number, for tasks with questions.
         perplexity: over all tokens; ``None`` for a model that was trained on answers only.
         iterations, residual, converged: mean evaluations per token, mean relative residual, and share of
@@ -52,9 +52,10 @@ class Evaluation:
 
 
 class Run(NamedTuple):
-    """A trained model, its settings, and the checksums ``fingerprint`` and ``vocabulary`` of its data.
+    """A trained model, its settings, and checksums of its training data.
 
-    ``trained_on["vocabulary"]`` is ``None`` for older runs, which did not record it.
+    ``trained_on["fingerprint"]`` is the checksum of all data. ``trained_on["vocabulary"]`` is the checksum of
+    the vocabulary, or ``None`` in runs of older versions.
     """
 
     model: ImplicitForCausalLM
@@ -78,13 +79,18 @@ def evaluate(
     run: Run, data: CatBabi, split: str = "test", batch_size: int = 256, solve: SolveOptions | None = None,
     progress: bool = False,
 ) -> Evaluation:  # fmt: skip
-    """Read a split's stories of the run's tasks once, in ``batch_size`` streams, and score the answers.
+    """Evaluate a trained model on one split of ``data``.
 
-    Uses mode, tasks, cut and dtype of the run's settings. ``solve``: solve options; the model's by default.
+    Mode, tasks, cut and dtype are the same as in training.
+
+    Args:
+        batch_size: number of streams to read in parallel.
+        solve: solve options; the model's by default.
+        progress: show a progress bar.
 
     Raises:
-        ValueError: ``data`` has another vocabulary than the run; an unknown split, or a split without
-            questions of the run's tasks; a batch size below 1.
+        ValueError: ``data`` and the training data have different vocabularies; the split is unknown, or has
+            no questions of the tasks of training; ``batch_size`` is below 1.
     """
     model, settings, trained_on = run
     if trained_on["fingerprint"] != data.fingerprint and trained_on["vocabulary"] != data.vocabulary_sum:
@@ -102,7 +108,8 @@ def evaluate(
     model.eval()
     backbone = model.model.layer.backbone
     solves = SolveStatistics()
-    answers = torch.zeros(2, len(TASKS) + 1, dtype=torch.int64, device=model.device)  # right, questions
+    # Number of right answers (row 0) and of questions (row 1) of each task (column).
+    answers = torch.zeros(2, len(TASKS) + 1, dtype=torch.int64, device=model.device)
     loss = torch.zeros((), dtype=torch.float64, device=model.device)
     about = math.ceil(len(stories.tokens) / (min(batch_size, len(stories)) * settings.cut))
     start = time.perf_counter()

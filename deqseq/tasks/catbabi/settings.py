@@ -20,17 +20,17 @@ from deqseq.tasks.common.two_stages import TwoStageSettings
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(TwoStageSettings):
-    """Everything that determines a trained model; saved beside it as ``settings.json``.
+    """Settings of a training run. Each run saves its settings as ``settings.json``.
 
-    The defaults are the paper's, as far as they are known.
+    The defaults are the settings of Schöne et al. (2025, arXiv 2502.07827), as far as they are known.
 
     Args:
         data: folder written by the build command
-        mode: tokens to learn: only the answers (qa) or all tokens (lm)
+        mode: what the loss counts: only the answers (qa) or all tokens (lm)
         tasks: train only on these tasks, numbers from 1 to 20; all by default
         batch_size: number of parallel streams
-        cut: tokens of each stream per step; the next step continues from the state
-        checkpoint: recompute unrolled iterations in the backward pass: less memory, more time
+        cut: tokens of each stream per step; the state is carried to the next step
+        checkpoint: recompute unrolled iterations in the backward pass, which saves memory but takes more time
     """
 
     data: str
@@ -62,7 +62,7 @@ class TrainSettings(TwoStageSettings):
         if unknown or self.tasks == []:
             raise ValueError(f"tasks must be numbers from 1 to 20, got {unknown or 'none'}")
         self.curriculum()
-        with torch.device("meta"):  # checks the model's sizes
+        with torch.device("meta"):  # checks that the sizes fit together
             ImplicitForCausalLM(self.config(vocab_size=2))
 
     def config(self, vocab_size: int) -> ImplicitConfig:
@@ -70,5 +70,5 @@ class TrainSettings(TwoStageSettings):
         return self._config(vocab_size, pad_token_id=0, eos_token_id=1)
 
     def curriculum(self) -> Curriculum | None:
-        """The unrolled and the fixed-point stage; ``None`` for an explicit model."""
+        """The two stages of training, unrolled and fixed-point; ``None`` for an explicit model."""
         return self._curriculum(checkpoint=self.checkpoint)

@@ -19,12 +19,12 @@ Story = list[str]
 def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
     """The stories of one task in a folder of bAbI's files.
 
-    Files are named ``qa1_train.txt`` or ``qa1_single-supporting-fact_train.txt``. A line is a
-    number (1 in a story's first line) and a statement or question. Tabs separate a question, its answer
-    and its supporting facts.
+    Files are named like ``qa1_train.txt`` or ``qa1_single-supporting-fact_train.txt``. Each line has a number
+    and a statement or question. The number is 1 in the first line of a story. Tabs separate a question, its
+    answer and its supporting facts.
 
     Raises:
-        ValueError: no such folder or file, two files for the task, a line of another form.
+        ValueError: the folder or file does not exist, the task has two files, or a line has another form.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"no folder {folder}: it should hold bAbI's files, qa1_train.txt to qa20_test.txt")
@@ -48,10 +48,11 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
 
 
 def read_dataset(name: str, config: str, split: str, task: int, revision: str | None = None) -> list[Story]:
-    """The stories of one task in a dataset on the hub, or in a local folder with the same layout.
+    """The stories of one task in a dataset on the Hugging Face Hub, or in a local folder of the same layout.
 
-    The layout is as in ``facebook/babi_qa``: configuration ``CONFIG-qa1`` has splits train, validation and
-    test. A row's ``story`` is a list of lines with ``text`` and ``answer``; statements have an empty answer.
+    The layout is the one of ``facebook/babi_qa``. The configurations ``CONFIG-qa1`` to ``CONFIG-qa20`` have
+    the splits train, validation and test. A row has a ``story``: a list of lines with ``text`` and
+    ``answer``. The answer of a statement is empty.
 
     Raises:
         ValueError: ``datasets`` cannot load the dataset, or its rows have another form.
@@ -64,7 +65,7 @@ def read_dataset(name: str, config: str, split: str, task: int, revision: str | 
         rows: Any = load_dataset(
             name, f"{config}-qa{task}", split={"valid": "validation"}.get(split, split), revision=revision
         )
-    except Exception as error:  # datasets and the hub have many classes of errors
+    except Exception as error:  # datasets and the hub raise many classes of errors
         raise ValueError(f"{name}: cannot load {config}-qa{task}, split {split}: {error}") from error
     try:
         return [[word for line in _lines(row["story"]) for word in _words(*line)] for row in rows]

@@ -1,4 +1,4 @@
-"""Training on CatbAbI in streams of stories; the state is carried from piece to piece."""
+"""Training on CatbAbI in parallel streams of stories. The model's state is carried from batch to batch."""
 
 import logging
 from dataclasses import asdict
@@ -28,15 +28,16 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
     """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
-    (``config.json``, ``model.safetensors``) and ``training.json``: the duration in seconds, and a log. A
-    finished run is loaded, not trained again.
+    (``config.json``, ``model.safetensors``) and ``training.json`` with the duration in seconds and a log. If
+    the run has already finished, only loads its model.
 
     Raises:
-        ValueError: ``output`` holds another run; the data are missing or too small.
+        ValueError: ``output`` contains another run; the data are missing or too small.
     """
     data = load(settings.data)
     identity = {**asdict(settings), "fingerprint": data.fingerprint, "vocabulary": data.vocabulary_sum}
-    # The data folder may have moved. Older runs have no ``vocabulary``, but the fingerprint includes it.
+    # These settings may differ when a run is resumed: the data may have moved, and older runs have not
+    # recorded ``vocabulary``. The fingerprint still checks all data.
     folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
     with folder.locked():
         if folder.finished():
@@ -53,15 +54,16 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
                 arguments, stream, settings.label_smoothing, model=model, curriculum=settings.curriculum()
             )
             trainer.train_in(folder)
-    found: Any = load_model(str(folder.path))  # the trainer's model keeps the trainer's autocast
+    found: Any = load_model(str(folder.path))  # load again: the trainer's model still autocasts
     return found
 
 
 class StreamTrainer(AlignedTrainer):
-    """Trainer that carries the state, without a gradient, from batch to batch.
+    """Trainer that carries the state, without gradients, from batch to batch.
 
-    With attention, the state has a slot per token: only the last piece is carried, as in Transformer-XL.
-    Checkpoints contain the state, so a resumed run equals an uninterrupted one.
+    The state of an attention backbone has a slot for every token. The trainer keeps only the slots of the
+    last batch, as in Transformer-XL. Checkpoints contain the state, so a resumed run gives the same weights
+    as an uninterrupted run.
     """
 
     model: Any
@@ -78,7 +80,7 @@ class StreamTrainer(AlignedTrainer):
         return result
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of all labels except ``IGNORE_INDEX``; zero if all labels are ``IGNORE_INDEX``."""
+        """The mean loss over all labels except ``IGNORE_INDEX``; zero if there are no other labels."""
         total = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="sum")
         return total / (labels != IGNORE_INDEX).sum().clamp_min(1)
 

@@ -1,4 +1,4 @@
-"""Command lines: a function is a command, its parameters are the arguments, its docstring is the help."""
+"""Makes command lines from functions: parameters become arguments, and the docstring becomes the help."""
 
 import argparse
 import logging
@@ -39,19 +39,25 @@ def main(
 ) -> int:
     """Run a program and return its exit status.
 
-    ``ValueError`` and ``OSError`` are errors that the user can correct: the program prints one line and ends
-    with status 2. It prints one line and ends with status 1 if numbers are not finite
-    (``FloatingPointError``), if another process is gone, or if a pickle is refused. Any other
-    exception is a bug and shows its traceback. If several processes fail, only the first prints its error,
-    with its rank and host.
+    The program prints one line and ends
+
+    - with status 2 after ``ValueError`` or ``OSError``, which the user can correct;
+    - with status 1 after ``FloatingPointError`` (numbers that are not finite), after another process of the
+      run has been lost, and after a file was refused because it contains more than tensors;
+    - with status 130 after Ctrl-C, and 143 after SIGTERM.
+
+    Any other exception is a bug and shows its traceback. If several processes fail, only the first to fail
+    prints its error, with its rank and host.
 
     Args:
         prog: the name of the program in its help.
-        about: the description for ``--help``; the list of the commands follows it.
+        about: the description for ``--help``; a list of the commands is appended.
         commands: the commands by name. A command may have a parameter ``settings: Annotated[dict,
-            A_DATACLASS]``: a dictionary of the dataclass fields that the command line sets, by dotted name.
+            A_DATACLASS]``. The fields of the dataclass then become arguments, and ``settings`` contains the
+            values that the user has given, such as ``{"solver.name": "anderson"}`` for ``--solver.name
+            anderson``.
         arguments: the arguments; ``sys.argv[1:]`` by default.
-        interrupted: what to say when Ctrl-C or SIGTERM ends the program, with status 130 or 143.
+        interrupted: advice to print after an interruption, such as how to resume.
         default: the command to run if the first argument is not the name of a command.
         log_level: lowest level of log messages to show.
     """
@@ -75,7 +81,7 @@ def main(
     except (ValueError, OSError, FloatingPointError) as error:
         status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {error}"
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0].split(" (")[0].removesuffix(".")  # the rest advises to allow it
+        reason = str(error).splitlines()[0].split(" (")[0].removesuffix(".")  # omits advice to load it anyway
         status, said = 1, f"error: a file is refused, because it has more than tensors: {reason}"
     except RuntimeError as error:
         if not processes.lost(error):
@@ -92,7 +98,7 @@ def main(
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM ends the program as Ctrl-C does."""
+    """Raised on SIGTERM."""
 
 
 @contextmanager
@@ -111,14 +117,14 @@ def _terminable() -> Iterator[None]:
 
 
 def execute(command: Command, values: Mapping[str, Any]) -> None:
-    """Call a function, or the ``run`` method of a new instance."""
+    """Call a function. If ``command`` is a class, make an instance and call its method ``run``."""
     made = command(**values)
     if isinstance(command, type):
         made.run()
 
 
 def _parse(prog: str, command: Command, arguments: Sequence[str], about: str | None = None) -> dict[str, Any]:
-    """The arguments of a command, except those that have their default values."""
+    """Parse the arguments of a command; returns those that the user has given."""
     documented = docstring_parser.parse(command.__doc__ or "")
     said = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
     made = ArgumentParser(
@@ -167,12 +173,12 @@ def _choice(prog: str, about: str, commands: Mapping[str, Command]) -> ArgumentP
 
 
 def check_folder(path: Path) -> None:
-    """Raise ``ValueError`` if files cannot be written to the folder, or the folder cannot be made."""
+    """Raise ``ValueError`` if the folder cannot be made, or files cannot be written to it."""
     nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not nearest.is_dir():
         raise ValueError(f"{nearest} is not a folder")
     try:
-        with tempfile.TemporaryFile(dir=nearest):  # try to write: root passes every check of permissions
+        with tempfile.TemporaryFile(dir=nearest):  # try to write: root passes every permission check
             pass
     except OSError as error:
         raise ValueError(f"nothing can be written to the folder {nearest}: {error.strerror}") from None

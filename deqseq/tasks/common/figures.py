@@ -29,7 +29,7 @@ def save_figure(
     """Draw a figure and write it atomically as a PNG file; returns whether matplotlib is installed.
 
     Args:
-        draw: function that draws on the axes, which it gets as a list, row by row.
+        draw: function that gets a list of the axes, row by row, and draws on them.
         size: width and height in inches.
         options: passed to ``pyplot.subplots``.
     """
@@ -59,7 +59,7 @@ def log_scale(axis: Any, base: float = 10) -> None:
     from matplotlib import ticker
 
     class Plain(ticker.LogFormatter):
-        """Labels the ticks that matplotlib would label, but with 620 instead of 6.2×10²."""
+        """Labels the same ticks as matplotlib's formatter, but writes 620 instead of 6.2×10²."""
 
         def __call__(self, x: float, pos: int | None = None) -> str:
             return f"{x:g}" if super().__call__(x, pos) else ""

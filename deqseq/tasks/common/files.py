@@ -15,7 +15,7 @@ PART = ".part"
 
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON, atomically. NaN and infinity become null: JSON has no such numbers."""
-    part = path.with_name(f"{path.name}{PART}")  # a killed process leaves it; the next write replaces it
+    part = path.with_name(f"{path.name}{PART}")  # if the process is killed, the next write replaces it
     with part.open("w") as file:
         file.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
         file.flush()
@@ -37,12 +37,12 @@ def rename(part: Path, path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, what: str) -> Iterator[None]:
-    """Make ``folder`` and lock it until the context or the process ends.
+    """Make ``folder`` if it does not exist, and lock it until the context or the process ends.
 
     On file systems without locks, nothing is locked.
 
     Args:
-        what: verb for the error message: what the other process does, such as ``"prepares"``.
+        what: what a process that has the lock does, such as ``"prepares"``; used in the error message.
 
     Raises:
         ValueError: another process has the lock.

@@ -21,9 +21,9 @@ from deqseq.solvers import Picard
 from deqseq.tasks.common.tokenizer import first_line, is_local
 
 Window = int | None | Literal["model"]
-"""Number of tokens solved at a time. ``None``: all. ``"model"``: the window in the model's options."""
+"""Number of tokens solved at a time. ``None``: all. ``"model"``: as in the model's evaluation options."""
 
-# Cutting a text may change the tokens near the cut, so reading goes on this many tokens beyond a limit.
+# Cutting a text may change the tokens near the cut. So this many more tokens are read, and then dropped.
 _SPARE = 64
 
 
@@ -99,10 +99,10 @@ def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) 
 
 
 def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[int]:
-    """The first ``wanted`` tokens of the tokenised file (``None``: all). Reads no more text than needed."""
+    """The first ``wanted`` tokens of the file (``None``: all). Reads only the beginning of a long file."""
     data, found, ended = b"", [], False
     while not ended:
-        size = -1 if wanted is None else max(len(data), 8 * wanted)  # double the text every time
+        size = -1 if wanted is None else max(len(data), 8 * wanted)  # each pass doubles the text
         piece = file.read(size)
         data += piece
         ended = len(piece) != size
@@ -116,7 +116,7 @@ def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[in
 def check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
     """Raise ``ValueError`` if a token is outside the model's vocabulary.
 
-    The tokenizer may have larger tokens, such as a padding token, if ``tokens`` does not contain them.
+    Only ``tokens`` is checked: the tokenizer may have larger ids, such as a padding token's.
     """
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     if tokens.numel() and (largest := int(tokens.max())) >= vocabulary:
@@ -134,7 +134,7 @@ def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
 
 def needed_layer(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
     """The implicit layer of a model; ``ValueError`` if the model is explicit. ``what``: the feature that
-    needs the layer."""
+    needs the layer, for the error message."""
     layer = implicit_layer(model)
     if layer is None:
         raise ValueError(f"{what} is for implicit models, but this {type(model).__name__} is explicit")
@@ -147,13 +147,13 @@ def solve_options(
 ) -> SolveOptions | None:  # fmt: skip
     """The model's evaluation options, changed by the arguments; ``None`` for an explicit model.
 
-    If ``rtol`` or ``max_iter`` is given, :class:`~deqseq.Residual` replaces a policy of another class, with
-    1e-3 as the default of ``rtol``.
+    ``rtol`` and ``max_iter`` change the model's :class:`~deqseq.Residual` policy. If the model has another
+    policy, they first replace it by ``Residual`` with ``rtol=1e-3`` and the same ``max_iter``.
 
     Args:
         window: number of tokens solved at a time.
         rtol: tolerance on the relative residual.
-        max_iter: maximum number of evaluations of a token.
+        max_iter: maximum number of evaluations per token.
         damping: replaces the model's solver by Picard's iteration with this damping.
 
     Raises:

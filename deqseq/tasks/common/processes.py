@@ -1,4 +1,4 @@
-"""Runs with several processes: one process works for all processes; an error in any process stops all."""
+"""Helpers for runs with several processes: one process works for all, and an error in one stops all."""
 
 import json
 import os
@@ -15,7 +15,7 @@ _CORRECTABLE = (ValueError, OSError, FloatingPointError)  # errors that the user
 
 
 class ElsewhereError(ValueError):
-    """Another process has failed; the message contains the error of that process."""
+    """Raised when another process has failed. The message contains the other process's error."""
 
 
 def everywhere(function: Callable[[], T]) -> T:
@@ -60,9 +60,10 @@ def on_every_node(function: Callable[[], None]) -> None:
 
 
 def speaks() -> bool:
-    """Whether this process should print its error: true for the first process that calls this.
+    """Whether this process should print its error: true for the first process that calls this function.
 
-    Always false if the process that hosts the run's store is gone; torchrun's report then shows the errors.
+    The store of the run counts the calls. If the process that hosts the store has ended, the result is
+    false; torchrun's report then shows the errors.
     """
     if not _several():
         return os.environ.get("RANK", "0") == "0"
@@ -70,7 +71,7 @@ def speaks() -> bool:
 
     try:
         return int(_get_default_store().add("deqseq/failed", 1)) == 1
-    except RuntimeError:  # rank 0 hosted the store; it printed its error or was killed
+    except RuntimeError:  # rank 0, which hosted the store, has ended
         return False
 
 
@@ -100,5 +101,5 @@ def lost(error: Exception) -> bool:
 
 
 def _several() -> bool:
-    dist = sys.modules.get("torch.distributed")  # do not import torch: some commands do not need it
+    dist = sys.modules.get("torch.distributed")  # not imported here: some commands do not need torch
     return dist is not None and dist.is_initialized() and dist.get_world_size() > 1

@@ -51,7 +51,8 @@ class ResultFolder:
 
     Args:
         settings: everything that the results depend on, as JSON types.
-        force: keep other files in the folder, and overwrite a result with other settings.
+        force: allow other files in the folder (they are kept) and a result with other settings (it is
+            overwritten).
 
     Raises:
         ValueError: without ``force``, the folder holds other files or a result with other settings.
@@ -119,7 +120,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def describe_machine(device: torch.device) -> str:
-    """The name of the GPU, or of the processor with PyTorch's number of threads."""
+    """The name of the GPU; without a GPU, the name of the processor and PyTorch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""

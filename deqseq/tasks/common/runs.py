@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 _SETTINGS = "settings.json"
 _RECORD = "training.json"
-_FOLDERS = re.compile(r"model|stage-\d+|checkpoint-\d+")  # folders that a run makes
+_FOLDERS = re.compile(r"model|stage-\d+|checkpoint-\d+")  # names of folders that training makes
 
 
 class RunFolder:
@@ -24,8 +24,8 @@ class RunFolder:
 
     Args:
         settings: plain data; may be nested.
-        may_change: names of settings that may differ when a run is resumed; the folder then keeps the new
-            values.
+        may_change: names of settings that may differ when a run is resumed. The new values then replace the
+            old ones in ``settings.json``.
 
     Raises:
         ValueError: the folder holds something else, or a run with other settings.
@@ -62,11 +62,11 @@ class RunFolder:
         """Whether the trained model exists and is undamaged. A warning says what is damaged.
 
         Raises:
-            ValueError: the model is damaged, and there is no whole checkpoint to train it again from.
+            ValueError: the model is damaged, and there is no undamaged checkpoint to resume from.
         """
         if not (self.path / _RECORD).is_file():
             return False
-        wrong = fault(self.path) if (self.path / SEAL).exists() else None  # version 0.1 did not seal runs
+        wrong = fault(self.path) if (self.path / SEAL).exists() else None  # runs of version 0.1 have no seal
         if wrong is None:
             return True
         if self.last_checkpoint() is None:
@@ -83,9 +83,9 @@ class RunFolder:
         seal(self.path, [self.path / _SETTINGS, self.path / _RECORD, *files])
 
     def last_checkpoint(self) -> Path | None:
-        """The newest whole checkpoint, or ``None``.
+        """The newest complete, undamaged checkpoint; ``None`` if there is none.
 
-        Newer checkpoints that are damaged or incomplete are logged and unsealed.
+        Newer checkpoints are incomplete or damaged: logs them and removes their seals.
         """
         found = checkpoints(self.path)
         for path in reversed(found):

@@ -1,8 +1,10 @@
 """Seals: a seal shows whether the files of a folder are complete and unchanged.
 
-A seal is the file ``complete.json``, written last. It lists the files with their sizes and checksums. The
-checksum of a file is the XXH3 (128 bits) of its blocks' checksums; a block has 16 MiB. A folder without a
-seal is incomplete.
+A seal is the file ``complete.json``, written last. It lists the files with their sizes and checksums. A
+folder without a seal is incomplete.
+
+To compute a checksum, a file is cut into blocks of 16 MiB. Each block is hashed with XXH3 (128 bits). The
+checksum is the XXH3 of these hashes.
 """
 
 import json
@@ -33,17 +35,17 @@ def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": checksum}
             for path, checksum in zip(found, _checksums(found), strict=True)
         }
-        list(synced)  # raises the error of a sync
+        list(synced)  # raises the error if a sync failed
     write_json(folder / SEAL, listed)
 
 
 def unseal(folder: Path) -> None:
-    """Remove the seal of a folder that is damaged, or will be rewritten or removed."""
+    """Remove the seal of a folder: it is damaged, or about to be rewritten or removed."""
     (folder / SEAL).unlink(missing_ok=True)
 
 
 def fault(folder: Path, content: bool = True) -> str | None:
-    """What is wrong with a folder, as text to print after its name; ``None`` if the files match the seal.
+    """What is wrong with a folder, such as ``"was not written to its end"``; ``None`` if it matches its seal.
 
     Args:
         content: also compare checksums, which reads every file. Seals of version 0.1 have no checksums.
@@ -91,13 +93,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def rotate(run: Path, keep: int | None) -> None:
-    """Keep the last ``keep`` whole checkpoints (``None``: all whole checkpoints), and remove the others."""
+    """Keep the last ``keep`` complete checkpoints (``None``: all complete ones), and remove all others."""
     found = checkpoints(run)
     whole = [path for path in found if fault(path, content=False) is None]
     kept = whole if keep is None else whole[-keep:]
     for path in found:
         if path not in kept:
-            unseal(path)  # so that an interrupted removal leaves an invalid checkpoint
+            unseal(path)  # after an interrupted removal, the checkpoint is incomplete
             try:
                 shutil.rmtree(path)
             except OSError as error:
@@ -110,7 +112,7 @@ def _sync(path: Path) -> None:
 
 
 def _checksums(files: Sequence[Path]) -> list[str]:
-    """Checksums of files. Several threads compute the checksums of blocks."""
+    """Checksums of files. Several threads hash the blocks."""
     blocks = [(path, start) for path in files for start in range(0, max(path.stat().st_size, 1), _BLOCK)]
     whole = {path: xxh3_128() for path in files}
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -50,7 +50,7 @@ else:
 
     PositiveInt = _number("whole number >= 1", int, lambda n: n >= 1)
     NonNegativeInt = _number("whole number >= 0", int, lambda n: n >= 0)
-    Seed = _number("whole number in [0, 2**32)", int, lambda n: 0 <= n < 2**32)  # numpy's range
+    Seed = _number("whole number in [0, 2**32)", int, lambda n: 0 <= n < 2**32)  # numpy's range for seeds
     PositiveFinite = _number("positive, finite number", float, lambda x: 0 < x < math.inf)
     NonNegativeFinite = _number("finite number >= 0", float, lambda x: 0 <= x < math.inf)
     ClosedUnitInterval = _number("number in [0, 1]", float, lambda x: 0 <= x <= 1)
@@ -61,8 +61,7 @@ Tree = dict[str, Any]
 
 
 def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
-    """Make settings of class ``kind`` from the fields in ``tree``. For numeric fields, text is converted to
-    numbers.
+    """Make settings of class ``kind`` from the fields in ``tree``. Text in numeric fields becomes a number.
 
     Args:
         prefix: text before a field's name in error messages.
@@ -94,9 +93,10 @@ def unknown_field(name: str, known: Sequence[str]) -> str:
 
 
 def build_changed(kind: type[T], tree: Mapping[str, Any], changes: Mapping[str, Any]) -> T:
-    """Like :func:`build`, but ``changes`` first replaces fields by dotted name, such as ``stages.0.until``.
+    """Like :func:`build`, but first replaces fields of ``tree`` by ``changes``.
 
-    ``backbone: llama`` becomes ``backbone: {name: llama}`` before an option of the backbone is changed.
+    Nested fields have dotted names, such as ``stages.0.until``. If ``tree`` has ``backbone: llama``, changing
+    ``backbone.n_head`` to 4 makes ``backbone: {name: llama, n_head: 4}``.
     """
     parameters = _parameters(kind).values()
     found = {p.name: deepcopy(p.default) for p in parameters if p.default is not p.empty} | dict(tree)
@@ -132,7 +132,7 @@ def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def yaml_value(text: str, what: str) -> Any:
-    """Read YAML, with ``1e-3`` as a number. ``what`` names the text in the error message."""
+    """Read YAML; ``1e-3`` is read as a number. ``what`` names the text in the error message."""
     try:
         return get_loader("yaml")(text)
     except yaml.YAMLError as error:
@@ -140,8 +140,8 @@ def yaml_value(text: str, what: str) -> Any:
 
 
 def read_yaml(source: str, shipped: Path) -> Tree:
-    """The mapping in a YAML file. ``source``: a path, or the name of a file in ``shipped``. ``ValueError`` if
-    the file cannot be read."""
+    """The mapping in a YAML file; ``ValueError`` if the file cannot be read. ``source``: a path that ends in
+    .yaml or .yml, or the name of a file in ``shipped`` without its suffix."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         names = sorted(path.stem for path in shipped.glob("*.yaml"))
@@ -227,7 +227,7 @@ def _checked(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Tree:
 
 
 def plain(value: Any) -> Any:
-    """Convert numbers of jsonargparse's restricted types to int and float."""
+    """Convert numbers of the classes in this module, such as ``PositiveInt``, to int and float."""
     if isinstance(value, list):
         return [plain(one) for one in value]
     base = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
@@ -235,7 +235,7 @@ def plain(value: Any) -> Any:
 
 
 def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function or dataclass. A default factory's result becomes the default."""
+    """The parameters of a function or dataclass. Default factories are called to get the defaults."""
     found = dict(inspect.signature(source).parameters)
     for f in fields(source) if is_dataclass(source) else ():
         if f.default_factory is not MISSING:
@@ -244,7 +244,7 @@ def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _item_type(hint: Any) -> Any:
-    """The type of the items if the command line takes ``hint`` as a list of several values, else ``None``."""
+    """``X`` for the types ``list[X]`` and ``list[X] | None``; ``None`` for lists of dicts and other types."""
     kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     first, *others = (kind for kind in kinds if kind is not NoneType)
     item = get_args(first)[0] if not others and get_origin(first) is list else None

@@ -9,7 +9,10 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
 def load_tokenizer(model: str, source: str | None = None) -> Any:
-    """Load tokenizer ``source`` (file, folder or hub name; default ``model``); ``ValueError`` if it fails."""
+    """Load a tokenizer; ``ValueError`` if that fails.
+
+    ``source``: file, folder or hub name of the tokenizer; ``model`` by default.
+    """
     named = place = Path(source or model)
     hint = "name one with --tokenizer PATH"
     if place.is_dir() and not (place / "tokenizer_config.json").is_file():

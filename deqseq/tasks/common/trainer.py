@@ -35,8 +35,8 @@ class Stream(Protocol):
 class CurriculumCallback(TrainerCallback, ExportableState):
     """Applies a curriculum to every implicit layer of the model. Checkpoints save the curriculum.
 
-    The stage depends only on the step, so a resumed run starts in the right stage. Resuming from a checkpoint
-    with another curriculum raises ``ValueError``.
+    The stage depends only on the step, so a resumed run starts in the right stage. Resuming raises
+    ``ValueError`` if the checkpoint was trained with another curriculum.
     """
 
     def __init__(self, curriculum: Curriculum) -> None:
@@ -68,11 +68,14 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
 
 class Totals(TrainerCallback, ExportableState):
-    """Seconds and losses, summed over the whole run, also before interruptions. Checkpoints save the sums."""
+    """Training time and sum of losses of the whole run, including the time before interruptions.
+
+    Checkpoints save both.
+    """
 
     def __init__(self) -> None:
-        self.seconds = self.losses = 0.0  # up to the step where this process started
-        self.sum_of_losses = 0.0  # over all steps up to the last checkpoint
+        self.seconds = self.losses = 0.0  # both up to the step at which this process started
+        self.sum_of_losses = 0.0  # up to the last checkpoint
         self._since = time.perf_counter()
 
     @property
@@ -111,7 +114,10 @@ class CurriculumTrainer(Trainer):
         self.solves = SolveStatistics(tail=True)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The matrices' names. Biases, norms, A, D, dt and weight normalisation's g have no weight decay."""
+        """Names of the parameters with weight decay: all matrices, except the gains of weight normalisation.
+
+        Vectors have no weight decay: biases, norms, and A, D and dt of Mamba2.
+        """
         found = model.named_parameters()
         return [name for name, p in found if p.dim() > 1 and not name.endswith("original0")]
 
@@ -142,8 +148,8 @@ class CurriculumTrainer(Trainer):
         return {name: round(value, 5) for name, value in found.items() if name != "share_completed"}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # transformers does not sync files, removes old checkpoints before the new one is complete, and
-        # counts incomplete checkpoints among those to keep. So this method seals the new one, then removes.
+        # transformers does not sync files, and removes old checkpoints before the new one is complete. So
+        # this method seals the new checkpoint first, and then removes old ones.
         run = Path(str(self.args.output_dir))
         folder = run / f"checkpoint-{self.state.global_step}"
         running = self.accelerator.gather(self._tr_loss).mean().item()
@@ -199,11 +205,14 @@ class AlignedTrainer(CurriculumTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean over the labels (N,) that are not -100. ``logits``: (N, V), N tokens, vocabulary V."""
+        """Mean cross-entropy over the labels that are not -100.
+
+        Shapes: ``logits`` (N, V), ``labels`` (N,); N tokens, vocabulary size V.
+        """
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def train_in(self, folder: RunFolder) -> None:
-        """Train to the end, from the last whole checkpoint if one exists. Write the model and the record."""
+        """Train to the end, from the last complete checkpoint if any. Write the model and the record."""
         checkpoint = folder.last_checkpoint()
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
@@ -229,8 +238,9 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def short_run_arguments(settings: Any, output: Path, save_steps: int) -> TrainingArguments:
-    """Arguments of a run on one device: the learning rate rises over the first 5 % of the steps and falls to
-    zero over the last 30 %.
+    """Arguments of a run on one device.
+
+    The learning rate rises over the first 5 % of the steps, and falls to zero over the last 30 %.
 
     Args:
         settings: a :class:`~deqseq.tasks.common.two_stages.TwoStageSettings`.

@@ -32,9 +32,9 @@ Settings = TypeVar("Settings", bound="TwoStageSettings")
 class TwoStageSettings:
     """A model, and its training in two stages.
 
-    The first stage unrolls a few iterations from zero and differentiates through them, which
-    is cheap. The second stage searches for the fixed point; the gradient goes through a few phantom steps.
-    Backbones, policies and gradient strategies receive only the settings that they accept.
+    The first stage is cheap: it runs a few iterations from zero and differentiates through all of them. The
+    second stage iterates to the fixed point, and then differentiates through a few more iterations, the
+    phantom steps. Backbones, policies and gradient strategies receive only the settings that they accept.
 
     Args:
         backbone: name of any installed backbone, or a mapping {name: NAME, option: value}
@@ -45,20 +45,20 @@ class TwoStageSettings:
         expand: inner width divided by d_model (Mamba2)
         headdim: width of a head, which determines the number of heads (Mamba2 and Llama)
         solver: name of any installed solver, or a mapping {name: NAME, option: value}
-        gradient: gradient strategy of the fixed-point stage, given like solver; phantom by default
-        convergence: convergence policy of the search, given like solver; residual by default
-        damping: damping of Picard's iteration; 1 means none. Set other solvers' damping in the solver mapping
+        gradient: gradient strategy of the fixed-point stage, a name or a mapping; phantom by default
+        convergence: convergence policy of the fixed-point search, a name or a mapping; residual by default
+        damping: damping of the picard solver; 1 means none. For other solvers, set it in the solver mapping
         steps: optimiser steps
         batch_size: sequences per optimiser step
         learning_rate: highest learning rate, after a warm-up over 5 % of the steps; decays over the last 30 %
         weight_decay: weight decay of matrices
         max_grad_norm: gradients are clipped to this norm; 0 means no clipping
         label_smoothing: share of the target probability spread over all tokens; keeps the logits from growing
-        unrolled_share: share of the steps in the unrolled stage
-        unrolled_iterations: iterations of the unrolled stage
-        tolerance: relative residual at which a search ends
-        max_iter: maximum number of evaluations of a token in a training search
-        eval_max_iter: maximum number of evaluations of a token in an evaluation search
+        unrolled_share: share of all optimiser steps that the first (unrolled) stage gets
+        unrolled_iterations: number of iterations in the first (unrolled) stage
+        tolerance: relative residual at which the fixed-point search ends
+        max_iter: maximum number of evaluations per token of the fixed-point search in training
+        eval_max_iter: maximum number of evaluations per token of the fixed-point search in evaluation
         phantom_steps: steps of the phantom gradient in the fixed-point stage
         phantom_damping: damping of the phantom steps
         bf16: autocast to bfloat16 in training; weights stay float32
@@ -111,7 +111,7 @@ class TwoStageSettings:
         )
 
     def _curriculum(self, window: int | None = None, **unrolled: Any) -> Curriculum | None:
-        """The two stages; ``None`` for an explicit model. ``unrolled``: more options of the first stage."""
+        """The two stages; ``None`` for an explicit model. ``unrolled``: options of the unrolled gradient."""
         if self.explicit:
             return None
         first = {"name": "unrolled", "iterations": self.unrolled_iterations, **unrolled}
@@ -151,8 +151,8 @@ class TwoStageSettings:
 
 
 def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple[Settings, Tree]:
-    """The settings of a finished run, and the entries ``others`` of its settings file; ``ValueError`` if the
-    run does not exist."""
+    """Read the settings of a finished run. Returns the settings of class ``kind``, and a dictionary of the
+    entries ``others`` of the settings file. ``ValueError`` if there is no such run."""
     found = read_settings(path)
     also = {name: found.pop(name, None) for name in others}
     try:
@@ -164,7 +164,7 @@ def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple
 
 
 def _filled(registry: Registry[Any], part: str | Mapping[str, Any], **options: Any) -> Tree:
-    """``part`` as a mapping, plus those ``options`` that it accepts and does not contain yet."""
+    """``part`` as a mapping, with defaults from ``options``. Drops options that the part does not accept."""
     own = {"name": part} if isinstance(part, str) else dict(part)
     taken = {name: value for name, value in options.items() if registry.takes(own, name)}
     return {"name": own.get("name"), **taken, **own}

@@ -1,1 +1,1 @@
-"""Evaluation of language models: perplexity, lengths, iterations, windows and downstream tasks."""
+"""Evaluates language models: see ``python -m deqseq.tasks.evaluate --help``."""

@@ -1,6 +1,6 @@
 """The command line: ``python -m deqseq.tasks.evaluate {perplexity,length,iterations,duality,downstream}``.
 
-Checks the arguments before importing transformers, so that help and errors are fast.
+Importing transformers takes seconds, so the program checks the arguments first.
 """
 
 import sys
@@ -30,16 +30,17 @@ class _Report:
     Args:
         model: folder of a model, or its name on the hub
         tokenizer: tokenizer.json, folder or name on the hub; the model's by default
-        rtol: relative residual to solve to; the model's by default. The maximum number of iterations does
-            not change: raise it for a smaller residual
+        rtol: stop the search of a token at this relative residual; the model's by default. A smaller value
+            may also need a larger maximum number of iterations
         batch_size: sequences solved together; does not change results
         device: cpu, cuda, cuda:1 ...; by default a GPU if there is one
-        dtype: type of the weights; auto is the checkpoint's
+        dtype: type of the weights; auto keeps the checkpoint's type
         output: folder for the report (JSON and a figure). Overwrites an earlier result with the same
             settings; overwrites other results only with --force
-        force: allow other files in the output folder, and overwrite a result with other settings
+        force: keep other files in the output folder, and overwrite a result with other settings; by default,
+            both are errors
         text: plain text files in UTF-8; the tokens of several files are concatenated
-        limit: predict this many tokens; all by default
+        limit: maximum number of tokens to predict; all by default
         length: tokens per sequence
         window: tokens solved at a time: a number, 'all', or 'model' for the model's own window
         max_iter: maximum number of iterations per token; the model's by default
@@ -74,10 +75,10 @@ class _TextReport(_Report):
 
 @dataclass(kw_only=True)
 class Perplexity(_TextReport):
-    """Perplexity of a text, overall and by position, and the iterations and time that it took.
+    """Perplexity of a text, overall and by position in the sequence, with the iterations and time used.
 
-    The text is cut into sequences of one length. Every token except the first of the text is predicted once;
-    all have the same weight.
+    Cuts the text into sequences of one length. Predicts every token once, except the text's first token. All
+    predicted tokens have the same weight.
     """
 
     length: PositiveInt = 2048
@@ -89,7 +90,8 @@ class Perplexity(_TextReport):
 class Length(_TextReport):
     """Perplexity of a text in sequences of several lengths: does the model work beyond its training length?
 
-    The figure also shows, by position, how the loss of the same tokens differs from the first length's.
+    Every length predicts the same tokens. The figure also shows, by position in the sequence, how much their
+    loss changes from the first length to the other lengths.
 
     Args:
         length: tokens per sequence; longer sequences run in smaller batches
@@ -104,11 +106,11 @@ class Length(_TextReport):
 class Iterations(_TextReport):
     """Perplexity of a text after 1, 2, 4 ... iterations: does more computation at test time help?
 
-    For implicit models. Every token does exactly the given number of iterations; with --rtol or a window, at
-    most this number. The last row has the model's own policy.
+    For implicit models. Every token does exactly the given number of iterations. With --rtol or a window, a
+    token stops earlier if it has converged. The last row uses the model's own convergence policy.
 
     Args:
-        iterations: numbers of iterations
+        iterations: numbers of iterations, one row of the table for each
     """
 
     length: PositiveInt = 2048
@@ -120,8 +122,8 @@ class Iterations(_TextReport):
 class Duality(_TextReport):
     """Predictions in several windows: are they the same if tokens are solved together or one by one?
 
-    For implicit models. Compares every window with the first window. A smaller --rtol makes the predictions
-    agree better, if --max-iter lets all tokens converge.
+    For implicit models. Compares every window with the first window. With a smaller --rtol, the predictions
+    agree better. Choose --max-iter large enough for all tokens to converge.
     """
 
     length: PositiveInt = 2048
@@ -137,8 +139,8 @@ class Downstream(_Report):
 
     Args:
         tasks: tasks to run
-        data_dir: folder of JSONL files named after the tasks, in the original or the hub's schema; by default
-            the data come from the hub
+        data_dir: folder of JSONL files named after the tasks, with the fields of the hub's dataset or of the
+            original release; by default the data come from the hub
         limit: documents per task; all by default
     """
 

@@ -1,7 +1,8 @@
 """Downstream tasks through EleutherAI's lm-eval, with data from the hub or from JSONL files.
 
-Prompts, choices and metrics are lm-eval's, with one exception. Some HellaSwag files lack fields of lm-eval's
-prompt; their prompt is the context alone, and ``own_prompt`` says so.
+Prompts, choices and metrics are lm-eval's, with one exception. Some HellaSwag files lack fields that
+lm-eval's prompt needs. For these files, the prompt is the context alone, and :attr:`TaskScore.own_prompt`
+says so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-if TYPE_CHECKING:  # the command line lists the tasks without waiting for transformers
+if TYPE_CHECKING:  # importing transformers is slow, and the command line needs only TASKS
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -32,15 +33,15 @@ class Task:
     """A task of lm-eval.
 
     Attributes:
-        folder: folder of lm-eval's task files.
-        pattern: glob pattern of the local file's name.
-        metric: the task's metric in the average over tasks. ``acc_norm`` divides a choice's log-likelihood by
-            the choice's number of characters.
-        chance: the metric of a random guess. ARC's value assumes four choices, as most questions have.
+        folder: the folder in ``lm_eval/tasks`` that defines the task.
+        pattern: glob pattern of the name of a local data file.
+        metric: the metric that enters the average over tasks. ``acc_norm`` divides a choice's log-likelihood
+            by the choice's number of characters.
+        chance: the metric of a random guess. For ARC it assumes four choices, as most of its questions have.
         prompt: document field with the text to continue.
         choices: document fields with the choices.
         answer: document field with the right choice; ``None`` if the prompt contains the answer.
-        options: returns a document's choices as a dictionary; its keys are the possible answers.
+        options: maps a document to the dictionary ``{answer: text of the choice}``.
         convert: converts a document from the original release's schema to the hub's.
     """
 
@@ -138,7 +139,7 @@ def check_tasks(names: Sequence[str]) -> None:
 
 
 def local_files(names: Sequence[str], folder: str | Path) -> dict[str, Path]:
-    """The file of each task in ``folder``; if several files match, the file with the most lines.
+    """Find each task's file in ``folder``. If several files match its pattern, take the one with most lines.
 
     Raises:
         ValueError: a task has no file.
@@ -156,7 +157,7 @@ def local_files(names: Sequence[str], folder: str | Path) -> dict[str, Path]:
 
 
 def read_docs(name: str, path: Path) -> list[Doc]:
-    """The documents of a JSONL file, in the schema of the hub.
+    """Read the documents of a JSONL file and convert them to the hub's schema.
 
     Raises:
         ValueError: a line is not a document of the task, or the file has no documents.
@@ -167,7 +168,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
             continue
         try:
             docs.append(_read_doc(TASKS[name], line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a malformed field
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a malformed document
             said = error if isinstance(error, ValueError) else repr(error)
             raise ValueError(f"{path}, line {number}: no document of {name}: {said}") from error
     if not docs:
@@ -176,7 +177,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
 
 
 def _read_doc(task: Task, line: bytes) -> Doc:
-    """One document; its answer gets the hub's form. With other forms, lm-eval fails or scores wrongly."""
+    """Read a document. Converts its answer to the type that lm-eval expects, such as ``"1"`` to 1."""
     doc = json.loads(line.decode())
     if not isinstance(doc, dict):
         raise ValueError(f"it must be a JSON object, got {doc!r}")
@@ -206,7 +207,7 @@ def _own_prompt(name: str, docs: Sequence[Doc]) -> str | None:
 
 
 def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> dict[str, Any]:
-    """The task that the file ``definition`` of lm-eval defines, with ``docs`` as its data."""
+    """The task that lm-eval's YAML file ``definition`` defines, with ``docs`` as its data."""
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -214,7 +215,7 @@ def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> 
     fields = TASKS[name].fields + ([*_ACTIVITY] if name == "hellaswag" and not own_prompt else [])
     kept = [{field: doc[field] for field in fields} for doc in docs]
 
-    # A task loaded by its name reads its own data, so load the definition and change the data.
+    # lm-eval would load a task's own data by name, so load the definition and replace the data.
     return {
         **load_yaml(definition),
         "dataset_path": str(path),
@@ -269,16 +270,16 @@ def evaluate_tasks(
     if files is not None:
         index = manager.task_index
         tasks = [_over_docs(name, docs[name], files[name], index[name].yaml_path) for name in names]
-    # Bootstrap in this process: a fork of a process that runs torch can hang.
+    # Bootstrap standard errors in this process: forks of a process that runs torch can hang.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
     screen = sys.stderr  # shows the progress bar
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # hides output
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # hides lm-eval's output
             lm = _watched(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size), screen)
             loaded = manager.load(tasks)
-            # simple_evaluate would also call git and list the machine's packages.
+            # Not simple_evaluate, which also calls git and lists the machine's packages.
             found: Any = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     except OSError as error:
         raise ValueError(f"no data from the hub: {first_line(error)}: try --data-dir") from error

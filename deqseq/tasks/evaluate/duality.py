@@ -1,5 +1,7 @@
 """Duality: whether a model predicts the same in different windows, and what each window costs.
 
+A window is the number of tokens that are solved together.
+
 Shapes: N tokens of a text, B sequences, L tokens, V vocabulary.
 """
 
@@ -20,9 +22,9 @@ from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer
 from deqseq.tasks.evaluate.perplexity import Search, batches, exponential, losses, run, search_fields
 
-# Number of rows of logits that are compared at once, in float32.
+# Rows of logits to convert to float32 and compare at a time, to save memory.
 _ROWS = 1024
-# Number of tokens in the list of the largest differences.
+# Number of tokens in ``Agreement.worst``.
 _WORST = 5
 
 
@@ -30,7 +32,8 @@ _WORST = 5
 class Difference:
     """A token whose logits differ between one window and the first window.
 
-    ``sequence`` and ``position`` count from 1. ``max_logit_diff``: largest absolute difference of its logits.
+    ``sequence`` and ``position`` count from 1. ``max_logit_diff`` is the largest absolute difference of the
+    token's logits. The fields ``first_...`` describe the token's search in the first window.
     """
 
     sequence: int
@@ -55,8 +58,8 @@ class Agreement(Search):
         kl: mean Kullback-Leibler divergence KL(first window || this window), nats per token.
         perplexity: perplexity of the text in this window.
         seconds: time in the model and the loss.
-        worst: the tokens with the largest differences. A token may differ although it converged in both
-            windows: the residual measures the last step, but a slow search may be far from the fixed point.
+        worst: the tokens with the largest differences. Converged tokens can differ too: a small residual does
+            not mean a small distance to the fixed point.
     """
 
     tokens: int
@@ -79,10 +82,11 @@ class _Comparison:
         self.nll = 0.0
         self.worst: list[Difference] = []
         self._sequences = 0
-        self._sums = torch.zeros(3, dtype=torch.float64)  # same argmax, mean |difference|, divergence
+        # Sums over tokens: same argmax (0 or 1), mean |difference| of the logits, KL divergence.
+        self._sums = torch.zeros(3, dtype=torch.float64)
 
     def add(self, out: Any, first: Any) -> None:
-        """Add the model's output on one batch, in this window and in the first."""
+        """Add one batch: the model's output ``out`` in this window and ``first`` in the first window."""
         largest = []
         rows = (found.logits.flatten(0, 1).split(_ROWS) for found in (out, first))
         for here, there in zip(*rows, strict=True):
@@ -108,7 +112,7 @@ class _Comparison:
         self.worst = sorted(self.worst, key=lambda found: -found.max_logit_diff)[:_WORST]
 
     def read(self, tokens: int) -> Agreement:
-        """The result: means over the number of ``tokens``."""
+        """The result; ``tokens`` is the number of tokens in all batches."""
         same, mean, divergence = (self._sums / tokens).tolist()
         return Agreement(
             **search_fields(self.options, self.solves), tokens=tokens, agreement=same,
@@ -128,8 +132,8 @@ def compare_windows(
 
     Args:
         length: tokens per sequence.
-        windows: windows to compare, at least two.
-        policy: convergence policy in all windows; the model's evaluation policy by default.
+        windows: two or more: numbers of tokens, ``None`` for all tokens, ``"model"`` for the model's window.
+        policy: convergence policy for every window; the model's evaluation policy by default.
 
     Raises:
         ValueError: fewer than two windows, or one below 1; the model is explicit; tokens outside the

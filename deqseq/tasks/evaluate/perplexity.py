@@ -33,8 +33,9 @@ _FIRST_BUCKET = 16
 class Positions:
     """Means over the tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
-    ``nll`` is the negative log-likelihood. ``change`` is ``nll`` minus the same tokens' nll at the first
-    length; ``None`` at the first length. Standard errors assume independent tokens.
+    ``nll`` is the negative log-likelihood. If :func:`score` gets several lengths, ``change`` is ``nll`` minus
+    the same tokens' nll at the first of the lengths; at this first length, ``change`` is ``None``. Standard
+    errors assume independent tokens.
     """
 
     first: int
@@ -55,7 +56,7 @@ class Search:
     Attributes:
         window: tokens solved at a time, or ``"all"``.
         policy, budget: the convergence policy, and its maximum number of evaluations per token.
-        iterations: mean number of evaluations until the search of a token ended.
+        iterations: mean number of evaluations of f until the search of a token ends.
         residual: mean relative residual of the tokens.
         converged: share of tokens that met the tolerance; ``None`` for policies without a tolerance.
         passes_per_batch: mean number of calls of f for a batch; each call evaluates one window.
@@ -110,13 +111,13 @@ def exponential(nll: float) -> float:
 
 
 def batches(tokens: Tensor, length: int, batch_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Batches of inputs and targets, each (B, L). A target is the next token of ``tokens`` (N,).
+    """Cut ``tokens`` (N,) into batches of inputs and targets, each (B, L).
 
-    Every token except the first is a target once. If ``length`` does not divide N - 1, the last batch is one
-    shorter sequence.
+    The target of an input token is the next token. Every token except the first is a target once. If
+    ``length`` does not divide N - 1, the last batch is one shorter sequence.
 
     Raises:
-        ValueError: fewer than ``length`` + 1 tokens; sizes below 1.
+        ValueError: fewer than ``length`` + 1 tokens; ``length`` or ``batch_size`` below 1.
     """
     check_count("length", length)
     check_count("batch_size", batch_size)
@@ -147,7 +148,7 @@ def run(model: PreTrainedModel, inputs: Tensor, solve: SolveOptions | None) -> A
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood (B, L) float64, on the CPU, of ``targets`` (B, L) under ``logits``."""
+    """Negative log-likelihoods of ``targets`` (B, L) under ``logits`` (B, L, V), as float64 on the CPU."""
     parts = zip(
         logits.flatten(0, 1).split(_ROWS), targets.to(logits.device).flatten().split(_ROWS), strict=True
     )
@@ -162,13 +163,13 @@ def score(
 ) -> list[Score]:  # fmt: skip
     """Perplexity of ``tokens`` (N,) in sequences of each of the ``lengths``.
 
-    Every token except the first is predicted once at every length, so the lengths are comparable. Few tokens
-    share a position, so the mean loss at a position is noisy. ``by_position`` therefore also reports the
-    change of the same tokens' loss from the first length.
+    Every length predicts the same tokens: all except the first. The mean loss at a position is noisy, because
+    few tokens share a position. The change of the same tokens' loss from the first length is less noisy, so
+    ``by_position`` reports it too.
 
     Args:
-        batch_size: sequences per batch at the shortest length. At other lengths, a batch has about the same
-            number of tokens. Does not change results.
+        batch_size: sequences per batch at the shortest length. Longer sequences get smaller batches, with
+            about the same number of tokens. Does not change results.
         solve: solve options; the model's by default.
 
     Raises:
@@ -183,7 +184,7 @@ def score(
     first: Tensor | None = None  # nll at the first length
     for length, cut in zip(lengths, cuts, strict=True):
         solves = SolveStatistics()
-        parts: dict[str, list[Tensor]] = defaultdict(list)  # in the order of the text
+        parts: dict[str, list[Tensor]] = defaultdict(list)  # values per token, in the order of the text
         start = time.perf_counter()
         for inputs, targets in tqdm(cut, desc=f"length {length}", leave=False, disable=None):
             out = run(model, inputs, solve)
@@ -207,7 +208,7 @@ def score(
 
 
 def _by_position(length: int, measured: dict[str, Tensor]) -> list[Positions]:
-    """Means of each tensor (N - 1,) in ``measured``, by the tokens' position in their sequence."""
+    """Average each tensor (N - 1,) of ``measured`` over ranges of positions in the sequences."""
     position = torch.arange(len(measured["nll"])) % length
     doublings = max(0, math.ceil(math.log2(length / _FIRST_BUCKET)))
     edges = [0, *(min(length, _FIRST_BUCKET * 2**i) for i in range(doublings + 1))]
@@ -229,10 +230,11 @@ def score_by_budget(
     model: PreTrainedModel, tokens: Tensor, length: int, budgets: Sequence[int],
     solve: SolveOptions | None = None, rtol: float | None = None, batch_size: int = 8,
 ) -> list[Score]:  # fmt: skip
-    """Score the same text with each number of iterations in ``budgets``, and last with the model's policy.
+    """Score a text with each number of iterations in ``budgets``, and last with the model's own policy.
 
-    With neither a window nor ``rtol``, a budget n means exactly n iterations per token; otherwise at most n.
-    A window slides only when tokens settle, so a window always uses a tolerance.
+    Without ``rtol`` and without a window, every token does exactly n iterations for a budget n. Otherwise it
+    does at most n, and stops once it has converged. The default tolerance is the model's, or 1e-3 if the
+    model has none.
 
     Raises:
         ValueError: the model is explicit; a budget below 1; see also :func:`score`.

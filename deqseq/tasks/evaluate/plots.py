@@ -1,4 +1,4 @@
-"""Figures of the reports. Each function draws the rows of one report on ``axes``, from top to bottom."""
+"""Figures of the reports. Each function draws one report; ``axes`` are its panels from top to bottom."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from deqseq.tasks.evaluate.downstream import TaskScore
 from deqseq.tasks.evaluate.duality import Agreement
 from deqseq.tasks.evaluate.perplexity import Score, exponential
 
-# Minimum number of tokens for a mean to be drawn.
+# Means over fewer tokens are too noisy to draw.
 _ENOUGH = 30
 
 
 def positions(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw the first score's perplexity by position; a second axis, if given, shows the iterations."""
+    """Draw the first score's perplexity by position, and its iterations if there is a second panel."""
     shown = [p for p in scores[0].by_position if p.tokens >= _ENOUGH]
     last = [p.last for p in shown]
     low, high = ([exponential(p.nll + s * (p.nll_stderr or 0)) for p in shown] for s in (-1, 1))
@@ -29,7 +29,7 @@ def positions(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw perplexity by length, and the change of each position's loss from the first length."""
+    """Draw perplexity by length. Second panel: change of the loss from the first length, by position."""
     axes[0].plot([s.length for s in scores], [s.perplexity for s in scores], "o-")
     axes[0].set(xlabel="length of the sequences", ylabel="perplexity")
     log_scale(axes[0].xaxis, 2)
@@ -47,7 +47,7 @@ def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def budgets(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw perplexity and residual by mean iterations; the last score used the model's policy."""
+    """Draw perplexity and residual against mean iterations; the last score used the model's own policy."""
     *limited, own = scores
     for axis, measure in zip(axes, ("perplexity", "residual"), strict=True):
         axis.plot([s.iterations for s in limited], [getattr(s, measure) for s in limited], "o-")
@@ -60,10 +60,10 @@ def budgets(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def windows(axes: list[Any], found: Sequence[Agreement]) -> None:
-    """Draw the divergence from the first window and the mean iterations per token, by window."""
+    """Draw for each window its difference from the first window, and the mean iterations per token."""
     names = [str(a.window) for a in found]
     place = range(len(found))
-    # A logarithmic axis cannot show zero, so windows that equal the first window get no point.
+    # A logarithmic axis cannot show zero, so a window without differences gets no point.
     axes[0].plot(place, [a.kl or None for a in found], "o-", label="KL divergence, mean, nats")
     different = [1 - a.agreement or None for a in found]
     axes[0].plot(place, different, "s--", label="share of other most likely tokens")

@@ -45,9 +45,9 @@ _TASKS: list[Column] = [
 
 @dataclass
 class _Found:
-    """The results of a report: rows of a table, notes printed below it, and ``more`` for the JSON file.
+    """The results of a report: rows of a table, notes to print below the table, and what to draw.
 
-    ``draw(axes, rows)`` draws the rows on ``panels`` axes.
+    ``draw(axes, rows)`` draws the rows on ``panels`` axes. ``more``: further entries of the JSON file.
     """
 
     rows: Sequence[Any]
@@ -87,7 +87,7 @@ def report(options: Any) -> None:
 
 
 def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
-    """The options as a dictionary, with the values that were used instead of defaults."""
+    """The options as a dictionary. Defaults such as "the model's" are replaced by the values used."""
     unrecorded = ("model", "output", "force", "files")
     found = {name: value for name, value in vars(options).items() if name not in unrecorded}
     found["tokenizer"] = options.tokenizer or options.model
@@ -142,7 +142,7 @@ def _duality(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) 
 def _downstream(options: Any, model: Any, tokenizer: Any, solve: SolveOptions | None) -> _Found:
     layer = implicit_layer(model)
     if layer is not None and solve is not None:
-        layer.eval_solve = solve  # lm-eval calls the model without options
+        layer.eval_solve = solve  # lm-eval passes no solve options
     found = evaluate_tasks(model, tokenizer, options.tasks, options.files, options.limit, options.batch_size)
     mean, warnings = sum(s.main for s in found) / len(found), other_prompts(found)
     notes, more = [f"average {mean:.4f}", *warnings], {"average": mean, "warnings": warnings}

@@ -56,7 +56,7 @@ _COLUMNS = (
 def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -> None:
     """Write ``README.md`` and ``curves.png`` into the folder of a model.
 
-    ``record``: the record of the run, with ``log``, number of ``parameters`` and ``validation`` scores.
+    ``record``: the content of ``training.json``: ``log``, number of ``parameters``, ``validation`` scores.
     """
     config = settings.config()
     plot_curves([(folder.parent.name, record["log"], settings)], folder / "curves.png")
@@ -80,7 +80,7 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
 
 
 def scores(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> dict[int, SimpleNamespace]:
-    """The evaluations during training, by step. The final evaluation on all held-out rows is left out."""
+    """The scores of every evaluation during training, by step. Omits the final one on all held-out rows."""
     found: dict[int, SimpleNamespace] = {}
     for entry in log:
         if "eval_loss" in entry and entry["step"] not in found:

@@ -30,7 +30,7 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
     lines, curves = [], []
     for folder in runs:
         given = read_settings(folder)
-        for name in ("fingerprint", "order"):  # of the data
+        for name in ("fingerprint", "order"):  # of the data; not fields of RunSettings
             given.pop(name, None)
         settings = build(RunSettings, given)
         log = read_record(folder)["log"]

@@ -19,17 +19,16 @@ from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.pretraining.settings import RunSettings, StreamSettings
 
-_ROUNDS = 8  # of the Feistel network; 4 give a strong pseudo-random permutation (Luby and Rackoff, 1988)
+_ROUNDS = 8  # Feistel rounds; 4 give a strong pseudo-random permutation (Luby and Rackoff, 1988)
 
 
 class TrainingOrder(Dataset[Row]):
     """The rows of a training run, in order of training. Each pass over the data has its own random order.
 
-    Row i depends only on i and the seed, and needs no earlier rows. So a run can be resumed at any step, on
-    any number of processes.
+    Row i depends only on i and the seed. So a run can be resumed at any step, on any number of processes.
 
     Attributes:
-        version: version of the method that orders the rows. Version 1 was numpy's shuffle.
+        version: version of the shuffling method. Version 1 was numpy's shuffle.
     """
 
     version = 2
@@ -46,11 +45,11 @@ class TrainingOrder(Dataset[Row]):
 
 
 def shuffled(position: int, size: int, key: bytes) -> int:
-    """The image of ``position`` in a pseudo-random permutation of ``range(size)``; O(1) time and memory.
+    """The number at ``position`` in a pseudo-random permutation of ``range(size)``; O(1) time and memory.
 
-    A Feistel network (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002) permutes the
-    numbers below ``side`` ** 2; ``side`` is the square root of ``size``, rounded up. A result of ``size`` or
-    more is permuted again.
+    A Feistel network permutes ``range(side**2)``, where ``side`` is the square root of ``size``, rounded up.
+    It runs again while the result is ``size`` or more (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002).
 
     Args:
         key: selects the permutation; at most 64 bytes.
@@ -75,8 +74,8 @@ class Data:
         train: the training rows; a map-style dataset in the order of the run, or a stream.
         validation: the held-out rows; a map-style dataset.
         fingerprint: a hash that changes if the data changes.
-        order: version of the order of the training rows; ``None`` for a stream, which keeps its own order.
-        verify: reads all data and raises ``ValueError`` if it has changed since it was prepared.
+        order: :attr:`TrainingOrder.version`; ``None`` for a stream, which is not shuffled.
+        verify: reads all data; raises ``ValueError`` if the data has changed since it was prepared.
     """
 
     train: Any
@@ -89,7 +88,7 @@ class Data:
     verify: Callable[[], None] = lambda: None
 
     def fitted(self, config: ImplicitConfig) -> ImplicitConfig:
-        """Set the data's end of text in ``config``; ``ValueError`` if the data's vocabulary is larger."""
+        """Set the end-of-text token of ``config``; ``ValueError`` if the data's vocabulary is larger."""
         if self.vocab_size > config.vocab_size:
             raise ValueError(
                 f"the data's tokenizer has {self.vocab_size} tokens, the model {config.vocab_size}: prepare "
@@ -100,7 +99,11 @@ class Data:
 
 
 def open_data(settings: RunSettings) -> Data:
-    """The data of a run; ``ValueError`` if data is missing, unfinished or too small, or none is held out."""
+    """Open the data of a run.
+
+    Raises:
+        ValueError: the data is missing, unfinished or too small, or has no held-out rows.
+    """
     if settings.data is None:
         raise ValueError("no data: name a folder made by deqseq.tasks.prepare with --data FOLDER")
     if settings.stream is not None:
@@ -122,11 +125,10 @@ def open_data(settings: RunSettings) -> Data:
 
 
 def _streamed(settings: RunSettings, given: StreamSettings) -> Data:
-    """The rows of a Hugging Face dataset, tokenised on the fly. Training skips the documents that ``prepare``
-    would hold out.
+    """The rows of a Hugging Face dataset, tokenised on the fly.
 
-    Evaluation uses the first ``eval_rows`` rows of ``validation_split``; without this setting, the first rows
-    of the held-out documents.
+    Holds out the same documents as ``prepare``; training skips them. Evaluation uses the first ``eval_rows``
+    rows of ``validation_split``. Without a ``validation_split``, it uses rows of held-out documents.
     """
     tokenizer = load_tokenizer(given.tokenizer)
     hold_out = HoldOut(given.validation_share)
@@ -139,7 +141,8 @@ def _streamed(settings: RunSettings, given: StreamSettings) -> Data:
             settings.documents, column=given.column, split=side, hold_out=hold_out,
         )  # fmt: skip
 
-    side: Split | None = "validation" if other == given.split else None  # only held-out documents
+    # If training and validation share a split, evaluate only on its held-out documents.
+    side: Split | None = "validation" if other == given.split else None
     validation = list(islice(rows(other, side), settings.eval_rows))
     if not validation:
         raise ValueError(

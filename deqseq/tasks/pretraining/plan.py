@@ -23,10 +23,10 @@ from deqseq.tasks.pretraining.watch import PEAK, Flops, graph_evaluations
 
 _GIB = 2**30
 _FUSED = {"mamba2": 0.15}
-"""Memory of activations saved for the backward pass: our kernels' memory divided by plain PyTorch's.
+"""Activation memory with our kernels, as a share of plain PyTorch's, by backbone.
 
-Measured on the 130M model in the free stage on one H100: the activations take 17 GiB with our kernels, and
-118 GiB in plain PyTorch.
+Measured on the 130M model with four phantom steps on one H100: activations saved for the backward pass take
+17 GiB with our kernels and 118 GiB in plain PyTorch.
 """
 
 
@@ -37,7 +37,7 @@ class StagePlan:
     first: int  # first optimiser step of the stage, counted from 1
     last: int  # last optimiser step
     evaluations: int  # maximum number of evaluations of f in a forward pass
-    with_graph: int  # evaluations that the backward pass goes through, included in ``evaluations``
+    with_graph: int  # evaluations that record an autograd graph; ``evaluations`` includes them
     flops: float  # FLOPs of the stage if every search uses its maximum number of evaluations
     activations: float  # estimated bytes of activations and logits on a device
 
@@ -47,9 +47,9 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
     config = settings.config()
     flops = Flops(config, settings.length)
     saved = saved_bytes(config, settings.length) * settings.activation_budget
-    if settings.bf16:  # assumes a GPU
+    if settings.bf16:  # assumes a GPU, where our kernels run
         saved *= 0.5 * _FUSED.get(config.backbone["name"], 1)
-    logits = 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)  # with their gradient
+    logits = 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)  # logits and gradient
     curriculum = settings.curriculum()
     stages = [None] if curriculum is None else curriculum.stages
     found = []
@@ -66,7 +66,7 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
 
 
 def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]:
-    """The maximum number of evaluations in the search, and the number of evaluations with a graph."""
+    """Maximum evaluations of f in the search, and the number of evaluations that record an autograd graph."""
     if not config.implicit:
         return 0, 1
     strategy = gradients.create(config.gradient if stage is None else stage.gradient)
@@ -77,7 +77,7 @@ def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]
 def saved_bytes(config: ImplicitConfig, length: int) -> float:
     """Bytes that plain PyTorch saves for the backward pass of one evaluation on one row, in float32.
 
-    The count uses fake tensors. It leaves out the weights and the context's shared tensors.
+    Counts on fake tensors, which need no memory. Leaves out weights and ``Context.shared``.
     """
     sizes: dict[int, int] = {}
 
@@ -159,7 +159,7 @@ def _data(settings: RunSettings) -> str:
 
 
 def learning_rates(settings: RunSettings) -> tuple[list[int], list[float]]:
-    """Steps at regular intervals, and the learning rate of the run's scheduler at each."""
+    """Steps at regular intervals, and the scheduler's learning rate at each of these steps."""
     one = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=settings.learning_rate)
     rate = get_wsd_schedule(
         one, settings.warmup_steps, settings.decay_steps, settings.total_steps, decay_type="1-sqrt",

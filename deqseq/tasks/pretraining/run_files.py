@@ -1,7 +1,7 @@
 """Run files: YAML with the fields of :class:`RunSettings`.
 
-A file with ``base: NAME`` inherits the fields that it does not set from the run file NAME. The command line
-changes any field by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
+A file with ``base: NAME`` takes its other fields from the run file NAME. The command line changes any field
+by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ RUNS = Path(__file__).parent / "runs"
 def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettings:
     """The settings of a run file, given by path or shipped name. ``changes``: values by dotted field name.
 
-    ``NAME-explicit`` is the explicit twin of ``NAME``. Wrong names and values raise ``ValueError``.
+    ``NAME-explicit`` is the shipped run NAME with ``explicit: true``. Wrong names and values raise
+    ``ValueError``.
     """
     changes = dict(changes or {})
     tree = _steps_or_tokens(_read(source), changes)
@@ -32,7 +33,7 @@ def shipped() -> list[str]:
 
 
 def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
-    """The fields of a run file and its bases. ``above``: the files that inherit from this one."""
+    """The fields of a run file, with those of its bases. ``above``: the run files based on this one."""
     if source in above:
         raise ValueError(f"run files must not be their own base: {' -> '.join((*above, source))}")
     name = source.removesuffix("-explicit")
@@ -49,6 +50,6 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
 
 
 def _steps_or_tokens(tree: Tree, changes: Mapping[str, Any]) -> Tree:
-    """``tree`` without ``steps`` if ``changes`` sets ``tokens``, without ``tokens`` if it sets ``steps``."""
+    """Drop ``steps`` from ``tree`` if ``changes`` sets ``tokens``, and the other way round."""
     gone = [a for a, b in (("steps", "tokens"), ("tokens", "steps")) if changes.get(b) is not None]
     return {name: value for name, value in tree.items() if name not in gone}

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """All settings of a run. The settings in ``RESUMES`` may change when the run is resumed.
+    """All settings of a run. A resumed run may change only the settings in ``RESUMES``.
 
     Args:
         model: preset such as mamba2-130m; {preset: NAME, ...} to change its options; or a mapping of
             ImplicitConfig's options
-        explicit: train the explicit twin, which applies the same stack once, without stages
+        explicit: train an explicit model, which applies the same blocks once, without a search or stages
         data: folder made by deqseq.tasks.prepare; or a Hugging Face dataset to stream, as {dataset: NAME,
             subset, split, validation_split, validation_share, files, column, tokenizer}
         documents: if joined, a token also sees earlier documents in its row; if separate, a token sees only
@@ -49,30 +49,31 @@ class RunSettings:
         learning_rate: highest learning rate
         min_learning_rate: learning rate at the end
         warmup_share: share of the steps over which the learning rate rises linearly
-        decay_share: last share of the steps, over which the learning rate falls as 1 - sqrt
+        decay_share: share of the steps, at the end, over which the learning rate falls as 1 - sqrt(progress)
         weight_decay: weight decay of matrices; norms, biases, A, D, dt and weight-norm gains do not decay
         beta1: beta1 of AdamW
         beta2: beta2 of AdamW
         max_grad_norm: gradients are clipped to this norm
-        stages: list of {until, gradient, convergence, eval_convergence, window}; until is the end of a stage,
-            as a share of the training, {tokens: N} or {steps: N}
+        stages: list of {until, gradient, convergence, eval_convergence, window}; until is where a stage ends,
+            a share of the training such as 0.8, or {tokens: N}, or {steps: N}
         start_from: model folder or checkpoint with the initial weights; the optimiser's state is new
         bf16: autocast to bfloat16; weights stay float32
         compile: compile the blocks with torch.compile; not for Mamba2
-        activation_budget: share of activations that compiled blocks keep; cheap activations are recomputed
+        activation_budget: share of the activations that compiled blocks keep for the backward pass; they
+            recompute cheap activations
         recompute: recompute every evaluation in the backward pass (activation checkpointing)
-        seed: seed of weights and order of the rows
+        seed: seed of the initial weights and of the order of the rows
         workers: processes that load rows
-        log_steps: steps between lines of the log
-        eval_steps: steps between evaluations; every stage also ends with an evaluation
+        log_steps: write a line to the log every N steps
+        eval_steps: evaluate every N steps, and at the end of every stage
         eval_rows: held-out rows in an evaluation during training; null means all
-        save_steps: steps between checkpoints; every stage also ends with a checkpoint
+        save_steps: save a checkpoint every N steps, and at the end of every stage
         keep: number of checkpoints to keep, at least 2
-        spectral_every: lines of the log between estimates of the spectral radius; 0 means no estimates
+        spectral_every: estimate the spectral radius of df/dz for every Nth line of the log; 0 means never
         report_to: where the Trainer reports the log: tensorboard, wandb, ..., or none
 
     Raises:
-        ValueError: a value is out of range or contradicts another; the message states the rule.
+        ValueError: a value is out of range or contradicts another value.
     """
 
     model: str | dict[str, Any]
@@ -144,7 +145,7 @@ class RunSettings:
 
         from deqseq.causal_lm import ImplicitForCausalLM
 
-        with torch.device("meta"):  # checks the model's sizes
+        with torch.device("meta"):  # building the model checks its sizes
             model = ImplicitForCausalLM(self.config())
         name = model.config.backbone["name"]
         if self.compile and (name == "mamba2" or not hasattr(model.model.layer.backbone, "layers")):
@@ -209,7 +210,7 @@ class RunSettings:
                     options[name] = getattr(last, name)
         try:
             return ImplicitConfig(**options)
-        except StrictDataclassError as error:  # this error is no ValueError
+        except StrictDataclassError as error:  # not a subclass of ValueError
             raise ValueError(" ".join(str(error).split())) from error
 
     def curriculum(self) -> Curriculum | None:
@@ -247,16 +248,16 @@ class RunSettings:
         )
 
     def to_dict(self) -> Tree:
-        """Plain data, from which :func:`build` makes the same settings."""
+        """The settings as plain data; :func:`build` turns the data into settings again."""
         return {**asdict(self), "model": model_options(self.model)}
 
 
 RESUMES = {
-    "data",  # the folder may have moved; the data's fingerprint must not change
+    "data",  # its folder may move; its fingerprint must stay the same
     "per_device_batch_size", "compile", "activation_budget", "recompute", "workers", "log_steps",
     "eval_steps", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
 }  # fmt: skip
-"""Settings that may differ when a run is resumed."""
+"""Settings that a resumed run may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +275,7 @@ class StreamSettings:
 
 
 def model_options(model: str | Mapping[str, Any]) -> Tree:
-    """The options of :class:`ImplicitConfig` for the field ``model`` of a run file; looks up its preset."""
+    """Turn the field ``model`` of a run file into options of :class:`ImplicitConfig`; looks up the preset."""
     from deqseq.causal_lm import presets
 
     options = {"preset": model} if isinstance(model, str) else dict(model)
@@ -290,7 +291,7 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     result = deepcopy(dict(under))
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        # If ``over`` names another part, such as another solver, the part in ``under`` is dropped.
+        # An entry with another ``name``, such as another solver, replaces the old entry entirely.
         both = both and value.get("name") in (None, result[key].get("name"))
         result[key] = merged(result[key], value) if both else deepcopy(value)
     return result

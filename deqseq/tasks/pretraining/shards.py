@@ -1,8 +1,8 @@
 """Sharded checkpoints: each process writes its part; any number of processes can read the checkpoint.
 
-``torch.distributed.checkpoint`` writes the files to the folder ``shards`` of a checkpoint. torch unpickles
-parts of these files, and a pickle can run any code. So this module first reads these parts with unpicklers
-that allow only tensors, plain values and metadata of tensors.
+``torch.distributed.checkpoint`` writes the files to the folder ``shards`` of a checkpoint. To load them, it
+unpickles parts of the files, and a pickle can run any code. So this module first checks these parts with
+unpicklers that refuse everything except tensors, plain values and metadata of tensors.
 """
 
 import pickle
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 _FOLDER = "shards"
 _DCP = "torch.distributed.checkpoint"
-_ALLOWED = {  # types in the metadata of tensors, by module
+_ALLOWED = {  # classes and functions in the metadata of tensors, by module
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
     "torch": {"Size"},
@@ -41,7 +41,7 @@ _ALLOWED = {  # types in the metadata of tensors, by module
 
 
 def is_sharded(checkpoint: str | Path) -> bool:
-    """Whether the weights and the optimiser of a checkpoint are in shards."""
+    """Whether a checkpoint has its weights and optimiser state in shards."""
     return (Path(checkpoint) / _FOLDER).is_dir()
 
 
@@ -73,13 +73,13 @@ def wait_for(saving: Future[Any], checkpoint: str | Path) -> None:
 
 
 def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
-    """Read all weights into an unsharded model. Each process reads for itself.
+    """Read all weights into an unsharded model. Each process reads all weights by itself.
 
     Raises:
         ValueError: the weights are damaged, or belong to another model.
     """
     folder = Path(checkpoint) / _FOLDER
-    state = {"model": model.state_dict()}  # read in place
+    state = {"model": model.state_dict()}  # ``load`` copies into these tensors
     _load(state, folder, no_dist=True)
 
 
@@ -127,6 +127,6 @@ def _load(state: dict[str, Any], folder: Path, no_dist: bool = False) -> None:
 def _call(function: Callable[[], object], error: type[Exception], what: str) -> None:
     try:
         function()
-    except CheckpointException as failed:  # a BaseException that holds all processes' errors
+    except CheckpointException as failed:  # a BaseException with the errors of all processes
         rank, (reason, _) = next(iter(failed.failures.items()))
         raise error(f"{what}: process {rank}: {str(reason).splitlines()[0]}") from failed

@@ -1,4 +1,4 @@
-"""Trains a model as its settings say, and saves the model in a folder."""
+"""Trains a model with the given settings, and saves the model in a folder."""
 
 import logging
 import math
@@ -34,19 +34,19 @@ _VISIBLE_AFTER = 60  # seconds in which a shared file system must show a new fil
 
 
 def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -> Path:
-    """Train in folder ``output``; an interrupted run is resumed from its last whole checkpoint.
+    """Train a model in folder ``output``. Resumes an interrupted run from its last complete checkpoint.
 
     Writes ``settings.json``, checkpoints and ``training.json`` (scores and log). ``stage-N/`` gets the model
     at the end of every stage but the last; ``model/`` gets the final model, its tokenizer and a model card.
-    A finished run is not repeated. Returns the folder of the model.
+    Does not train if the run in ``output`` is finished already. Returns the folder of the model.
 
     Raises:
-        ValueError: ``output`` holds another run; the data do not exist, do not fit the model's vocabulary or
-            are too few; the rows of a step cannot be divided evenly among the processes.
+        ValueError: ``output`` holds another run; the data are missing or too few, or do not fit the model's
+            vocabulary; the rows of a step cannot be divided evenly among the processes.
         Diverged: a loss, gradient or equilibrium is not finite.
     """
     args = arguments(settings, Path(output), progress)
-    state = PartialState()  # the arguments have set up the processes
+    state = PartialState()  # TrainingArguments has set up the processes
     data = everywhere(lambda: open_data(settings))
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
     everywhere(lambda: _check_order(Path(output), data))
@@ -85,10 +85,10 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
 
 
 def _check_order(output: Path, data: Data) -> None:
-    """Raise ``ValueError`` if the run in ``output`` was begun with its rows in another order."""
+    """Raise ``ValueError`` if the run in ``output`` was begun with another version of the row order."""
     if data.order is None or not (output / "settings.json").exists():
         return
-    before = read_settings(output).get("order") or 1  # version 1 was not recorded
+    before = read_settings(output).get("order") or 1  # runs with version 1 did not record it
     if before != data.order:
         raise ValueError(
             f"the run in {output} has its rows in an order of version {before}, this program in one of "
@@ -98,7 +98,7 @@ def _check_order(output: Path, data: Data) -> None:
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise ``ValueError`` unless all processes see the files that the first one writes to ``folder``."""
+    """Raise ``ValueError`` unless every process sees a file that the first process writes to ``folder``."""
     file = on_first(lambda: folder / f"{time.time_ns()}{PART}")
     on_first(file.touch)
 
@@ -119,7 +119,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> ImplicitForCausalLM:
-    """The model in float32. Its weights come from ``checkpoint`` or ``settings.start_from``, or are new."""
+    """The model in float32. Its weights are from ``checkpoint`` or ``settings.start_from``, else random."""
     set_seed(settings.seed)
     config = data.fitted(settings.config())
     check_fits(config)
@@ -143,7 +143,7 @@ def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> Implic
 def make_trainer(
     settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: Path | None = None
 ) -> PretrainTrainer:
-    """The trainer of a run, ready to train; ``ValueError`` if its weights do not exist or do not fit."""
+    """The trainer of a run, with its model; ``ValueError`` if the weights are missing or do not fit it."""
     model = _model(settings, data, checkpoint)
     model.model.layer.gradient_checkpointing = settings.recompute
     if settings.compile and args.device.type != "cpu":
@@ -156,7 +156,7 @@ def make_trainer(
         model, args, settings.curriculum(), speed, settings.spectral_every, train_dataset=data.train,
         eval_dataset=Subset(data.validation, few), processing_class=data.tokenizer,
     )  # fmt: skip
-    # The log is written to the folder, and to report_to, so it is not printed.
+    # The log goes to the folder and to report_to, so do not print it.
     trainer.remove_callback(PrinterCallback)
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(Progress)
@@ -164,12 +164,12 @@ def make_trainer(
 
 
 def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
-    """Compile every block. ``budget``: share of the activations to keep; cheap activations are recomputed."""
+    """Compile every block. ``budget``: share of activations to keep; blocks recompute the cheap ones."""
     import torch._dynamo.config
     import torch._functorch.config
 
-    # A block is compiled again for each stage, for calls without a graph, and for an evaluation's last batch.
-    # Beyond the limit, PyTorch silently runs blocks without compiling them.
+    # A block is compiled again for each stage, for calls without an autograd graph, and for a smaller last
+    # batch of an evaluation. After more compilations than the limit, PyTorch silently runs blocks uncompiled.
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.activation_memory_budget = budget
     body: Any = model.model.layer.backbone

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def batch_of(rows: list[Row]) -> Row:
-    """A batch of rows. The labels equal the inputs; the model shifts the labels."""
+    """Stack rows into a batch. The labels equal the inputs; the model shifts the labels by one token."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return {**batch, "labels": batch["input_ids"]}
 
@@ -45,20 +45,22 @@ class Diverged(FloatingPointError):
 class PretrainTrainer(CurriculumTrainer):
     """Next-token training of implicit and explicit models.
 
-    - The model computes the loss without returning logits, so no logits are copied to float32.
-    - A checkpoint has the weights (``model.safetensors``) and the optimiser's state by parameter name
-      (``optimizer.pt``); with FSDP, weights and state are sharded. A run can resume from either
-      form, with or without FSDP, on any number of processes. The caller loads the weights.
+    - The model returns the loss and no logits, which saves memory.
+    - A checkpoint contains the weights (``model.safetensors``) and the optimiser's state by parameter name
+      (``optimizer.pt``). With FSDP, both are sharded. A run can resume from either form on any number of
+      processes, with or without FSDP.
+    - To resume, the caller loads the weights. The trainer loads only the optimiser and the schedule.
     - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights change.
 
     Args:
-        args: the whole training is one epoch of ``train_dataset``.
+        args: transformers' arguments. One epoch of ``train_dataset`` must have at least ``max_steps`` steps.
         curriculum: ``None`` for explicit models.
-        spectral_every: log lines between estimates of the spectral radius; 0: no estimates.
+        speed: callback that measures the speed.
+        spectral_every: estimate the spectral radius at every ``spectral_every``-th line of the log; 0: never.
         options: passed to transformers' ``Trainer``.
     """
 
-    model: Any  # these three are not None in training
+    model: Any  # transformers' types allow None for these three
     optimizer: Any
     lr_scheduler: Any
 
@@ -75,10 +77,11 @@ class PretrainTrainer(CurriculumTrainer):
         self.add_callback(speed)
         self.add_callback(_Schedule(self, curriculum))
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, number of non-finite tokens
-        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None  # ids, z of a row; all rows' positions
-        self._background = ThreadPoolExecutor(1)  # completes sharded checkpoints
-        self._writing: Future[Any] | None = None  # the shards of the newest checkpoint
-        self._completing: Future[None] | None = None
+        # Of the last batch: ids and z of the first row, position ids of all rows.
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._background = ThreadPoolExecutor(1)  # seals sharded checkpoints
+        self._writing: Future[Any] | None = None  # ready when the newest checkpoint's shards are written
+        self._sealing: Future[None] | None = None
         if self.is_fsdp_enabled:
             self._prepare_fsdp(self.accelerator.state.fsdp_plugin)
 
@@ -90,7 +93,7 @@ class PretrainTrainer(CurriculumTrainer):
                 "FSDP must wrap the whole model as one (fsdp_auto_wrap_policy: NO_WRAP): a forward pass "
                 "reads all weights once, before it iterates"
             )
-        # Each forward pass gathers the weights once, in float32. FSDP does not change autocast.
+        # FSDP gathers the weights in float32. Autocast alone sets the types of the computation.
         plugin.mixed_precision_policy = None
         if self.layer is not None:
             self.layer.group = dist.group.WORLD
@@ -139,10 +142,11 @@ class PretrainTrainer(CurriculumTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The Trainer's evaluation, exact for any number of rows.
+        """Evaluate as ``Trainer`` does, but count every row exactly once.
 
-        With several processes, Trainer repeats rows to fill the last batches, and counts these rows twice. So
-        this method takes the largest batch size that divides the rows evenly among the processes, or 1.
+        With several processes, ``Trainer`` repeats rows to fill the last batches, and counts them twice. To
+        avoid repeats, this method uses the largest batch size that divides the rows evenly among the
+        processes. If there is none, the batch size is 1.
         """
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
@@ -161,7 +165,7 @@ class PretrainTrainer(CurriculumTrainer):
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
             if self.args.device.type == "cuda":
                 logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            line = self.state.global_step // self.args.logging_steps  # a resumed run has the same numbers
+            line = self.state.global_step // self.args.logging_steps  # resuming does not change this number
             if line and self.spectral_every and line % self.spectral_every == 0:
                 logs |= self._radius()
             if self.layer is not None:
@@ -176,7 +180,7 @@ class PretrainTrainer(CurriculumTrainer):
         super().log({**logs, "train_seconds": round(self.speed.elapsed, 2)}, start_time)
 
     def _radius(self) -> dict[str, float]:
-        if self._last is None or self.is_fsdp_enabled:  # FSDP has all weights only in a forward pass
+        if self._last is None or self.is_fsdp_enabled:  # FSDP gathers all weights only in a forward pass
             return {}
         self.speed.count()
         ids, z, positions = self._last
@@ -192,7 +196,11 @@ class PretrainTrainer(CurriculumTrainer):
         pass  # the caller has loaded the weights
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model. With FSDP, checkpoints (``_internal_call``) have the weights in shards instead."""
+        """Save the model.
+
+        With FSDP, a checkpoint (``_internal_call``) gets only the configuration and the tokenizer here:
+        ``_save_optimizer_and_scheduler`` writes its weights in shards.
+        """
         if not (_internal_call and self.is_fsdp_enabled):
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save and output_dir is not None:
@@ -226,7 +234,7 @@ class PretrainTrainer(CurriculumTrainer):
             shards.wait_for(saving, checkpoint)
             seal_it(checkpoint)
 
-        self._completing = self._background.submit(wait_and_seal)
+        self._sealing = self._background.submit(wait_and_seal)
 
     def finish_checkpoint(self) -> None:
         """Wait until the last sharded checkpoint is sealed. All processes must call this.
@@ -234,9 +242,9 @@ class PretrainTrainer(CurriculumTrainer):
         Raises:
             OSError: a process could not write.
         """
-        if self._completing is not None:
-            completing, self._completing = self._completing, None
-            everywhere(completing.result)
+        if self._sealing is not None:
+            sealing, self._sealing = self._sealing, None
+            everywhere(sealing.result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -254,8 +262,8 @@ class PretrainTrainer(CurriculumTrainer):
 class _Schedule(TrainerCallback):
     """Trains for the number of steps in this run's settings; ignores the number in a checkpoint.
 
-    Logs, evaluates and saves a checkpoint at the end of every stage, and saves the model in ``stage-N`` at
-    the end of every stage but the last.
+    At the end of every stage, logs, evaluates and saves a checkpoint. At the end of every stage but the last,
+    also saves the model in the folder ``stage-N`` (N counts from 1).
     """
 
     def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum | None) -> None:
@@ -291,7 +299,7 @@ class _Schedule(TrainerCallback):
             self.trainer.advice = Advice()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The data is one epoch. The length of a stream is not known before its end.
+        # There is only one epoch. The length of a stream is unknown, so its data may end too early.
         if state.global_step < state.max_steps and not control.should_training_stop:
             raise ValueError(
                 f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "
@@ -300,7 +308,7 @@ class _Schedule(TrainerCallback):
 
 
 class Progress(ProgressCallback):
-    """A progress bar with some numbers from the last line of the log."""
+    """A progress bar that also shows the latest logged loss, residual, speed and other values."""
 
     training_bar: Any
     _SHOWN = ("loss", "eval_perplexity", "iterations", "residual", "tokens_per_second", "mfu")

@@ -21,7 +21,7 @@ from deqseq.regularisation import spectral_radius
 from deqseq.tasks.common.models import needed_layer
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Peak FLOP/s in dense bfloat16. The keys are parts of device names."""
+"""Peak FLOP/s in dense bfloat16. A key is a part of the device's name, such as H100 in "NVIDIA H100 PCIe"."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -33,8 +33,8 @@ def peak_flops(device: torch.device) -> float | None:
 class Flops:
     """FLOPs of a model in a forward pass on one row of ``length`` tokens.
 
-    PyTorch's FLOP counter runs the plain implementation on fake tensors. It counts matrix products,
-    convolutions and attention between all tokens (masked pairs too), but no element-wise operations.
+    PyTorch's FLOP counter runs the plain PyTorch implementation on fake tensors. It counts matrix products
+    and convolutions, but no element-wise operations. Attention counts all pairs of tokens, also masked ones.
 
     Attributes:
         evaluation: FLOPs of one evaluation of f.
@@ -55,9 +55,10 @@ class Flops:
         self.rest = once.get_total_flops() + 2 * length * config.hidden_size * config.vocab_size
 
     def step(self, evaluations: float, with_graph: float) -> float:
-        """FLOPs of a training step on one row; a backward pass costs twice its forward pass.
+        """FLOPs of a training step on one row.
 
-        The backward pass goes through ``with_graph`` evaluations of f. Recomputation does not count.
+        The forward pass evaluates f ``evaluations`` times. The backward pass goes through ``with_graph`` of
+        these evaluations and costs twice as much per evaluation. Recomputation does not count.
         """
         return self.evaluation * (evaluations + 2 * with_graph) + 3 * self.rest
 
@@ -70,11 +71,13 @@ def graph_evaluations(gradient: GradientStrategy | None) -> int:
 class Speed(TrainerCallback):
     """Measures tokens per second and model FLOPs utilisation over the time spent training.
 
-    The time of evaluations and checkpoints is left out. ``elapsed``: seconds of training so far, also before
-    an interruption.
+    The time of evaluations and checkpoints does not count.
+
+    Attributes:
+        elapsed: seconds of training so far, including the time before a run was resumed.
 
     Args:
-        rows: number of rows per process and step; a row has ``length`` tokens.
+        rows: rows per process in one optimiser step; a row has ``length`` tokens.
         peak: peak FLOP/s of a device; ``None`` if unknown.
     """
 
@@ -110,7 +113,10 @@ class Speed(TrainerCallback):
     on_save = on_evaluate
 
     def read(self, evaluations: float, with_graph: float) -> dict[str, float]:
-        """Speed since the last call, given the mean number of evaluations of f in a forward pass."""
+        """Tokens per second and, if the peak is known, model FLOPs utilisation, since the last call.
+
+        ``evaluations`` and ``with_graph`` are as in :meth:`Flops.step`.
+        """
         self.count()
         seconds, steps = self._seconds, self._steps
         self._seconds, self._steps = 0.0, 0
@@ -137,10 +143,10 @@ class Advice:
         self._given: set[str] = set()
 
     def read(self, logs: Mapping[str, float], tolerance: float | None) -> list[str]:
-        """Read another line of the log; returns new warnings.
+        """Add a line of the log; returns new warnings.
 
         Args:
-            tolerance: tolerance of the search; ``None`` for a fixed number of iterations.
+            tolerance: tolerance of the solver; ``None`` for a fixed number of iterations.
         """
         if "residual" not in logs:
             return []
@@ -149,7 +155,7 @@ class Advice:
             return []
         before, now = torch.tensor(self._lines, dtype=torch.float64).view(2, -1, 2).mean(1).tolist()
         found = {}
-        # A few iterations from zero, as in the bounded stage, need not converge: allow a larger residual.
+        # A small, fixed number of iterations need not converge: allow a larger residual.
         large = 0.3 if tolerance is None else max(0.1, 2 * tolerance)
         if now[0] > large and now[0] > 0.98 * before[0]:
             found["residual"] = (

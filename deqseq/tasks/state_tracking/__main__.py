@@ -57,13 +57,13 @@ def _train(
 ) -> None:
     """Train a model in a folder.
 
-    The defaults are the demo's settings: A5 at length 16, which takes minutes on a laptop. --run reads other
-    defaults from a file: a5xm, the paper's task at full size, takes minutes on a GPU. Run the same command
-    again to resume after an interruption.
+    The default settings are the demo's: group A5, length 16. They take minutes on a laptop. --run reads other
+    defaults from a file. The shipped file a5xm is the paper's task at full size; it takes minutes on a GPU.
+    To resume after an interruption, run the same command again.
 
     Args:
         output: folder of the run
-        run: YAML file with other defaults for the fields below, or the name of a shipped file: a5xm
+        run: YAML file with other defaults for the settings below, or a5xm, the shipped file
         save_steps: steps between checkpoints
     """
     defaults = {} if run is None else read_yaml(run, RUNS)
@@ -90,23 +90,24 @@ def _evaluate(
 ) -> None:
     """Test a trained model at any length and in any window. Writes JSON and a figure.
 
-    Tests on new random sequences, or on a CSV file of the word-problem benchmark. Every length is tested in
-    every window.
+    Tests on new random sequences, for every combination of length, window and identity probability. With
+    --csv, tests on a file of the word-problem benchmark in every window.
 
     Args:
         run: folder of a finished run
         length: tokens per sequence; by default 1x and 4x the training length
-        window: number of tokens solved at a time, or 'all'. Windows give the same answers at different cost
+        window: number of tokens solved at a time, or 'all'. All windows give the same answers, at different
+            cost
         sequences: number of sequences
         seed: seed of the sequences
-        identity_probability: probability of the identity; as in training by default
-        tolerance: relative residual to solve to; the model's by default
-        max_iter: maximum number of evaluations per token; the model's by default
-        damping: solve with Picard's iteration and this damping, in (0, 1] (1: none); the model's solver by
-            default
+        identity_probability: probability that a token is the identity; by default as in training
+        tolerance: relative residual at which a token has converged; by default the model's
+        max_iter: maximum number of evaluations per token; by default the model's
+        damping: solve with Picard's iteration and this damping, in (0, 1] (1: none); by default, solve with
+            the model's own solver
         batch_size: sequences solved together
         csv: CSV file to test on instead of new sequences
-        output: folder for results; overwrites earlier results; RUN/evaluation by default
+        output: folder for results, by default RUN/evaluation; earlier results are overwritten
     """
     model, settings = load(run)
     name = "explicit" if settings.explicit else "implicit"
@@ -149,13 +150,13 @@ def _data(
 ) -> None:
     """Write word problems in the benchmark's CSV format, or check such a file.
 
-    Writes sequences and their running products as GROUP=LENGTH.csv. With --check, verifies all products.
+    Writes random sequences and their running products. With --check, verifies all products in the file.
 
     Args:
-        file: CSV file; its name gives the group and the tokens per sequence, such as A5=20.csv
+        file: CSV file named GROUP=LENGTH.csv; A5=20.csv holds sequences of 20 elements of A5
         check: verify the file instead of writing it
         sequences: number of sequences
-        identity_probability: probability that a token is the group's identity; other tokens are hard
+        identity_probability: probability that a token is the group's identity, which changes no product
         seed: seed of the sequences
     """
     group, length = algebra_of_csv(str(file)), int(file.stem.rpartition("=")[2])

@@ -1,8 +1,8 @@
 """Finite groups and monoids as Cayley tables, and running products in them.
 
 A token is the index of an element. Permutations are 0-based tuples and multiply as functions,
-``(a·b)(i) = a[b[i]]``: the right factor acts first. Elements of a direct
-product are sorted by the left factor first: in ``A4xZ5`` the element ``(a, z)`` has index ``5·a + z``.
+``(a·b)(i) = a[b[i]]``: the right factor acts first. The elements of a direct product are sorted by their
+first component, then by the second: in ``A4xZ5`` the element ``(a, z)`` has index ``5·a + z``.
 
 Shapes: B batch, L tokens, N elements.
 """
@@ -54,11 +54,14 @@ class Algebra:
 
     @cached_property
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Indices of the elements of the group part and of the monoid part: int64, on the CPU, sorted.
+        """The indices of the group part and of the monoid part: two tensors, int64, on the CPU, sorted.
 
-        In the group part, the components in factors that are not groups are the identity. In the monoid
-        part, the components in factors that are groups are the identity. Every element of the algebra is
-        the product of one element of each part; its index is the sum of these two elements' indices.
+        The group part of ``A5xM`` contains the elements (a, 1), and the monoid part the elements (1, m); 1 is
+        the identity. In general, elements of the group part differ from 1 only in factors that are groups,
+        and elements of the monoid part only in the other factors.
+
+        Every element is a product of the two parts: (a, m) = (a, 1)·(1, m). The index of the product is the
+        sum of the two indices.
         """
         group = monoid = torch.zeros(1, dtype=torch.int64)
         for factor in self.factors or (self,):
@@ -72,12 +75,12 @@ class Algebra:
     def chance(self) -> float:
         """Accuracy of a random guess late in a sequence: 1 / (number of elements of the smallest ideal).
 
-        Long random products lie in this ideal. The smallest ideal of a group is the whole group. The smallest
-        ideal of ``A5xM`` has 60 elements: their component in M is X, the absorbing element.
+        Long random products lie in the smallest ideal. In a group, it contains all elements. In ``A5xM``, it
+        contains the 60 elements whose component in M is X, the absorbing element.
         """
         if self.is_group:
             return 1 / len(self)
-        # The product of all elements lies in the smallest ideal.
+        # The product of all elements lies in the smallest ideal and generates it.
         inside = reduce(lambda a, b: int(self.table[a, b]), range(len(self)))
         return 1 / len(self.table[self.table[:, inside]].unique())
 
@@ -87,7 +90,8 @@ def _permutation_group(name: str, n: int) -> Algebra:
 
     even_only = name[0] == "A"
     elements = torch.tensor([p for p in permutations(range(n)) if not even_only or Permutation(p).is_even])
-    # A key is a permutation read as a number in base n. The elements are in the order of their keys.
+    # A key is a permutation read as a number in base n. The elements are sorted by key, so searchsorted turns
+    # keys into indices.
     place_values = n ** torch.arange(n - 1, -1, -1)
     keys = (elements * place_values).sum(dim=1)
     table = torch.empty(len(elements), len(elements), dtype=torch.int64)
@@ -108,14 +112,14 @@ def _direct_product(factors: Sequence[Algebra]) -> Algebra:
 
 
 def _size(name: str) -> int:
-    """Number of elements of a simple algebra, 0 for an unknown name."""
+    """Number of elements of an algebra that is not a direct product; 0 for an unknown name."""
     if name == "M":
         return 4
     match = re.fullmatch(r"([ZSA])([1-9][0-9]{0,3})", name)
     kind, n = (match[1], int(match[2])) if match else ("", 0)
     if n < (3 if kind == "A" else 2):  # the trivial group has no state to track
         return 0
-    size = n if kind == "Z" else math.factorial(min(n, 20))  # 20! is far above the limit
+    size = n if kind == "Z" else math.factorial(min(n, 20))  # 20! is already above the limit
     return size // 2 if kind == "A" else size
 
 
@@ -124,7 +128,7 @@ def _build(names: tuple[str, ...]) -> Algebra:
     if len(names) > 1:
         return _direct_product([_build((name,)) for name in names])
     (name,) = names
-    if name == "M":  # X is absorbing: A·A = A·B = X, and products with X are X
+    if name == "M":  # E is the identity; X is absorbing: every product with X is X
         rows = ("EABX", "AXXX", "BABX", "XXXX")
         table = torch.tensor([["EABX".index(entry) for entry in row] for row in rows])
         return Algebra(name, tuple("EABX"), table)
@@ -138,10 +142,13 @@ def _build(names: tuple[str, ...]) -> Algebra:
 def algebra(name: str) -> Algebra:
     """The algebra called ``name``. All callers share one object, so treat it as read-only.
 
-    Known names are the cyclic groups ``Z60`` …, the symmetric groups ``S5`` … (permutations in
-    lexicographic order), the alternating groups ``A5`` … (even permutations in lexicographic
-    order), the four-element aperiodic monoid ``M``, and their direct products, with names
-    joined by ``x`` or ``_x_``: ``A5xM`` has 240 elements.
+    Known names:
+
+    - ``Zn``, the cyclic groups, such as ``Z60``;
+    - ``Sn``, the symmetric groups, such as ``S5``: all permutations, in lexicographic order;
+    - ``An``, the alternating groups, such as ``A5``: the even permutations, in lexicographic order;
+    - ``M``, an aperiodic monoid of four elements;
+    - direct products, with names joined by ``x`` or ``_x_``, such as ``A5xM`` (240 elements).
 
     Raises:
         ValueError: any other name, or more than ``MAX_ELEMENTS`` elements.
@@ -163,14 +170,19 @@ def _flat_table(algebra: Algebra, device: torch.device) -> Tensor:
 
 
 def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
-    """Running products ``y[:, 0] = x[:, 0]``, ``y[:, t] = y[:, t-1] · x[:, t]``.
+    """Running products ``y[:, 0] = tokens[:, 0]``, ``y[:, t] = y[:, t-1] · tokens[:, t]``.
 
-    A scan in two levels: first, chunks of about √L tokens are scanned in parallel. Then the total products of
-    the chunks are scanned. Last, each chunk is multiplied by the product of all earlier chunks. This takes
-    about 2√L sequential steps instead of L, but twice the work. The host never waits for the device.
+    The scan has two levels:
 
-    ``tokens``: (B, L) integers in [0, N); B and L are positive. The range of the tokens is not checked.
-    Returns (B, L) int64 on the same device.
+    1. Compute running products inside chunks of about √L tokens, in parallel over chunks.
+    2. Compute running products of the chunks' totals, and multiply each chunk by the total of all earlier
+       chunks.
+
+    This takes about 2√L sequential steps instead of L, but twice the work. The host never waits for the
+    device.
+
+    ``tokens``: (B, L) integers in [0, N); the range is not checked. B and L are positive. Returns (B, L)
+    int64 on the same device.
     """
     n, (batch, length) = len(algebra), tokens.shape
     table = _flat_table(algebra, tokens.device)
@@ -181,7 +193,7 @@ def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     products = padded.view(batch, chunks, steps).permute(2, 1, 0).contiguous()
 
     def scan(rows: Tensor) -> None:
-        """Running products of the rows of a (R, C) tensor, in place."""
+        """Replace each row of a (R, C) tensor by the product of all rows up to this row."""
         for before, row in pairwise(rows):
             torch.index_select(table, 0, torch.add(row, before, alpha=n), out=row)
 

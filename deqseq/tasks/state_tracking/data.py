@@ -34,10 +34,13 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Random tokens and their running products, both (B, L) int64 on the generator's device.
 
-    The group part of a token is its components in all factors that are groups. With probability
-    ``identity_probability`` the group part is the identity; otherwise it is uniform over the other elements.
-    So ``1 - identity_probability`` of the tokens are hard: they change the group's state. Components in the
-    other factors are uniform. If no factor is a group, ``identity_probability`` has no effect.
+    A token of ``A5xM`` has a component in the group A5 and one in the monoid M. With probability
+    ``identity_probability`` the group component is the identity; otherwise it is uniform over the other
+    elements. Tokens whose group component is not the identity are called hard: they change the group's state.
+    The monoid component is uniform.
+
+    With several groups, ``identity_probability`` is the probability that all their components are the
+    identity. Without a group, ``identity_probability`` has no effect.
 
     Raises:
         ValueError: sizes below 1, or a probability outside [0, 1].
@@ -58,13 +61,14 @@ def sample(
         uniform -= choice
         token = monoid.index_select(0, choice.flatten())
     if len(group) > 1:
-        # Numbers below p give index 0, the identity. Larger numbers give the other indices. If p = 1, all
-        # numbers are below p, so any scale is right.
+        # Numbers below identity_probability give index 0, the identity. Larger numbers give the other
+        # indices, all with the same probability. 1e-300 avoids a division by zero.
         others = len(group) - 1
         uniform -= identity_probability
         uniform *= others / max(1.0 - identity_probability, 1e-300)
         choice = uniform.add_(1.0).clamp_(0.0, others).to(torch.int32)
-        token += group.index_select(0, choice.flatten())  # index 0 is the identity in both parts
+        # The index of a token is the sum of the indices of its two parts (see Algebra.parts).
+        token += group.index_select(0, choice.flatten())
     tokens = token.view(batch_size, length)
     return tokens, prefix_products(algebra, tokens)
 
@@ -82,8 +86,8 @@ def _scramble(x: int) -> int:
 def batch_seed(seed: int, index: int) -> int:
     """The seed of batch ``index`` in the stream with seed ``seed``; the same on every machine.
 
-    PyTorch's CPU generator uses only the low 32 bits of a seed. The result has 32 bits and is a bijection of
-    ``index``, so the first 2³² batches of a stream have different seeds. Most hashes could repeat seeds.
+    The result has 32 bits, because PyTorch's CPU generator uses only the low 32 bits of a seed. The first 2³²
+    batches of a stream have different seeds.
     """
     low, high = seed & _MASK, (seed >> 32) & _MASK
     return _scramble(_scramble(_scramble(high) ^ low) ^ (index & _MASK))
@@ -91,7 +95,7 @@ def batch_seed(seed: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class WordProblemStream:
-    """Batches of random word problems. Batch ``i`` depends only on the attributes and ``i``.
+    """Batches of random word problems. Batch ``i`` depends only on ``i`` and the attributes.
 
     Attributes:
         lengths: shortest and longest length, inclusive; each batch draws its length uniformly.
@@ -144,7 +148,7 @@ def generate(
     stream = WordProblemStream(
         algebra, (length, length), identity_probability=p, seed=seed, batch_size=sequences
     )
-    # Training with the same seed never reaches batch 2³² - 1, so it never sees these sequences.
+    # This is batch 2³² - 1. Training with the same seed never reaches it, so the sequences are new.
     return WordProblems(*stream.batch(_MASK).values())
 
 

@@ -1,4 +1,4 @@
-"""The state-tracking demo: an implicit Mamba2 against its explicit twin."""
+"""The state-tracking demo: compares an implicit Mamba2 with an explicit one that has the same blocks."""
 
 from itertools import product
 from pathlib import Path
@@ -11,9 +11,10 @@ from deqseq.tasks.state_tracking.train import train
 
 
 def demo(*, output: Path = Path("runs/demo"), seeds: list[int] = [1]) -> None:  # noqa: B006
-    """Train an implicit Mamba2 and its explicit twin on A5, and compare them at 1x and 4x the length.
+    """Train an implicit and an explicit Mamba2 with the same blocks on the group A5, and compare them.
 
-    Trains at length 16 and tests at 16 and 64, in a few minutes on two cores. A second call only tests.
+    Trains on sequences of up to 16 tokens and tests on 16 and 64 tokens. This takes a few minutes on two
+    cores. A second call does not train again; it only tests.
 
     Args:
         output: folder of the runs

@@ -32,18 +32,18 @@ class Evaluation:
     Attributes:
         length: tokens per sequence.
         window: tokens solved at a time; ``None``: all.
-        accuracy: share of right answers for all tokens.
-        accuracy_last10: share of right answers for the last ten tokens of each sequence.
-        accuracy_sequence: share of sequences without an error.
-        iterations: mean number of evaluations until the search of a token ended.
-        passes: mean number of calls of f for a batch; each call evaluates one window.
+        accuracy: share of tokens with the right answer.
+        accuracy_last10: share of right answers among the last ten tokens of each sequence.
+        accuracy_sequence: share of sequences without a wrong answer.
+        iterations: mean number of evaluations of f per token, until its search ended.
+        passes: mean number of calls of f per batch. One call evaluates all tokens in the window.
         residual: mean relative residual of the tokens.
         converged: share of tokens whose search met the tolerance.
         seconds: duration of the whole evaluation.
-        accuracy_by_position, iterations_by_position, converged_by_position: means per position.
-        identity_probability: probability of the identity in the sequences, if known.
+        accuracy_by_position, iterations_by_position, converged_by_position: mean at each position.
+        identity_probability: probability that a token is the identity; ``None`` if unknown.
 
-    Fields about the search are ``None`` for explicit models.
+    For explicit models, all fields about iterations, passes, residuals and convergence are ``None``.
     """
 
     length: int
@@ -72,7 +72,7 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM | LSTM, TrainSettings]:
     kind: Any = LSTM if settings.backbone == "lstm" else ImplicitForCausalLM
     try:
         model = kind.from_pretrained(path)
-    except Exception as error:  # transformers and safetensors have many classes of errors
+    except Exception as error:  # transformers and safetensors raise many classes of errors
         raise ValueError(f"the checkpoint in {path} cannot be read: {error}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), settings
 
@@ -86,15 +86,17 @@ def evaluate(
     """Predict the products of ``tokens`` (S, L) int64 and compare them with ``targets`` (S, L).
 
     Args:
-        window: tokens solved at a time; all by default. Explicit models ignore all solve options.
-        tolerance, max_iter: limits of the search; the model's evaluation policy by default.
-        damping: solve with Picard's iteration and this damping; the model's solver by default. Tokens
-            that oscillate can converge with a smaller damping.
+        window: tokens solved at a time; all by default.
+        tolerance, max_iter: limits of the search; by default those of the model's evaluation policy.
+        damping: solve with Picard's iteration and this damping; by default, solve with the model's own
+            solver. Tokens that oscillate can converge with a smaller damping.
         batch_size: sequences solved together; does not change results.
 
+    Explicit models ignore ``window``, ``tolerance``, ``max_iter`` and ``damping``.
+
     Raises:
-        ValueError: different or empty shapes, tokens outside the vocabulary, a window, tolerance, budget or
-            damping out of range.
+        ValueError: ``tokens`` and ``targets`` have different shapes or are empty, a token is outside the
+            vocabulary, or another argument is out of range.
     """
     if tokens.shape != targets.shape or tokens.dim() != 2:
         shapes = f"{tuple(tokens.shape)} and {tuple(targets.shape)}"
@@ -136,9 +138,10 @@ def evaluate_fresh(
     model: ImplicitForCausalLM | LSTM, settings: TrainSettings, length: int, sequences: int, seed: int = 0,
     identity_probability: float | None = None, **options: Any,
 ) -> Evaluation:  # fmt: skip
-    """Evaluate a model on new random sequences of its task; :func:`evaluate` gets the ``options``.
+    """Evaluate a model on new random sequences of its task.
 
-    ``identity_probability``: by default the value used in training.
+    ``identity_probability``: by default the value used in training. ``options``: more arguments of
+    :func:`evaluate`.
     """
     p = settings.identity_probability if identity_probability is None else identity_probability
     fresh = generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)
@@ -172,6 +175,9 @@ def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
 
 
 def save(rows: Sequence[tuple[str, Evaluation]], path: Path, **asked: Any) -> None:
-    """Write the evaluations as JSON; each also gets its model's name and the fields ``asked``."""
+    """Write a JSON list with an object for each evaluation: its model's name and its fields.
+
+    ``asked``: more fields, added to every object.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, [{"model": name, **asked, **asdict(found)} for name, found in rows])

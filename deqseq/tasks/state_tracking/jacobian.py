@@ -1,14 +1,20 @@
 """Numerical check of Theorem 1: the Jacobian of a Mamba2 layer's state from one token to the next.
 
-h_t = Λ(z_t, x_t) h_{t-1} + u(z_t, x_t). In an explicit layer z_t does not depend on h_{t-1}, so the Jacobian
-J = dh_t/dh_{t-1} is diag(Λ). In an implicit layer z_t = f(z_t, h_{t-1}, x_t) depends on h_{t-1}:
+At token t, the layer has the input x_t, the equilibrium z_t and the state h_t, which is updated by
+
+    h_t = Λ(z_t, x_t) h_{t-1} + u(z_t, x_t),    with a diagonal Λ.
+
+The check computes the Jacobian J = dh_t/dh_{t-1}. In an explicit layer, z_t does not depend on h_{t-1}, so
+J = diag(Λ). In an implicit layer, z_t = f(z_t, h_{t-1}, x_t) depends on h_{t-1}, so
 
     J = diag(Λ) + (∂Λ/∂z · dz/dh) h + ∂u/∂z · dz/dh,    dz/dh = (I − ∂f/∂z)⁻¹ ∂f/∂h
 
-(Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.) Here h is the
-state of the recurrence. The state of the convolution (the last tokens' inputs) is kept constant.
+(Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.)
 
-Shapes: L tokens, D width, S = H P N entries of the state, flattened.
+h is the state of the recurrence. The convolution also has a state, the inputs of the last tokens; the check
+keeps it constant.
+
+Shapes: L tokens, D width, S entries of the flattened state h.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +53,8 @@ class Jacobian:
     Attributes:
         token: number of the token in its sequence, from 1.
         entries: number of entries of the state, S.
-        diagonal, off_diagonal: largest absolute value on the diagonal, and off the diagonal.
+        diagonal: largest absolute value on the diagonal.
+        off_diagonal: largest absolute value off the diagonal.
         off_diagonal_mass: sum of ``|J|`` off the diagonal, divided by the sum of ``|J|``.
         disagreement: largest absolute difference between :func:`by_formula` and :func:`by_differences`,
             divided by the largest entry of ``|J|``.
@@ -69,10 +76,10 @@ _COLUMNS: tuple[Column, ...] = (
 
 
 def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
-    """J (S, S) by the formula above, from the derivatives of one step at the equilibrium.
+    """J (S, S) by the formula of the module's docstring. Autograd computes the partial derivatives.
 
-    ``layer``: has one Mamba2 block, in float64. ``x``: (1, 1, D), the input of a token. ``state``: the state
-    before this token.
+    ``layer``: a layer of one Mamba2 block, in float64. ``x``: (1, 1, D), the input of one token. ``state``:
+    the state before this token.
     """
     backbone = layer.backbone
     tail, h = state.layers[0]
@@ -95,7 +102,7 @@ def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
 
 @torch.no_grad()
 def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
-    """J (S, S) by central differences: changes each entry of the state and solves the layer again.
+    """J (S, S) by central differences: for each entry of the state, change it and solve the layer again.
 
     The arguments are those of :func:`by_formula`.
     """
@@ -161,11 +168,13 @@ def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[tuple[
     """Yield the name, the layer and the input (1, L, D) of every case.
 
     The first two cases are an explicit and an implicit layer of the size in the paper's check, with random
-    weights and inputs. The other cases are the trained layers of ``runs`` on new word problems. The name of a
-    trained layer ends with the name of its folder, or with the path if folders share a name.
+    weights and inputs. The other cases are the trained layers of ``runs`` on new word problems.
+
+    The name of a trained layer ends with the name of its folder. If several folders have the same name, it
+    ends with the whole path.
 
     Raises:
-        ValueError: a folder without a finished run; the run of an LSTM.
+        ValueError: a folder holds no finished run, or the run of an LSTM.
     """
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"n_layer": 1, "d_state": 1, "expand": 1, "headdim": 64}
@@ -194,14 +203,15 @@ def check(
     seed: NonNegativeInt = 0,
     output: Path = Path("runs/jacobian"),
 ) -> None:
-    """Check Theorem 1 of the paper (the state mixes its entries) on random and trained layers.
+    """Check Theorem 1 of the paper (an implicit layer mixes the entries of its state) numerically.
 
-    Takes random explicit and implicit layers, and trained models with one block. Computes the Jacobian of the
-    state from one token to the next in float64, by the theorem's formula and by finite differences through
-    the solver. Fails if the two results differ by more than 1e-6.
+    Checks an explicit and an implicit layer with random weights, and the trained layers of finished runs.
+    Computes the Jacobian of the state from one token to the next in two ways: by the theorem's formula, and
+    by finite differences through the solver. Fails if the results differ by more than 1e-6, relative to the
+    largest entry.
 
     Args:
-        runs: folders of finished runs to check too
+        runs: folders of finished runs to check; each model must have one Mamba2 block
         length: tokens of the sequence
         seed: seed of weights and inputs
         output: folder for results
@@ -227,7 +237,7 @@ def check(
 
 
 def plot(rows: Sequence[Jacobian], last: Mapping[str, Tensor], path: Path) -> None:
-    """Write a PNG that shows each layer's Jacobian at the last token and off-diagonal mass at all tokens."""
+    """Write a PNG: the Jacobian of each layer at the last token, and the off-diagonal mass by token."""
 
     def draw(axes: list[Any]) -> None:
         from matplotlib.colors import BoundaryNorm

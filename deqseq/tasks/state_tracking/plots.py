@@ -9,15 +9,17 @@ from deqseq.tasks.state_tracking.evaluate import Evaluation, window_name
 
 
 def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance: float, trained: int) -> None:
-    """Write a PNG of accuracy, iterations and share converged by position, one curve per evaluation.
+    """Write a PNG of three quantities by position: accuracy, iterations and share of converged tokens.
 
-    Straight lines show ``chance``, the accuracy of a guess, and ``trained``, the longest training length.
+    Each evaluation is a curve. Straight lines show ``chance``, the accuracy of a guess, and ``trained``, the
+    longest training length.
     """
 
     def draw(axes: list[Any]) -> None:
         top, middle, bottom = axes
         for i, (name, e) in enumerate(rows):
-            wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}  # equal curves stay visible
+            # Earlier curves are wider, so that equal curves stay visible.
+            wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}
             position = range(1, e.length + 1)
             window = "" if e.iterations is None else f", window {window_name(e)}"
             label = f"{name}, length {e.length}{window}"
@@ -40,13 +42,14 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
 def plot_by_length(
     curves: Mapping[tuple[float, str], Mapping[int, Sequence[float]]], path: Path, chance: float, trained: int
 ) -> None:
-    """Write a PNG of the accuracy of the last ten tokens by length, one panel per probability ``p``.
+    """Write a PNG of the accuracy of the last ten tokens by length, with a panel for each value of ``p``.
 
-    Straight lines show ``chance`` and ``trained``, as in :func:`plot_by_position`.
+    ``p`` is the probability that a token is the identity. A line shows the mean over the seeds, and a band
+    reaches from the worst to the best seed. Straight lines show ``chance`` and ``trained``, as in
+    :func:`plot_by_position`.
 
     Args:
-        curves: ``curves[p, name][length]`` lists the accuracies of all seeds; ``p`` is the probability of the
-            identity. A line shows the mean of the seeds, and a band shows the worst and the best seed.
+        curves: ``curves[p, name][length]`` lists the accuracies of the model ``name``, one per seed.
     """
     if not curves:
         return
@@ -73,7 +76,7 @@ def plot_by_length(
 
 
 def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:
-    """Write a PNG of the loss by training step; for implicit models, also of the evaluations of f."""
+    """Write a PNG of the loss by training step. Implicit models also show the number of evaluations of f."""
     entries = [entry for entry in log if "loss" in entry]
     steps = [entry["step"] for entry in entries]
 

@@ -17,32 +17,37 @@ RUNS = Path(__file__).parent / "runs"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(TwoStageSettings):
-    """Everything that determines a trained model; saved beside it as ``settings.json``.
+    """All settings of a training run; saved in the folder of the run as ``settings.json``.
 
-    If ``short_share`` is above 0, the fixed-point stage starts with short sequences, which may have a larger
-    share of hard tokens. If ``rehearsal`` is above 0, some later steps use such sequences again.
+    The sequences get longer in three phases:
+
+    1. the steps up to ``unrolled_share`` (a share of all steps) use short sequences, in the unrolled stage;
+    2. the steps up to ``short_share`` use short sequences, in the fixed-point stage;
+    3. all other steps use long sequences, except for a share ``rehearsal``, which uses those of phase 2.
+
+    If ``short_share`` is 0, there is no phase 2.
 
     Args:
-        group: algebra: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M
+        group: name of a group or monoid: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M
         backbone: name of any installed backbone, or a mapping {name: NAME, option: value}; lstm is an
             explicit baseline
         length: tokens of the longest training sequence
-        min_length: shortest sequence of the last stage; each batch draws its length
-        unrolled_length: longest sequence of the unrolled stage; lengths start at 2
-        short_length: longest sequence of the steps between unrolled_share and short_share; lengths start at
-            unrolled_length
-        short_identity_probability: identity_probability of the steps up to short_share and of rehearsal;
-            identity_probability by default
-        short_share: share of the steps before the first long sequence; 0 means unrolled_share
+        min_length: tokens of the shortest sequence after short_share. Each batch has a random length
+        unrolled_length: tokens of the longest sequence up to unrolled_share; the shortest has 2 tokens
+        short_length: tokens of the longest sequence between unrolled_share and short_share; the shortest has
+            unrolled_length tokens
+        short_identity_probability: identity_probability of the short sequences, up to short_share and in
+            rehearsal; by default the same as identity_probability
+        short_share: share of the steps after which long sequences start; 0 means unrolled_share
         rehearsal: share of the steps after short_share that use short sequences again, so that the model does
             not forget them
-        identity_probability: probability that a token is the group's identity, which changes nothing;
-            all other tokens are hard
+        identity_probability: probability that a token is the group's identity. The identity leaves the state
+            unchanged; all other tokens are called hard
         dt_min: smallest initial step size of Mamba2's heads; sizes are log-uniform in [dt_min, dt_max]
         dt_max: largest initial step size; heads with large steps forget quickly
         train_window: tokens solved at a time in training; all by default
-        phantom_damping: damping of the phantom steps; if the solver's damping is smaller, searches converge
-            where these steps are stable
+        phantom_damping: damping of the phantom steps (1: none). If the solver's damping is smaller, searches
+            converge wherever the phantom steps are stable
     """
 
     group: str = "A5"

@@ -1,4 +1,4 @@
-"""A study: trains variants of a run with several seeds, tests them all alike and compares the results."""
+"""A study: trains variants of a run with several seeds, tests them in the same way and compares them."""
 
 import json
 import logging
@@ -35,14 +35,14 @@ _COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Test:
-    """Tests of every model: one for each combination of probability, length and window.
+    """A group of tests of every model: one test for each combination of probability, length and window.
 
     Args:
         identity_probability: probability that a token of the test sequences is the identity
         length: tokens per sequence
         window: tokens solved at a time, or all; explicit models are tested once, without a window
-        max_iter: maximum number of evaluations per token; the model's by default
-        damping: solve with Picard's iteration and this damping; the model's solver by default
+        max_iter: maximum number of evaluations per token; by default the model's
+        damping: solve with Picard's iteration and this damping; by default with the model's own solver
         sequences: number of test sequences
     """
 
@@ -61,7 +61,7 @@ class Test:
             check_damping(self.damping)
 
     def cases(self, explicit: bool) -> list[dict[str, Any]]:
-        """The arguments of :func:`evaluate_fresh` for every evaluation."""
+        """For each test, the keyword arguments of :func:`evaluate_fresh`."""
         search = {"max_iter": self.max_iter, "damping": self.damping}
         solves = [{"window": None if w == "all" else w, **search} for w in self.window]
         return [
@@ -77,9 +77,9 @@ class Study:
     """The contents of a study file.
 
     Args:
-        run: run file with the settings that the variants change
-        variants: for each variant's name, the fields that differ from the run file
-        tests: tests of every model, each with the fields of :class:`Test`
+        run: run file with the settings that the variants start from
+        variants: maps the name of each variant to the settings that differ from the run file
+        tests: groups of tests, each with the fields of :class:`Test`; every model takes all tests
         seeds: seeds of weights and data; every variant is trained with every seed
 
     Raises:
@@ -112,7 +112,7 @@ class Study:
                     self.settings(name, seed)
                 except ValueError as error:
                     raise ValueError(f"variant {name}: {error}") from error
-        self.cases(explicit=False)  # checks the tests
+        self.cases(explicit=False)  # raises ValueError if a test is wrong
 
     def settings(self, variant: str, seed: int) -> TrainSettings:
         """The training settings of a variant with a seed."""
@@ -120,7 +120,7 @@ class Study:
         return build(TrainSettings, {**fields, "seed": seed})
 
     def cases(self, explicit: bool) -> dict[str, dict[str, Any]]:
-        """The settings of a model's evaluations (see :meth:`Test.cases`); keys: the settings as JSON."""
+        """All tests of a model, as in :meth:`Test.cases`. Each key is the test's arguments as JSON."""
         tests = [build(Test, test, f"tests.{number}.") for number, test in enumerate(self.tests)]
         return {json.dumps(case): case for test in tests for case in test.cases(explicit)}
 
@@ -154,12 +154,14 @@ def conduct(
     Args:
         study: YAML file, or the name of a shipped one: a5xm, iterations, words
         output: folder of the study
-        variants: train and test only these; finished results of other variants are shown too; all by default
-        seeds: train and test only these; other seeds' finished results are shown too; all by default
+        variants: train and test only these variants; by default all. The results of other variants are shown
+            if they are finished
+        seeds: train and test only these seeds; by default all. The results of other seeds are shown if they
+            are finished
 
     Raises:
-        ValueError: as :func:`load_study`; an unknown variant or seed; ``output`` holds runs with other
-            settings.
+        ValueError: :func:`load_study` fails, a variant or seed is unknown, or ``output`` holds runs with
+            other settings.
     """
     plan = load_study(study)
     for name, asked, known in (("variant", variants, plan.variants), ("seed", seeds, plan.seeds)):
@@ -215,7 +217,7 @@ def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
         curve.setdefault(length, []).append(r.evaluation.accuracy_last10)
         if window != "-":
             models.setdefault((r.variant, r.seed, p, length), []).append((r.variant, r.evaluation))
-    # Windows give the same results, so draw only the window with the most lengths.
+    # All windows give the same accuracy. Draw only one: the window that was tested at the most lengths.
     curves = {case: max(found.values(), key=len) for case, found in by_window.items()}
     plot_by_length(curves, output / "by_length.png", chance, run.length)
     several = next((rows for rows in models.values() if len(rows) > 1), None)
@@ -224,7 +226,7 @@ def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A table with a line per variant and test: worst accuracy of the seeds, and means over the seeds."""
+    """A text table with a line per variant and test: means over the seeds, and the worst seed's accuracy."""
     groups: dict[str, list[Result]] = {}
     for r in results:
         groups.setdefault(json.dumps([r.variant, r.case]), []).append(r)

@@ -27,8 +27,9 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
     (``config.json``, ``model.safetensors``) and ``training.json``: the duration in seconds, and a log of
-    loss, iterations and residual every 50 steps. A finished run is loaded, not trained again. The returned
-    model is loaded from the folder, in float32, because the trainer's model keeps the trainer's autocast.
+    loss, iterations and residual every 50 steps. A finished run is loaded, not trained again.
+
+    The returned model is loaded from the folder: the trainer's own model still computes under autocast.
 
     Raises:
         ValueError: ``output`` holds another run.
@@ -51,9 +52,10 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
 
 
 class _Batches(IterableDataset[Batch]):
-    """The batches of all stages, made on the training device. Stages with short sequences come first.
+    """The training batches, made on the training device.
 
-    In the last stage, a fraction ``rehearsal`` of the batches comes from the stage before.
+    They come in the three phases of :class:`TrainSettings`, called stages here. In the last stage, a share
+    ``rehearsal`` of the batches comes from the second stage.
     """
 
     def __init__(self, settings: TrainSettings, device: torch.device) -> None:
@@ -61,7 +63,7 @@ class _Batches(IterableDataset[Batch]):
         self.start = 0
         s, p = settings, settings.identity_probability
         easy = p if s.short_identity_probability is None else s.short_identity_probability
-        stages = (  # end (share of the steps), lengths, probability of the identity
+        stages = (  # each: end as a share of the steps, lengths, probability of the identity
             (s.unrolled_share, (2, s.unrolled_length), easy),
             (s.short_share, (s.unrolled_length, s.short_length), easy),
             (1.0, (s.min_length, s.length), p),
@@ -81,5 +83,6 @@ class _Batches(IterableDataset[Batch]):
     def _stage(self, index: int) -> int:
         last = len(self.ends) - 1
         stage = next((i for i, end in enumerate(self.ends) if index < end), last)
-        rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)  # evenly spread
+        # Spread the rehearsal batches evenly: with 0.25, every fourth batch.
+        rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)
         return last - 1 if stage == last and rehearses else stage

@@ -4,9 +4,9 @@ from deqseq import ConvergencePolicy, Judgement
 
 
 class LargestChange(ConvergencePolicy):
-    """Converged when no entry changes by more than `rtol` of the token's largest one."""
+    """A token has converged when no entry changes by more than `rtol` times the token's largest entry."""
 
-    capturable = True  # `judge` does not read the host
+    capturable = True  # `judge` never waits for the GPU
 
     def __init__(self, rtol=1e-3, max_iter=64):
         self.rtol, self.max_iter = rtol, max_iter

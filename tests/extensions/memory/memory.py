@@ -33,6 +33,6 @@ class Memory(Backbone):
 
     def advance(self, trace, state, count):
         (h,) = state.layers[0]
-        past = torch.cat([h[:, None], trace], 1)  # h before each token, and after the last
+        past = torch.cat([h[:, None], trace], 1)  # h before each token, and h after the last token
         h = past[torch.arange(len(count), device=count.device), count]
         return State(state.seen + count, ((h,),))

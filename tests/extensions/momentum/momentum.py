@@ -6,10 +6,10 @@ from deqseq import Solver
 
 
 class Momentum(Solver):
-    """z + v with v = beta v + (f(z) - z)."""
+    """v <- beta v + (f(z) - z), then z <- z + v."""
 
     differentiable = True  # autograd through `step` is exact
-    capturable = True  # `step` does not read the host
+    capturable = True  # `step` never waits for the GPU
 
     def __init__(self, beta=0.1):
         self.beta = beta

@@ -1,4 +1,4 @@
-"""A backbone without state: every token on its own."""
+"""A backbone without state: each token is computed from its own z and x only."""
 
 import torch
 from torch import nn

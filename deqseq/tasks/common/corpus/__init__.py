@@ -1,4 +1,4 @@
-"""Data for language modelling: documents, shards of tokens, and rows with a fixed number of tokens."""
+"""Data for language models: reads documents, writes tokens to shards, and makes rows of fixed length."""
 
 from deqseq.tasks.common.corpus.holdout import HoldOut, Split
 from deqseq.tasks.common.corpus.rows import StreamedRows, TokenFolder

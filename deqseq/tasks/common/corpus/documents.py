@@ -14,16 +14,16 @@ from typing import Any, BinaryIO, NamedTuple
 from deqseq.tasks.common.corpus.storage import expanded, is_compressed, is_remote, local_stamp, opened, stamp
 from deqseq.tasks.common.tokenizer import first_line
 
-# Minimum bytes of a piece of a file, about 1000 tokens; the maximum is 2 * _PIECE. A whole piece is held out
-# or trained on. Pieces are small, so even a single book gets a validation split.
+# If a file is one document, it is read in pieces of _PIECE to 2 * _PIECE bytes (1000 tokens or more). A piece
+# is either for training or for validation. Pieces are small, so even a single book has both.
 _PIECE = 4096
 
 
 class Document(NamedTuple):
-    """A document; or a piece of a file, if the whole file is one document."""
+    """A document, or a piece of a file that is one document."""
 
     text: str  # never empty
-    ends: bool  # whether the document ends here; otherwise the next piece continues it
+    ends: bool  # false if another piece of the same document follows
     next: int  # where reading continues after this document: a byte offset in a file, or a row number
     size: int  # bytes of this document in the source
 
@@ -37,8 +37,8 @@ class TextFile:
             ``"line"``, a line.
 
     Attributes:
-        size: bytes of text; ``None`` if the file is compressed or remote.
-        stored: bytes of the file.
+        size: number of bytes of text; ``None`` if the file is compressed or remote.
+        stored: number of bytes of the file as it is stored.
 
     Raises:
         ValueError: the file does not exist or is empty.
@@ -73,10 +73,11 @@ class TextFile:
                     yield Document(text, ends, start, len(data))
 
     def cut(self, near: int) -> int | None:
-        """Offset of the first document that begins at byte ``near`` or later; ``None`` if there is none.
+        """Find a place to divide the file: the first document that begins at byte ``near`` or later.
 
-        A compressed file, or a file that is one document, is not cut: returns 0 if ``near`` is in the first
-        half of the file, else ``None``.
+        Returns the offset of this document, or ``None`` if there is no such document. Compressed files, and
+        files that are one document, are never divided. For them the method returns 0, the start of the file,
+        if ``near`` is in the first half of the file, else ``None``.
         """
         if self.kind == "file" or is_compressed(self.path):
             return 0 if 2 * near < self.stored else None
@@ -91,13 +92,13 @@ class TextFile:
         return place if place < self.stored else None
 
     def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-        """Each part of the file, and whether a document ends after it."""
+        """The documents or pieces of the file as bytes, each with a bool: whether a document ends there."""
         if self.kind == "file":
             return _pieces(file)
         return ((part, True) for part in (file if self.kind == "line" else _paragraphs(file)))
 
     def _text(self, data: bytes, start: int) -> str:
-        """The text of ``data``, which begins at offset ``start`` of the file; empty for blank lines."""
+        """The text of ``data``; empty for blank lines. ``start``: offset of ``data``, for error messages."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -109,7 +110,7 @@ class TextFile:
 
 
 class JsonLines(TextFile):
-    """A file with a JSON object on every line. The object's field ``column`` is a document."""
+    """A file with a JSON object on every line. The field ``column`` of each object is a document."""
 
     def __init__(self, path: str, column: str = "text") -> None:
         super().__init__(path, "line")
@@ -131,14 +132,14 @@ class JsonLines(TextFile):
 
 
 class DatasetRows:
-    """The rows of a dataset, streamed with the datasets library. ``column`` contains the document.
+    """The rows of a dataset, streamed with the datasets library. Each row has a document in ``column``.
 
     Args:
-        name: dataset on the Hugging Face Hub, local folder, or file format such as "parquet" or "json".
+        name: a dataset on the Hugging Face Hub, a local folder, or a file format such as "parquet" or "json".
         files: data files to read; by default all files of the dataset or folder ``name``.
 
     Attributes:
-        stored: bytes of the files; 0 if unknown.
+        stored: number of bytes of the files; 0 if unknown.
     """
 
     size = None
@@ -154,7 +155,14 @@ class DatasetRows:
         self._rows = stream(name, subset, split, files)
 
     def part(self, number: int, count: int) -> "DatasetRows":
-        """Part ``number`` (1 to ``count``): some files, or some row groups if files are too few."""
+        """Part ``number`` of ``count``, counted from 1, for parallel preparation.
+
+        Each part reads some of the files. If there are fewer files than parts, each part reads some of the
+        row groups instead.
+
+        Raises:
+            ValueError: there are fewer row groups than parts.
+        """
         rows = self._rows if self._rows.num_shards >= count else self._rows.reshard()
         if rows.num_shards < count:
             raise ValueError(
@@ -165,7 +173,7 @@ class DatasetRows:
         return found
 
     def cut(self, near: int) -> int | None:
-        """Rows are not cut: returns 0 if ``near`` is in the first half of the bytes, else ``None``."""
+        """As :meth:`TextFile.cut` for a file that is never divided."""
         return 0 if 2 * near < self.stored else None
 
     def describe(self) -> dict[str, Any]:
@@ -184,15 +192,21 @@ class DatasetRows:
 
 
 Source = TextFile | DatasetRows
-"""Documents in a fixed order."""
+"""A source of documents, in a fixed order."""
 
 
 def sources(
     paths: Sequence[str], documents: str = "file", column: str = "text", dataset: str | None = None,
     subset: str | None = None, split: str = "train",
 ) -> list[Source]:  # fmt: skip
-    """The sources to read: ``dataset`` with the data files ``paths``; or, if ``dataset`` is ``None``, the
-    files ``paths``, each read by its suffix. Wrong names raise ``ValueError``.
+    """The sources that the user has named.
+
+    With ``dataset``, the only source is this dataset, and ``paths`` are its data files. Without ``dataset``,
+    every file in ``paths`` is a source; the suffix of a file determines its format.
+
+    Raises:
+        ValueError: nothing is named; a file is named twice or does not exist; the dataset cannot be loaded;
+            ``subset`` or ``split`` is given without ``dataset``.
     """
     if not paths and dataset is None:
         raise ValueError("nothing to read: name text files, or a --dataset")
@@ -218,7 +232,7 @@ def _file(path: str, documents: str, column: str) -> Source:
 
 
 def stream(name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = ()) -> Any:
-    """A streamed dataset of the datasets library; ``ValueError`` if it cannot be loaded."""
+    """Open a dataset with the datasets library, in streaming mode; ``ValueError`` if this fails."""
     import datasets
 
     try:
@@ -230,23 +244,26 @@ def stream(name: str, subset: str | None = None, split: str = "train", files: Se
 
 
 def text_of(row: Any, column: str) -> str:
-    """The text of a row, possibly empty; ``ValueError`` if the row has no text in ``column``."""
+    """The text in ``column`` of a row; it may be empty. ``ValueError`` if ``column`` contains no text."""
     text = row.get(column) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
         has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "the row is no JSON object"
         raise ValueError(f"no text in the column {column!r}: {has}")
-    return text.encode(errors="replace").decode()  # lone surrogates, which JSON allows, become ?
+    return text.encode(errors="replace").decode()  # replaces lone surrogates, which JSON allows, by ?
 
 
 def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """The rest of a file in pieces, cut after a line end, else before a space, else between characters."""
+    """Split the rest of a file into pieces.
+
+    A piece ends after a line end if possible, else before a space, else between two characters.
+    """
     longest = 2 * _PIECE
     data = b""
     while len(data := data + file.read(longest + 1 - len(data))) > longest:
         cut = data.rfind(b"\n", _PIECE, longest) + 1 or data.rfind(b" ", _PIECE, longest)
         if cut < 0:
             cut = longest
-            while cut > longest - 3 and data[cut] & 0xC0 == 0x80:  # not the first byte of a character
+            while cut > longest - 3 and data[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
                 cut -= 1
         yield data[:cut], False
         data = data[cut:]
@@ -267,7 +284,11 @@ def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
 
 
 def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Paths, sizes and modification times of ``files``; without ``files``, of all files in folder ``name``.
-    They show whether a dataset has changed."""
+    """Paths, sizes and modification times of a dataset's files. They show whether the dataset has changed.
+
+    Args:
+        name: folder whose files to list, if ``files`` is empty.
+        files: the dataset's files.
+    """
     inside = (path for path in Path(name).rglob("*") if path.is_file())
     return [local_stamp(path) for path in [*map(Path, files)] or sorted(inside)]

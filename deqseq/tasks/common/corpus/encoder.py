@@ -12,29 +12,31 @@ import numpy as np
 
 # Matches the position before a single space between two words.
 _CUT = re.compile(r"(?= \S)(?<=\S)")
-# Minimum characters in a part of a text. Much longer parts take 20 % more time, and more memory.
+# Texts are cut into parts of at least this many characters. Much longer parts take more time and memory.
 _LONG = 4096
-# Text that some tokenizers tokenise differently if it is cut between words.
+# A sample to test whether a tokenizer gives the same tokens if a text is cut between words.
 _PROBE = (
     "It's 12,345.67 words -- and  two   spaces,\n\tnew lines \n\n  indented; na\u00efve caf\u00e9, "
     "\u65e5\u672c\u8a9e \u30c6\u30b9\u30c8 'so' (it) [is] {x: 1} http://a.b/c?d=e&f #5 @x 100 % \u00a0 we'll "
     "e\u0301nd.</s> 3 4 \u2014 ok"
 )
-# Normalisers that work on characters or on words, never across a space.
+# Normalisers that never look across a space, so a text can be cut at spaces before it is normalised.
 _NEAR = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "ByteLevel"}
-# Maximum characters of the cached words: about a million English words, or 300 MB. A larger cache is emptied.
+# Limit on the characters of all cached words: about a million English words, or 300 MB. A cache beyond the
+# limit is emptied.
 _REMEMBERED = 2**23
 
 
 class Encoder:
     """Converts texts to token ids, without special tokens before or after a text.
 
-    Most tokenizers first cut a text between words. For these, a cache keeps the ids of every word, which
-    halves the time. Other tokenizers get whole texts.
+    Most tokenizers handle each word on its own. For such a tokenizer, a cache keeps the ids of every word,
+    which halves the time. Other tokenizers get whole texts.
 
     Args:
         tokenizer: a tokenizer of transformers, backed by the tokenizers library.
-        remember: cache words. Look-ups hold Python's lock, so the cache saves time only with 1 to 3 threads.
+        remember: cache the ids of words. Look-ups hold Python's lock, so the cache saves time only if at
+            most 3 threads call the encoder.
 
     Attributes:
         vocab_size: the largest id plus one, added tokens included.
@@ -61,7 +63,7 @@ class Encoder:
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # special tokens in a text are plain text
+        self._backend.encode_special_tokens = True  # as plain text, if a document contains them
         self._known: dict[str, list[int]] = {}
         self._known_characters = 0
         self._remembers = remember
@@ -111,7 +113,7 @@ class Encoder:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Cut a text between words into parts of at least ``_LONG`` characters; the last may be shorter."""
+    """Cut a text between words. Every part except the last has at least ``_LONG`` characters."""
     start = 0
     while found := _CUT.search(text, start + _LONG):
         yield text[start : found.start()]

@@ -1,4 +1,4 @@
-"""The rule that chooses the documents held out from training."""
+"""Chooses the documents that are held out from training, for validation."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ SALT = "deqseq"
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Holds out a pseudo-random share of the documents: a hash of a document's text decides.
+    """Holds out a pseudo-random share of the documents for validation.
 
-    Equal texts are always in the same split, in shards and in streams, on every machine. Documents
-    held out at one share are also held out at every larger share.
+    A hash of a document's text decides. So equal texts are always in the same split: in shards, in streams
+    and on every machine. If the share is raised, all documents that were held out stay held out.
 
     Args:
         share: share of the documents to hold out, in [0, 1).
@@ -27,6 +27,6 @@ class HoldOut:
             raise ValueError(f"the share held out for validation must be in [0, 1), got {self.share}")
 
     def split(self, text: str) -> Split:
-        """The split of a document."""
+        """The split of the document with this text."""
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=SALT.encode()).digest()
         return "validation" if int.from_bytes(digest, "big") < self.share * 2**64 else "train"

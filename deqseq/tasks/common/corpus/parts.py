@@ -1,7 +1,7 @@
-"""Preparation by several machines: each makes the folder of one part, then the parts are merged.
+"""Prepares token shards on several machines: each machine prepares one part, then the parts are merged.
 
-A part is a range of consecutive documents, so all parts together have the same tokens as one preparation
-without parts. Merging makes hard links to all shards in one folder, and copies the tokenizer.
+A part is a range of consecutive documents. All parts together have the same tokens as one preparation
+without parts. Merging makes one folder with the tokenizer and hard links to the shards of all parts.
 """
 
 import os
@@ -32,8 +32,8 @@ def parse_part(text: str) -> tuple[int, int]:
 def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[Source], Place, Place]:
     """The sources of a part, the place where it begins, and the place where the next part begins.
 
-    A dataset is divided by its files, or by row groups (parquet) if files are fewer than parts. Other files
-    are cut between documents, into parts of about equal bytes. A compressed file is not cut.
+    A dataset is divided by its files, or by row groups (parquet) if it has fewer files than parts. Text files
+    are divided between documents, into parts of about equal bytes. Compressed files are not cut.
     """
     number, count = part
     if part != WHOLE and len(sources) == 1 and isinstance(sources[0], DatasetRows):
@@ -42,7 +42,7 @@ def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[S
 
 
 def _border(sources: Sequence[Source], number: int, count: int) -> Place:
-    """The beginning of part ``number`` + 1: a document near ``number`` / ``count`` of all bytes."""
+    """The place where part ``number + 1`` begins: after about ``number / count`` of all bytes."""
     if number == 0:
         return Place()
     if number == count:
@@ -104,7 +104,7 @@ def _part(manifest: Manifest) -> tuple[int, int]:
 
 
 def _settings(manifest: Manifest) -> dict[str, Any]:
-    """The settings that must be equal in all parts. Files' times are left out; machines differ in them."""
+    """The settings that must be equal in all parts. Files' modification times may differ."""
     head = flat_head({**manifest.head, "part": _part(manifest)[1]})
     return {name: value for name, value in head.items() if not name.endswith(("modified", "modified_ns"))}
 

@@ -1,7 +1,7 @@
-"""From sources to shards: batches of documents are tokenised in parallel and written in order.
+"""Tokenises documents in parallel and writes the tokens to shards, in the order of the documents.
 
-One thread reads and writes. Workers tokenise; the tokenizers library releases Python's lock. The shards
-depend neither on the number of workers nor on interruptions.
+One thread reads and writes. Worker threads tokenise in parallel, because the tokenizers library releases
+Python's lock. The shards are the same for any number of workers, and after an interruption.
 """
 
 from collections import deque
@@ -22,13 +22,13 @@ from deqseq.tasks.common.corpus.parts import WHOLE, divide
 from deqseq.tasks.common.corpus.shards import Place, Preparation
 from deqseq.tasks.common.files import locked
 
-# Bytes of text in a batch; a worker tokenises it in a tenth of a second.
+# Minimum bytes of text in a batch. A worker tokenises such a batch in a tenth of a second.
 _BATCH = 2**18
 
 
 @dataclass
 class Text:
-    """Consecutive text of one split. ``ends``: whether an end-of-text token follows."""
+    """A document, or a part of a document. ``ends``: whether an end-of-text token follows the text."""
 
     split: Split
     text: str
@@ -37,7 +37,7 @@ class Text:
 
 @dataclass
 class Batch:
-    """Texts that are tokenised together. ``next``: where the next batch begins; ``size``: bytes."""
+    """Texts that are tokenised together. ``next``: where the next batch begins; ``size``: bytes of text."""
 
     texts: list[Text]
     next: Place
@@ -52,15 +52,15 @@ def prepare(
 
     Args:
         name: the name of the tokenizer, for the manifest.
-        shard_tokens: when a shard reaches this number of tokens, the shards of both splits end after
-            its batch.
-        workers: threads that tokenise.
-        force: start again: replace all shards in the folder.
-        part: K and N: prepare only part K of N.
+        shard_tokens: when the shard of one split has this many tokens, new shards begin for both splits.
+            Shards end with a batch, so they may be longer.
+        workers: number of threads that tokenise.
+        force: start again and replace all shards in the folder.
+        part: ``(K, N)``: prepare only part K of N.
 
     Raises:
-        ValueError: the folder has other content, or another process prepares it; there are no documents, or a
-            document cannot be read.
+        ValueError: the folder has other content, another process prepares the folder, there are no
+            documents, or a document cannot be read.
     """
     encoder = Encoder(tokenizer, remember=workers <= 3)
     head = {  # everything that determines the shards
@@ -106,9 +106,11 @@ def prepare(
 
 
 def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
-    """Read the documents to find errors before tokenising, which takes a hundred times as long. Datasets,
-    compressed files and remote files are read only up to the first document. Returns whether there are
-    documents."""
+    """Read the documents, to find errors early: tokenising takes a hundred times as long as reading.
+
+    Datasets, compressed files and remote files are read only up to the first document. Returns whether there
+    are any documents.
+    """
     found = False
     with _bar("check", sources, begin, begin, end) as bar:
         for number, documents in _between(sources, begin, end):
@@ -119,7 +121,7 @@ def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
 
 
 def _between(sources: Sequence[Source], start: Place, end: Place) -> Iterator[tuple[int, Iterator[Document]]]:
-    """Number and documents of every source between ``start`` and ``end``."""
+    """The number of every source between ``start`` and ``end``, with its documents in this range."""
     for number in range(start.source, end.source):
         yield number, sources[number].documents(start.offset if number == start.source else 0)
     if end.offset > (start.offset if start.source == end.source else 0):
@@ -128,14 +130,16 @@ def _between(sources: Sequence[Source], start: Place, end: Place) -> Iterator[tu
 
 
 def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place, end: Place) -> Iterator[Batch]:
-    """All documents from ``start`` to ``end``, in batches. A batch's ``next`` determines all later batches.
+    """All documents from ``start`` to ``end``, in batches.
 
-    Neighbouring pieces of a document are joined if they are in the same split; else an end-of-text token
-    separates them. A long document is cut at places that do not depend on the documents before it, so parts
-    that are prepared separately have the same tokens.
+    A file that is one document is read in pieces, and each piece has a split. Neighbouring pieces of the same
+    split are joined; an end-of-text token separates pieces of different splits.
+
+    Reading that starts at a batch's ``next`` gives the same later batches. Earlier documents do not change
+    where a long document is cut, so parts that are prepared separately have the same tokens.
     """
     texts: list[Text] = []
-    size = own = 0  # bytes of the batch, and of the current document in it
+    size = own = 0  # bytes of the batch; bytes of the current document in the batch
     place = start
     for number, documents in _between(sources, start, end):
         sided, ahead = tee((document, hold_out.split(document.text)) for document in documents)
@@ -176,7 +180,7 @@ def _encode(encoder: Encoder, batch: Batch) -> Encoded:
 def _in_order(
     pool: ThreadPoolExecutor, encoder: Encoder, batches: Iterator[Batch], ahead: int
 ) -> Iterator[tuple[Batch, Encoded]]:
-    """The batches with their tokens, in order. The workers already have the next ``ahead`` batches."""
+    """The batches with their tokens, in order. Up to ``ahead`` later batches are tokenised meanwhile."""
     under_way: deque[tuple[Batch, Future[Encoded]]] = deque()
     for batch in batches:
         under_way.append((batch, pool.submit(_encode, encoder, batch)))
@@ -188,7 +192,10 @@ def _in_order(
 
 
 def _bar(title: str, sources: Sequence[Source], start: Place, begin: Place, end: Place) -> tqdm:
-    """A progress bar over the bytes from ``begin`` to ``end``, without a total if a size is unknown."""
+    """A progress bar over the bytes from ``begin`` to ``end``, already filled up to ``start``.
+
+    It shows no total if the size of a source is unknown.
+    """
     known = [source.size for source in sources if source.size is not None]
     total, initial = None, 0
     if len(known) == len(sources):

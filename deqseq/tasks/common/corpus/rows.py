@@ -28,7 +28,7 @@ from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Shard, checks
 from deqseq.tasks.common.tokenizer import load_tokenizer
 
 Documents = Literal["joined", "separate"]
-"""Whether the documents of a row see each other (``"joined"``) or not (``"separate"``)."""
+"""``"joined"``: a document has the earlier documents of its row as context. ``"separate"``: it has none."""
 
 Row = dict[str, Tensor]
 """``input_ids`` (L,) int64 and, for separate documents, ``position_ids`` (L,) int64."""
@@ -38,7 +38,7 @@ class TokenFolder:
     """A folder of token shards, made by ``python -m deqseq.tasks.prepare``.
 
     Attributes:
-        vocab_size: the tokenizer's number of tokens, added tokens included.
+        vocab_size: the tokenizer's largest id plus one, added tokens included.
         end_of_text: the id that ends every document.
         fingerprint: a hash of the shards and the tokenizer; the same on every machine.
 
@@ -73,7 +73,7 @@ class TokenFolder:
         return load_tokenizer(str(self.path / TOKENIZER))
 
     def verify(self) -> None:
-        """Raise ``ValueError`` if a file is missing, or its checksum differs from the manifest's."""
+        """Raise ``ValueError`` if a file is missing, or its checksum differs from the one in the manifest."""
         checksums = {shard.file: shard.sha256 for shard in self._manifest.shards}
         checksums |= self._manifest.tokenizer_checksums()
         with ThreadPoolExecutor(8) as pool:
@@ -107,9 +107,9 @@ class TokenFolder:
 
 
 class TokenRows(Dataset[Row]):
-    """Rows from files that are read as one sequence: a row may begin in one file and end in the next.
+    """Rows of consecutive tokens from files. A row may begin in one file and end in the next.
 
-    A row is read on access. No file stays open, so the number of files is not limited.
+    A row is read when it is accessed. Files do not stay open, so there may be any number of files.
 
     Args:
         files: the number of tokens of each file, by path.
@@ -132,7 +132,7 @@ class TokenRows(Dataset[Row]):
         return _row(torch.from_numpy(self._read(index * self.length)), self._end_of_text)
 
     def _read(self, start: int) -> np.ndarray:
-        """``length`` tokens, int64. They may span several files."""
+        """``length`` tokens from token ``start`` on, int64. They may span several files."""
         parts, end = [], start + self.length
         number = bisect_right(self._ends, start)
         while start < end:
@@ -148,12 +148,12 @@ class TokenRows(Dataset[Row]):
 
 
 class StreamedRows(IterableDataset[Row]):
-    """Rows packed from a stream of documents, in its order. Documents are tokenised on the fly.
+    """Rows packed from a stream of documents, in the order of the stream. Iterating tokenises the documents.
 
     Args:
         documents: texts, or rows of a dataset with a text in ``column``.
-        split: read only this split's documents; ``hold_out`` selects them as ``prepare`` does. ``None``: read
-            all documents.
+        split: read only the documents of this split; ``None``: all documents.
+        hold_out: determines the split of a document, as in ``prepare``.
     """
 
     def __init__(

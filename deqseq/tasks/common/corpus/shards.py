@@ -1,9 +1,10 @@
-"""The folder of token shards: its manifest, its checks, and how writing survives an interruption.
+"""Writes, reads and checks folders of token shards. An interrupted preparation can be continued.
 
-A shard is a file of tokens of one split, little-endian uint16 or uint32 without a header. ``manifest.json``
-lists the finished shards, their sources and settings; other files are ignored. A shard is synced to the disk,
-then renamed to its final name; then the manifest is replaced atomically. So the folder is valid at every
-moment, and a killed process loses only the shards that it was writing.
+A shard is a file of tokens of one split: little-endian uint16 or uint32, without a header. ``manifest.json``
+lists the finished shards, their sources and settings; other files are ignored.
+
+To finish a shard, its file is synced to the disk and renamed; then the manifest is replaced atomically. So
+the folder is always valid, and a killed process loses only the shards that it was writing.
 
 The manifest has the SHA-256 of every shard, of every file of the tokenizer, and of its own content.
 """
@@ -99,8 +100,8 @@ class Manifest:
 
     @classmethod
     def _parsed(cls, found: dict[str, Any]) -> Manifest:
-        """The manifest in a JSON object; ``ValueError``, ``TypeError``, ``KeyError`` or ``AttributeError`` if
-        the object is not a valid manifest."""
+        """The manifest from a JSON object. Raises ``ValueError``, ``TypeError``, ``KeyError`` or
+        ``AttributeError`` if the object is not a valid manifest."""
         version = found.pop("version")
         if version not in (1, VERSION):
             raise ValueError(f"it has version {version!r}, this program reads versions 1 and {VERSION}")
@@ -138,7 +139,7 @@ class Manifest:
 
     def tokenizer_checksums(self) -> dict[str, str]:
         """The SHA-256 of the tokenizer's files, by their paths in the folder."""
-        # Version 1 has only the checksum of tokenizer.json, which is also part of the fingerprint.
+        # A manifest of version 1 has only the checksum of tokenizer.json.
         files = {"tokenizer.json": self.head["tokenizer"]["sha256"], **self.tokenizer_files}
         return {f"{TOKENIZER}/{name}": sha256 for name, sha256 in files.items()}
 
@@ -150,7 +151,7 @@ def checksum(file: Path) -> str:
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    """SHA-256 of plain data."""
+    """SHA-256 of ``content``, written as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -219,7 +220,10 @@ class Preparation:
         return {split: ShardWriter(self.path, split, number, dtype) for split, number in numbers.items()}
 
     def commit(self, writers: dict[Split, ShardWriter], next: Place | None) -> None:
-        """Finish the open shards; reading continues at ``next``, or is finished if ``next`` is ``None``."""
+        """Finish the open shards and write the manifest.
+
+        ``next``: where reading continues; ``None`` if the preparation is complete.
+        """
         finished = [writer.finish() for writer in writers.values()]
         self.manifest.shards += [shard for shard in finished if shard is not None]
         self.manifest.next = next
@@ -232,7 +236,7 @@ def shard_name(split: Split, number: int) -> str:
 
 
 class ShardWriter:
-    """Writes one shard under a temporary name."""
+    """Writes one shard. The file has a temporary name until :meth:`finish`."""
 
     def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype) -> None:
         self.path = folder / shard_name(split, number)
@@ -243,7 +247,7 @@ class ShardWriter:
         self._file = Path(f"{self.path}{PART}").open("wb")  # noqa: SIM115 - until finish
 
     def add(self, tokens: np.ndarray, documents: int) -> None:
-        """Append tokens, in which ``documents`` documents end."""
+        """Append tokens. ``documents``: the number of documents that end in these tokens."""
         data = tokens.astype(self._dtype, copy=False).tobytes()
         self._file.write(data)
         self._sha256.update(data)
@@ -251,7 +255,7 @@ class ShardWriter:
         self.documents += documents
 
     def finish(self) -> Shard | None:
-        """Give the shard its final name. Removes an empty shard and returns ``None``."""
+        """Sync the file and give it its final name. If it has no tokens, remove it and return ``None``."""
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
@@ -263,9 +267,9 @@ class ShardWriter:
 
 
 def flat_head(head: dict[str, Any]) -> dict[str, Any]:
-    """The head as a flat dictionary; the keys of a source's settings begin with the source's path."""
+    """``Manifest.head`` as a flat dictionary. Keys of a source's settings begin with the source's path."""
     sources = head["sources"]
     own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
     found = {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}
-    found.pop("tokenizer.name")  # the checksum identifies the tokenizer
+    found.pop("tokenizer.name")  # not compared: sha256 identifies the tokenizer
     return found

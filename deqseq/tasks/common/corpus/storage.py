@@ -1,4 +1,4 @@
-"""Files of documents: local or remote (any protocol of fsspec, such as s3://), compressed or not."""
+"""Opens files of documents: local or remote (any protocol of fsspec, such as s3://), compressed or not."""
 
 import io
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def is_compressed(path: str) -> bool:
 
 
 def expanded(path: str) -> list[str]:
-    """The remote files that match a pattern, sorted; for any other path, a list with this path.
+    """All remote files that match ``path``, sorted, if it is remote and contains ``*``; else ``[path]``.
     ``ValueError`` if no file matches."""
     if not is_remote(path) or "*" not in path:
         return [path]
@@ -43,19 +43,19 @@ def expanded(path: str) -> list[str]:
 
 
 def stamp(path: str) -> dict[str, Any]:
-    """Path, bytes and time of change of a file; ``ValueError`` if the file does not exist."""
+    """Path, size in bytes and modification time of a file; ``ValueError`` if the file does not exist."""
     if not is_remote(path):
         return local_stamp(Path(path))
     with _one_line(path):
         system, name = url_to_fs(path)
         found: dict[str, Any] = {"path": path, "bytes": system.size(name)}
-        with suppress(NotImplementedError):  # some stores have no times
+        with suppress(NotImplementedError):  # some file systems have no modification times
             found["modified"] = str(system.modified(name))
     return found
 
 
 def local_stamp(path: Path) -> dict[str, Any]:
-    """Path, bytes and time of change of a local file; only the path if the file does not exist."""
+    """Path, size in bytes and modification time of a local file; only the path if it does not exist."""
     if not path.is_file():
         return {"path": str(path)}
     known = path.stat()
@@ -64,7 +64,10 @@ def local_stamp(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
-    """Open a file for reading, unpacked. Seeking in a compressed file reads from its start."""
+    """Open a file for reading. A compressed file is decompressed while it is read.
+
+    Seeking in a compressed file reads the file from its start.
+    """
     if not is_remote(path) and not is_compressed(path):
         with open(path, "rb") as file:
             yield file
@@ -75,12 +78,12 @@ def opened(path: str) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _one_line(path: str) -> Iterator[None]:
-    """Errors become a ``ValueError`` that names the file."""
+    """Replace any error by a ``ValueError`` that names the file."""
     try:
         yield
     except FileNotFoundError as error:
         raise ValueError(f"no file {path}") from error
-    except Exception as error:  # stores and formats have many classes of errors
+    except Exception as error:  # fsspec and compression libraries raise many classes
         if isinstance(error, ValueError) and path in str(error):
             raise
         raise ValueError(f"{path} cannot be read: {first_line(error)}") from error

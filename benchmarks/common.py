@@ -51,7 +51,7 @@ def comparison_parser(text: str | None, output: str) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser, **defaults: tuple[Any, Any]) -> argparse.Namespace:
-    """Parse the command line. ``defaults``: per option, one without and one with ``--quick``."""
+    """Parse the command line. ``defaults``: for each option, its default and its default with ``--quick``."""
     options = made.parse_args()
     for name, (full, quick) in defaults.items():
         if getattr(options, name) is None:

@@ -15,8 +15,8 @@ saves them in --models. The columns:
     problem         the checks that failed; the heat maps show such rows in red
 
 The checks: the result is finite, and the leak of a causal solver is exactly 0. Residual and distance are
-checked for tokens that converged together with all earlier tokens. The residual must be below three times the
-tolerance. The limit for the distance is higher if f contracts slowly.
+checked for tokens that converged and whose earlier tokens all converged. The residual must be below three
+times the tolerance. The limit for the distance is higher if f contracts slowly.
 
 Every row is written as soon as it is measured, so the same command resumes an interrupted run.
 

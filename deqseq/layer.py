@@ -282,7 +282,7 @@ def _finished(solution: Solution, inputs: Inputs) -> Solution:
 
 
 def _state_after(state: State | None, unsolvable: Tensor) -> State | None:
-    """Count the ``unsolvable`` (B, L) tokens in ``state.seen``; set the state of their sequences to NaN."""
+    """Set the state of sequences with ``unsolvable`` (B, L) tokens to NaN; count these tokens as seen."""
     if state is None:
         return None
     affected = unsolvable.any(1)

@@ -39,7 +39,8 @@ class Carry(NamedTuple):
     # With a window:
     state: State | None = None  # the backbone's state after all tokens before ``start``
     start: Tensor | None = None  # (B,) position of the window's first token
-    # (B,) number of tokens that leave the window in the next pass. ``start`` is already moved by this number.
+    # (B,) number of tokens that have left the window. ``start`` counts them already. The next pass begins by
+    # shifting the window's tensors.
     leaving: Tensor | None = None
     # z, iterations, residual and status of every token, each (B, L + W, ...). The last W places are padding.
     results: tuple[Tensor, ...] = ()

@@ -355,10 +355,8 @@ def test_an_unsolved_backward_system_is_warned_of(make_layer: MakeLayer) -> None
     with pytest.warns(RuntimeWarning, match="did not converge"):
         out.z.square().sum().backward()
     assert (out.solution.adjoint.status == Status.BUDGET_EXHAUSTED).any()
-    for policy in (
-        Residual(rtol=1e-3, max_iter=200),
-        FixedIterations(2),
-    ):  # the first solves it; the second asks for exactly two iterations
+    # Neither warns: the first policy converges, and the second has no tolerance to miss.
+    for policy in (Residual(rtol=1e-3, max_iter=200), FixedIterations(2)):
         out = make_layer("module", gradient=ImplicitDifferentiation(convergence=policy))(torch.randn(2, 6, D))
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -108,7 +108,7 @@ def test_interrupted_anywhere_the_result_is_the_same(
                 break
             except Killed:
                 stopped += 1
-                if contents(output) != whole:  # else only the final fsync is missing
+                if contents(output) != whole:  # they are equal if the call was stopped at its last fsync
                     with pytest.raises(ValueError, match=r"not prepared to its end|no token shards"):
                         TokenFolder(output)
     assert stopped > 10

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 
 from deqseq.causal_lm import ImplicitForCausalLM
@@ -18,9 +19,10 @@ from deqseq.tasks.state_tracking import __main__ as command_line
 from deqseq.tasks.state_tracking import study as study_module
 from deqseq.tasks.state_tracking.__main__ import main
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out, load
+from deqseq.tasks.state_tracking.phases import Batches, Progress, phases
 from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings
 from deqseq.tasks.state_tracking.study import STUDIES, conduct, load_study, summary
-from deqseq.tasks.state_tracking.train import _Batches, train
+from deqseq.tasks.state_tracking.train import train
 
 SMALL: dict[str, Any] = {
     "group": "S3", "length": 8, "min_length": 4, "unrolled_length": 4, "d_model": 16, "d_state": 4,
@@ -36,7 +38,13 @@ def weights(model: ImplicitForCausalLM) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def interrupt(patch: pytest.MonkeyPatch, step: int, output: Path) -> None:
+def stream(settings: TrainSettings) -> Batches:
+    return Batches(settings, torch.device("cpu"), Progress(settings))
+
+
+def interrupt(
+    patch: pytest.MonkeyPatch, step: int, output: Path, settings: TrainSettings | None = None
+) -> None:
     """Train with a checkpoint every second step, and stop at step ``step`` as Ctrl-C does."""
     calls = 0
     original = AlignedTrainer.compute_loss
@@ -51,7 +59,7 @@ def interrupt(patch: pytest.MonkeyPatch, step: int, output: Path) -> None:
     with patch.context() as context:
         context.setattr(AlignedTrainer, "compute_loss", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train(small(), output, save_steps=2)
+            train(settings or small(), output, save_steps=2)
 
 
 @pytest.mark.parametrize("stopped_at", [3, 7, 11])
@@ -66,6 +74,21 @@ def test_resumed_run_equals_uninterrupted_run(
     assert json.loads((tmp_path / "cut" / "training.json").read_text())["resumed"]
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
+
+
+def test_a_resumed_run_goes_on_in_its_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phases end early here, after 20 batches, whatever the accuracy."""
+    grows = small(
+        grow_at=0.0, steps=60, unrolled_share=0.9, short_share=1.0, unrolled_length=2, min_length=8,
+        d_model=8, batch_size=4,
+    )  # fmt: skip
+    whole = weights(train(grows, tmp_path / "whole", save_steps=100))
+    interrupt(monkeypatch, 40, tmp_path / "cut", grows)
+    resumed = weights(train(grows, tmp_path / "cut", save_steps=2))
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+    log = json.loads((tmp_path / "cut" / "training.json").read_text())["log"]
+    assert log[0]["phase"] == 3
 
 
 def test_torn_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +327,7 @@ def test_stages_have_their_lengths_and_probabilities() -> None:
         length=64, min_length=32, unrolled_length=4, short_length=16, unrolled_share=0.25, short_share=0.5,
         identity_probability=1.0, short_identity_probability=0.0, steps=40, group="Z60",
     )  # fmt: skip
-    batches = [batch for batch, _ in zip(_Batches(settings, torch.device("cpu")), range(40), strict=False)]
+    batches = [batch for batch, _ in zip(stream(settings), range(40), strict=False)]
     lengths = [batch["input_ids"].shape[1] for batch in batches]
     for part, least, most in ((lengths[:10], 2, 4), (lengths[10:20], 4, 16), (lengths[20:], 32, 64)):
         assert least <= min(part) <= max(part) <= most
@@ -313,12 +336,32 @@ def test_stages_have_their_lengths_and_probabilities() -> None:
     assert all((batch["input_ids"] == settings.algebra.identity).all() for batch in batches[20:])
 
 
+def test_sequences_grow_when_the_last_two_tokens_are_right() -> None:
+    settings = small(
+        length=64, min_length=32, unrolled_length=4, short_length=9, unrolled_share=0.5, short_share=0.9,
+        steps=1000, grow_at=0.9,
+    )  # fmt: skip
+    assert [phase.lengths for phase in phases(settings)] == [(2, 4), (4, 6), (6, 9), (32, 64)]
+    labels = torch.arange(5).expand(4, 5)
+    right = F.one_hot(labels, 6).float()
+    wrong = right.clone()
+    wrong[:, 4] = 0.0  # the argmax is 0
+    begun = []
+    for answers in (right, wrong):
+        progress = Progress(settings)
+        for step in range(400):
+            progress.add(step, answers, labels)
+        begun.append([progress.phase(step) for step in range(1000)])
+    assert [begun[0].index(phase) for phase in range(4)] == [0, 22, 44, 66]
+    assert [begun[1].index(phase) for phase in (0, 1, 3)] == [0, 500, 900]
+
+
 def test_rehearsal_is_spread_over_the_last_stage() -> None:
     settings = small(
         length=64, min_length=32, unrolled_length=4, short_length=16, unrolled_share=0.25, short_share=0.5,
         identity_probability=1.0, short_identity_probability=0.0, steps=40, group="Z60", rehearsal=0.3,
     )  # fmt: skip
-    batches = [batch for batch, _ in zip(_Batches(settings, torch.device("cpu")), range(40), strict=False)]
+    batches = [batch for batch, _ in zip(stream(settings), range(40), strict=False)]
     short = [batch["input_ids"].shape[1] <= 16 for batch in batches]
     assert all(short[:20]) and sum(short[20:]) == 6
     assert not any(a and b for a, b in pairwise(short[20:]))

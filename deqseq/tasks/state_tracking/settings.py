@@ -21,11 +21,13 @@ class TrainSettings(TwoStageSettings):
 
     The sequences get longer in three phases:
 
-    1. the steps up to ``unrolled_share`` (a share of all steps) use short sequences, in the unrolled stage;
+    1. the steps up to ``unrolled_share`` (a share of all steps) use very short sequences, in the unrolled
+       stage;
     2. the steps up to ``short_share`` use short sequences, in the fixed-point stage;
     3. all other steps use long sequences, except for a share ``rehearsal``, which uses those of phase 2.
 
-    If ``short_share`` is 0, there is no phase 2.
+    If ``short_share`` is 0, there is no phase 2. If ``grow_at`` is given, phase 2 begins with sequences that
+    are little longer than those of phase 1, and they grow by half whenever the model predicts them well.
 
     Args:
         group: name of a group or monoid: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M
@@ -33,11 +35,15 @@ class TrainSettings(TwoStageSettings):
             explicit baseline
         length: tokens of the longest training sequence
         min_length: tokens of the shortest sequence after short_share. Each batch has a random length
+        grow_at: accuracy of the last two tokens at which phase 1 ends, sequences of phase 2 get longer, and
+            phase 2 ends; by default only the steps decide. The two shares are then the latest ends
         unrolled_length: tokens of the longest sequence up to unrolled_share; the shortest has 2 tokens
         short_length: tokens of the longest sequence between unrolled_share and short_share; the shortest has
             unrolled_length tokens
         short_identity_probability: identity_probability of the short sequences, up to short_share and in
             rehearsal; by default the same as identity_probability
+        unrolled_identity_probability: identity_probability of the sequences up to unrolled_share; by default
+            the same as short_identity_probability
         short_share: share of the steps after which long sequences start; 0 means unrolled_share
         rehearsal: share of the steps after short_share that use short sequences again, so that the model does
             not forget them
@@ -55,6 +61,8 @@ class TrainSettings(TwoStageSettings):
     min_length: PositiveInt = 8
     unrolled_length: PositiveInt = 8
     short_length: PositiveInt = 8
+    grow_at: ClosedUnitInterval | None = None
+    unrolled_identity_probability: ClosedUnitInterval | None = None
     short_identity_probability: ClosedUnitInterval | None = None
     short_share: ClosedUnitInterval = 0.0
     rehearsal: ClosedUnitInterval = 0.0
@@ -80,6 +88,8 @@ class TrainSettings(TwoStageSettings):
                 f"short_share must be 0 or between unrolled_share = {self.unrolled_share} and 1, "
                 f"got {self.short_share}"
             )
+        if self.grow_at is not None and not self.short_share:
+            raise ValueError(f"grow_at needs a short_share above 0, got grow_at = {self.grow_at}")
         if self.rehearsal and not self.short_share:
             raise ValueError(f"rehearsal needs a short_share above 0, got rehearsal = {self.rehearsal}")
         self.curriculum()

@@ -1,22 +1,19 @@
 """Training on a word problem, with transformers' Trainer, endless streams and a curriculum of stages."""
 
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import IterableDataset
+from torch import nn
 from transformers import set_seed
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.common.trainer import AlignedTrainer, short_run_arguments
-from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
 from deqseq.tasks.state_tracking.evaluate import load
 from deqseq.tasks.state_tracking.lstm import LSTM
+from deqseq.tasks.state_tracking.phases import Batches, PhaseCurriculum, Progress
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
@@ -43,46 +40,30 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
         set_seed(settings.seed)
         model = settings.model()
         arguments = short_run_arguments(settings, folder.path, save_steps)
-        batches = _Batches(settings, arguments.device)
-        trainer = AlignedTrainer(
-            arguments, batches, settings.label_smoothing, model=model, curriculum=settings.curriculum()
+        progress = Progress(settings)
+        batches = Batches(settings, arguments.device, progress)
+        stages = settings.curriculum()
+        curriculum = None if stages is None else PhaseCurriculum(stages.stages, progress)
+        trainer = _Trainer(
+            progress, arguments, batches, settings.label_smoothing, model=model, curriculum=curriculum
         )
         trainer.train_in(folder)
     return load(folder.path)[0]
 
 
-class _Batches(IterableDataset[Batch]):
-    """The training batches, made on the training device.
+class _Trainer(AlignedTrainer):
+    """Also tells ``progress`` how accurate the model is."""
 
-    They come in the three phases of :class:`TrainSettings`, called stages here. In the last stage, a share
-    ``rehearsal`` of the batches comes from the second stage.
-    """
+    def __init__(self, progress: Progress, *args: Any, **options: Any) -> None:
+        super().__init__(*args, callbacks=[progress], **options)
+        self.progress = progress
 
-    def __init__(self, settings: TrainSettings, device: torch.device) -> None:
-        super().__init__()
-        self.start = 0
-        s, p = settings, settings.identity_probability
-        easy = p if s.short_identity_probability is None else s.short_identity_probability
-        stages = (  # each: end as a share of the steps, lengths, probability of the identity
-            (s.unrolled_share, (2, s.unrolled_length), easy),
-            (s.short_share, (s.unrolled_length, s.short_length), easy),
-            (1.0, (s.min_length, s.length), p),
-        )
-        self.ends = [round(end * s.steps) for end, _, _ in stages]
-        self.rehearsal = s.rehearsal
-        sizes: Any = {"seed": s.seed, "batch_size": s.batch_size, "device": device}
-        self.streams = [
-            WordProblemStream(s.algebra, lengths, identity_probability=probability, **sizes)
-            for _, lengths, probability in stages
-        ]
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        self.progress.add(self.state.global_step, outputs.logits, inputs["labels"])
+        return loss
 
-    def __iter__(self) -> Iterator[Batch]:
-        for index in count(self.start):
-            yield self.streams[self._stage(index)].batch(index)
-
-    def _stage(self, index: int) -> int:
-        last = len(self.ends) - 1
-        stage = next((i for i, end in enumerate(self.ends) if index < end), last)
-        # Spread the rehearsal batches evenly: with 0.25, every fourth batch.
-        rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)
-        return last - 1 if stage == last and rehearses else stage
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs = {**logs, "phase": self.progress.phase(self.state.global_step) + 1}
+        super().log(logs, start_time)

@@ -1,0 +1,134 @@
+"""The sequences that a run trains on. They get longer from phase to phase, by steps or by accuracy."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from deqseq.curriculum import Curriculum, Stage
+from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
+from deqseq.tasks.state_tracking.settings import TrainSettings
+
+_JUDGED = 20  # batches from which the accuracy of a phase is computed
+_AHEAD = 2  # the trainer makes this many batches before it uses the first of them
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of training.
+
+    Attributes:
+        end: number of the step before which the phase ends. It may end earlier, by accuracy.
+        lengths: tokens of the shortest and the longest sequence.
+        identity_probability: probability that a token is the group's identity.
+    """
+
+    end: int
+    lengths: tuple[int, int]
+    identity_probability: float
+
+
+def phases(settings: TrainSettings) -> list[Phase]:
+    """The phases of a run; :class:`TrainSettings` describes them."""
+    s, p = settings, settings.identity_probability
+    easy = p if s.short_identity_probability is None else s.short_identity_probability
+    first = easy if s.unrolled_identity_probability is None else s.unrolled_identity_probability
+    short = [(s.unrolled_length, s.short_length)] if s.grow_at is None else _growing(s)
+    unrolled_end, short_end = round(s.unrolled_share * s.steps), round(s.short_share * s.steps)
+    return [
+        Phase(unrolled_end, (2, s.unrolled_length), first),
+        *(Phase(short_end, lengths, easy) for lengths in short),
+        Phase(s.steps, (s.min_length, s.length), p),
+    ]
+
+
+def _growing(settings: TrainSettings) -> list[tuple[int, int]]:
+    """Shortest and longest length of the phases that grow by half: (4, 6), (6, 9), (9, 13) and so on."""
+    shortest, found = settings.unrolled_length, []
+    while shortest < settings.short_length:
+        longest = min(max(shortest + 1, shortest * 3 // 2), settings.short_length)
+        found.append((shortest, longest))
+        shortest = longest
+    return found
+
+
+class Progress(TrainerCallback, ExportableState):
+    """The current phase. A phase ends early if the last two tokens are right often enough.
+
+    Checkpoints save the progress, so a resumed run makes the same batches as an uninterrupted one.
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self.grow_at = settings.grow_at
+        self.ends = [phase.end for phase in phases(settings)]
+        self._right: Tensor | float = 0.0  # sum of the accuracies of the judged batches
+        self._judged = 0
+
+    def phase(self, step: int) -> int:
+        """Number of the phase of a step; both are counted from 0."""
+        return next((i for i, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
+
+    def add(self, step: int, logits: Tensor, labels: Tensor) -> None:
+        """Judge a training batch: logits (B, L, N) and labels (B, L). The GPU is read every 20 batches."""
+        phase = self.phase(step)
+        if self.grow_at is None or phase == len(self.ends) - 1 or self.ends[phase] <= step + _AHEAD:
+            return
+        self._right += (logits[:, -2:].argmax(-1) == labels[:, -2:]).double().mean()
+        self._judged += 1
+        if self._judged == _JUDGED:
+            if float(self._right) >= self.grow_at * _JUDGED:
+                self.ends[phase] = step + 1 + _AHEAD
+            self._right, self._judged = 0.0, 0
+
+    def state(self) -> dict[str, Any]:
+        attributes = {"ends": self.ends, "right": float(self._right), "judged": self._judged}
+        return {"args": {}, "attributes": attributes}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and saved:
+            found = saved["attributes"]
+            self.ends, self._right, self._judged = found["ends"], found["right"], found["judged"]
+
+
+class PhaseCurriculum(Curriculum):
+    """The unrolled stage, which ends with the first phase, and the fixed-point stage."""
+
+    def __init__(self, stages: list[Stage], progress: Progress) -> None:
+        super().__init__(stages)
+        self.progress = progress
+
+    def at(self, step: int, steps: int) -> Stage:
+        return self.stages[0] if self.progress.phase(step) == 0 else self.stages[-1]
+
+
+class Batches(IterableDataset[Batch]):
+    """The batches of all phases, made on the training device.
+
+    In the last phase, a share ``rehearsal`` of the batches comes from the phase before.
+    """
+
+    def __init__(self, settings: TrainSettings, device: torch.device, progress: Progress) -> None:
+        super().__init__()
+        self.start = 0
+        self.progress = progress
+        self.rehearsal = settings.rehearsal
+        sizes: Any = {"seed": settings.seed, "batch_size": settings.batch_size, "device": device}
+        self.streams = [
+            WordProblemStream(
+                settings.algebra, phase.lengths, identity_probability=phase.identity_probability, **sizes
+            )
+            for phase in phases(settings)
+        ]
+
+    def __iter__(self) -> Iterator[Batch]:
+        for index in count(self.start):
+            phase, last = self.progress.phase(index), len(self.streams) - 1
+            rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)  # evenly spread
+            yield self.streams[last - 1 if phase == last and rehearses else phase].batch(index)

@@ -58,7 +58,7 @@ def tiny(**changes: Any) -> TrainSettings:
 def test_an_lstm_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tiny(backbone="lstm", explicit=True), tmp_path / "mine")
     assert state_tracking.main(["jacobian", str(tmp_path / "mine"), "--length", "1"]) == 2
-    assert "mine must have one block of Mamba2, got an LSTM" in capsys.readouterr().err
+    assert "mine must have one block of Mamba2, got lstm" in capsys.readouterr().err
 
 
 def test_the_command(

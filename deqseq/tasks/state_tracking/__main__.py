@@ -57,15 +57,18 @@ def _train(
 ) -> None:
     """Train a model in a folder.
 
-    The default settings are the demo's: group A5, length 16. They take minutes on a laptop. --run reads other
-    defaults from a file. The shipped file a5xm is the paper's task at full size; it takes minutes on a GPU.
+    The default settings are the demo's: group A5, length 16. They take minutes on a laptop. With --group S5,
+    the defaults are those of the file s5-small; they take twenty minutes. --run reads other defaults from a
+    file. The shipped files a5xm, s5 and s5xm are the paper's tasks at full size; each takes minutes on a GPU.
     To resume after an interruption, run the same command again.
 
     Args:
         output: folder of the run
-        run: YAML file with other defaults for the settings below, or a5xm, the shipped file
+        run: YAML file with other defaults for the settings below, or a shipped file: a5xm, s5, s5xm, s5-small
         save_steps: steps between checkpoints
     """
+    if run is None and settings.get("group") == "S5":
+        run = "s5-small"
     defaults = {} if run is None else read_yaml(run, RUNS)
     train(build_changed(TrainSettings, defaults, settings), output, save_steps=save_steps)
     record = read_record(output)

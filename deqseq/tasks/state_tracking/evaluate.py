@@ -21,8 +21,7 @@ from deqseq.tasks.common.models import implicit_layer, solve_options
 from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.common.two_stages import load_settings
 from deqseq.tasks.state_tracking.data import WordProblems, generate
-from deqseq.tasks.state_tracking.lstm import LSTM
-from deqseq.tasks.state_tracking.settings import TrainSettings
+from deqseq.tasks.state_tracking.settings import BASELINES, Model, TrainSettings
 
 
 @dataclass
@@ -62,14 +61,14 @@ class Evaluation:
     identity_probability: float | None = None
 
 
-def load(path: str | Path) -> tuple[ImplicitForCausalLM | LSTM, TrainSettings]:
+def load(path: str | Path) -> tuple[Model, TrainSettings]:
     """A trained model and the settings of its run.
 
     Raises:
         ValueError: ``path`` holds no finished run of this task, or its checkpoint cannot be read.
     """
     settings, _ = load_settings(TrainSettings, path)
-    kind: Any = LSTM if settings.backbone == "lstm" else ImplicitForCausalLM
+    kind: Any = BASELINES[settings.baseline] if settings.baseline else ImplicitForCausalLM
     try:
         model = kind.from_pretrained(path)
     except Exception as error:  # transformers and safetensors raise many classes of errors
@@ -79,7 +78,7 @@ def load(path: str | Path) -> tuple[ImplicitForCausalLM | LSTM, TrainSettings]:
 
 @torch.no_grad()
 def evaluate(
-    model: ImplicitForCausalLM | LSTM, tokens: Tensor, targets: Tensor, window: int | None = None,
+    model: Model, tokens: Tensor, targets: Tensor, window: int | None = None,
     tolerance: float | None = None, max_iter: int | None = None, damping: float | None = None,
     batch_size: int = 256, progress: bool = False,
 ) -> Evaluation:  # fmt: skip
@@ -135,7 +134,7 @@ def evaluate(
 
 
 def evaluate_fresh(
-    model: ImplicitForCausalLM | LSTM, settings: TrainSettings, length: int, sequences: int, seed: int = 0,
+    model: Model, settings: TrainSettings, length: int, sequences: int, seed: int = 0,
     identity_probability: float | None = None, **options: Any,
 ) -> Evaluation:  # fmt: skip
     """Evaluate a model on new random sequences of its task.

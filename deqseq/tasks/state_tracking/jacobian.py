@@ -28,6 +28,7 @@ from torch import Tensor
 from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, SolveOptions
 from deqseq.backbone import State
 from deqseq.backbones import Mamba2Backbone
+from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.solution import Status
 from deqseq.solvers import Broyden
 from deqseq.tasks.common.figures import save_figure
@@ -35,7 +36,6 @@ from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, column, provenance, table
 from deqseq.tasks.common.settings import NonNegativeInt, PositiveInt
 from deqseq.tasks.state_tracking.evaluate import held_out, load
-from deqseq.tasks.state_tracking.lstm import LSTM
 
 Layer = ImplicitSequenceLayer | ExplicitSequenceLayer
 
@@ -174,7 +174,7 @@ def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[tuple[
     ends with the whole path.
 
     Raises:
-        ValueError: a folder holds no finished run, or the run of an LSTM.
+        ValueError: a folder holds no finished run, or the run of a baseline.
     """
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"n_layer": 1, "d_state": 1, "expand": 1, "headdim": 64}
@@ -188,8 +188,9 @@ def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[tuple[
         model, settings = load(folder)
         label = folder.name if names.count(folder.name) == 1 else str(folder)
         name = f"{'explicit' if settings.explicit else 'implicit'}, {settings.group}, {label}"
-        if isinstance(model, LSTM):
-            raise ValueError(f"{name} must have one block of Mamba2, got an LSTM")
+        if settings.baseline:
+            raise ValueError(f"{name} must have one block of Mamba2, got {settings.baseline}")
+        assert isinstance(model, ImplicitForCausalLM)
         tokens = held_out(settings, length, 1, seed).tokens
         with torch.no_grad():
             x = model.get_input_embeddings()(tokens.to(model.device))

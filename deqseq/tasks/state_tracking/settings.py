@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,9 +11,13 @@ from deqseq.curriculum import Curriculum
 from deqseq.tasks.common.settings import ClosedUnitInterval, PositiveFinite, PositiveInt
 from deqseq.tasks.common.two_stages import TwoStageSettings
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra
+from deqseq.tasks.state_tracking.linear_rnn import LinearRNN, LinearRNNConfig
 from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig
 
 RUNS = Path(__file__).parent / "runs"
+Model = ImplicitForCausalLM | LSTM | LinearRNN
+BASELINES = {"lstm": LSTM, "deltaproduct": LinearRNN, "rwkv7": LinearRNN}
+"""Models that are no backbones, by the name that ``backbone`` has in the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +36,8 @@ class TrainSettings(TwoStageSettings):
 
     Args:
         group: name of a group or monoid: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M
-        backbone: name of any installed backbone, or a mapping {name: NAME, option: value}; lstm is an
-            explicit baseline
+        backbone: name of any installed backbone, or a mapping {name: NAME, option: value}. The explicit
+            baselines are lstm, rwkv7 and deltaproduct (option: reflections, 4 by default)
         length: tokens of the longest training sequence
         min_length: tokens of the shortest sequence after short_share. Each batch has a random length
         grow_at: accuracy of the last two tokens at which phase 1 ends, sequences of phase 2 get longer, and
@@ -74,8 +79,8 @@ class TrainSettings(TwoStageSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         algebra(self.group)
-        if self.backbone == "lstm" and not self.explicit:
-            raise ValueError("backbone lstm has no implicit form: set explicit")
+        if self.baseline and not self.explicit:
+            raise ValueError(f"backbone {self.baseline} has no implicit form: set explicit")
         lengths = [("min_length", 1), ("unrolled_length", 2)]
         if self.short_share:
             lengths.append(("short_length", self.unrolled_length))
@@ -100,10 +105,28 @@ class TrainSettings(TwoStageSettings):
     def algebra(self) -> Algebra:
         return algebra(self.group)
 
-    def model(self) -> ImplicitForCausalLM | LSTM:
+    @property
+    def baseline(self) -> str | None:
+        """The name of the baseline, one of ``BASELINES``; ``None`` if the model has a backbone."""
+        name = self.backbone["name"] if isinstance(self.backbone, dict) else self.backbone
+        return name if name in BASELINES else None
+
+    def model(self) -> Model:
         """A new model with random weights."""
-        if self.backbone == "lstm":
-            return LSTM(LSTMConfig(vocab_size=len(self.algebra), d_model=self.d_model, n_layer=self.n_layer))
+        sizes: dict[str, Any] = {
+            "vocab_size": len(self.algebra), "d_model": self.d_model, "n_layer": self.n_layer,
+        }  # fmt: skip
+        if self.baseline == "lstm":
+            return LSTM(LSTMConfig(**sizes))
+        if self.baseline:
+            options = {} if isinstance(self.backbone, str) else self.backbone
+            options = {"reflections": LinearRNNConfig.reflections, **options}
+            if unknown := set(options) - {"name", "reflections"}:
+                raise ValueError(f"backbone {self.baseline} has no option {', '.join(sorted(unknown))}")
+            config = LinearRNNConfig(
+                mixer=self.baseline, headdim=self.headdim, reflections=options["reflections"], **sizes
+            )
+            return LinearRNN(config)
         return ImplicitForCausalLM(self._config(len(self.algebra), window=self.train_window))
 
     def curriculum(self) -> Curriculum | None:

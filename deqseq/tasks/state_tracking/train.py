@@ -8,18 +8,16 @@ from typing import Any
 from torch import nn
 from transformers import set_seed
 
-from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.common.trainer import AlignedTrainer, short_run_arguments
 from deqseq.tasks.state_tracking.evaluate import load
-from deqseq.tasks.state_tracking.lstm import LSTM
 from deqseq.tasks.state_tracking.phases import Batches, PhaseCurriculum, Progress
-from deqseq.tasks.state_tracking.settings import TrainSettings
+from deqseq.tasks.state_tracking.settings import Model, TrainSettings
 
 logger = logging.getLogger(__name__)
 
 
-def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> ImplicitForCausalLM | LSTM:
+def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> Model:
     """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model

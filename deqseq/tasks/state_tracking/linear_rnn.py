@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from deqseq.causal_lm.modeling import ImplicitCausalLMOutput
+from deqseq.checks import check_count
 
 
 class LinearRNNConfig(PretrainedConfig):
@@ -43,6 +44,7 @@ class LinearRNN(PreTrainedModel):
         super().__init__(config)
         if config.d_model % config.headdim:
             raise ValueError(f"headdim must divide d_model = {config.d_model}, got {config.headdim}")
+        check_count("reflections", config.reflections)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.d_model, eps=1e-5)

@@ -40,39 +40,63 @@ def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance:
 
 
 def plot_by_length(
-    curves: Mapping[tuple[float, str], Mapping[int, Sequence[float]]], path: Path, chance: float, trained: int
+    curves: Mapping[tuple[float, str], Mapping[int, Sequence[Evaluation]]],
+    path: Path,
+    chance: float,
+    trained: int,
 ) -> None:
-    """Write a PNG of the accuracy of the last ten tokens by length, with a panel for each value of ``p``.
+    """Write a PNG of the accuracy of the last ten tokens and of the iterations per token, by length.
 
-    ``p`` is the probability that a token is the identity. A line shows the mean over the seeds, and a band
-    reaches from the worst to the best seed. Straight lines show ``chance`` and ``trained``, as in
-    :func:`plot_by_position`.
+    There is a column for each value of ``p``, the probability that a token is the identity. A line shows the
+    mean over the seeds, and a band reaches from the worst to the best seed. Straight lines show ``chance``
+    and ``trained``, as in :func:`plot_by_position`.
 
     Args:
-        curves: ``curves[p, name][length]`` lists the accuracies of the model ``name``, one per seed.
-    """
+        curves: ``curves[p, name][length]`` lists the evaluations of the model ``name``, one per seed.
+    """  # fmt: skip
     if not curves:
         return
     names = list(dict.fromkeys(name for _, name in curves))
     shares = sorted({p for p, _ in curves})
 
-    def draw(axes: list[Any]) -> None:
-        for axis, p in zip(axes, shares, strict=True):
-            for i, name in enumerate(names):
-                curve = dict(sorted(curves.get((p, name), {}).items()))
-                lengths, found = list(curve), list(curve.values())
-                style = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--"}
-                axis.plot(lengths, [sum(v) / len(v) for v in found], label=name, marker=".", **style)
-                worst, best = [min(v) for v in found], [max(v) for v in found]
-                axis.fill_between(lengths, worst, best, alpha=0.15, **style)
-            axis.axhline(chance, color="grey", linestyle=":")
-            axis.axvline(trained, color="grey", linestyle="--")
-            log_scale(axis.xaxis, base=2)
-            axis.set(xlabel="length", title=f"identity with probability {p:g}", ylim=(-0.02, 1.02))
-        axes[0].set_ylabel("accuracy of the last ten tokens")
-        axes[0].legend()
+    def band(axis: Any, number: int, name: str, found: dict[int, list[float]]) -> None:
+        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+        lengths, values = list(found), list(found.values())
+        wide = 1.5 * (len(names) - number) ** 0.5  # earlier lines stay visible behind later ones
+        mean = [sum(v) / len(v) for v in values]
+        axis.plot(lengths, mean, label=name, marker=".", linewidth=wide, **style)
+        worst, best = [min(v) for v in values], [max(v) for v in values]
+        axis.fill_between(lengths, worst, best, alpha=0.15, **style)
 
-    save_figure(path, draw, columns=len(shares), size=(4.5 * len(shares) + 1.5, 4.2), sharey=True)
+    def draw(axes: list[Any]) -> None:
+        top, bottom = axes[: len(shares)], axes[len(shares) :]
+        for p, accuracy, iterations in zip(shares, top, bottom, strict=True):
+            for number, name in enumerate(names):
+                curve = dict(sorted(curves.get((p, name), {}).items()))
+                band(
+                    accuracy,
+                    number,
+                    name,
+                    {n: [e.accuracy_last10 for e in found] for n, found in curve.items()},
+                )
+                solved = {n: [e.iterations for e in found if e.iterations] for n, found in curve.items()}
+                if solved and all(solved.values()):
+                    band(iterations, number, name, solved)
+            accuracy.axhline(chance, color="grey", linestyle=":")
+            for axis in (accuracy, iterations):
+                axis.axvline(trained, color="grey", linestyle="--")
+                log_scale(axis.xaxis, base=2)
+            accuracy.set(title=f"identity with probability {p:g}", ylim=(-0.02, 1.02))
+            iterations.set(xlabel="length")
+            iterations.set_ylim(bottom=0)
+        top[0].set_ylabel("accuracy of the last ten tokens")
+        bottom[0].set_ylabel("iterations per token")
+        top[0].legend()
+
+    size = (4.5 * len(shares) + 1.5, 6.4)
+    save_figure(
+        path, draw, rows=2, columns=len(shares), size=size, sharey="row", sharex=True, height_ratios=(3, 2)
+    )
 
 
 def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:

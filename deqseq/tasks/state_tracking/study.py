@@ -152,7 +152,8 @@ def conduct(
     Run the same command again to resume after an interruption; finished parts are not repeated.
 
     Args:
-        study: YAML file, or the name of a shipped one: a5xm, iterations, words
+        study: YAML file, or the name of a shipped one: a5xm, s5, s5xm, iterations,
+            words
         output: folder of the study
         variants: train and test only these variants; by default all. The results of other variants are shown
             if they are finished
@@ -209,12 +210,12 @@ def _read(file: Path) -> dict[str, Evaluation]:
 def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
     run = study.settings(next(iter(study.variants)), study.seeds[0])
     chance = run.algebra.chance
-    by_window: dict[tuple[float, str], dict[str, dict[int, list[float]]]] = {}
+    by_window: dict[tuple[float, str], dict[str, dict[int, list[Evaluation]]]] = {}
     models: dict[tuple[str, int, float, int], list[tuple[str, Evaluation]]] = {}
     for r in results:
         p, length, window = r.case["identity_probability"], r.case["length"], window_name(r.evaluation)
         curve = by_window.setdefault((p, r.variant), {}).setdefault(window, {})
-        curve.setdefault(length, []).append(r.evaluation.accuracy_last10)
+        curve.setdefault(length, []).append(r.evaluation)
         if window != "-":
             models.setdefault((r.variant, r.seed, p, length), []).append((r.variant, r.evaluation))
     # All windows give the same accuracy. Draw only one: the window that was tested at the most lengths.

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from deqseq.tasks.common.corpus import TokenFolder, pipeline, shards
+from deqseq.tasks.common.corpus import TokenFolder, pipeline, shards, storage
 from deqseq.tasks.common.corpus.holdout import SPLITS
 from deqseq.tasks.common.files import locked
 from deqseq.tasks.prepare import main
@@ -278,6 +280,21 @@ def test_a_folder_is_prepared_once_at_a_time(
     assert run(output, "text.txt") == 0
 
 
+def test_a_second_process_waits_from_the_start(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, second = pipeline.check, []
+
+    def meanwhile(*args: Any) -> bool:  # the first process has read the folder and writes nothing yet
+        monkeypatch.setattr(pipeline, "check", check)
+        second.append(run(tmp_path / "out", "text.txt"))
+        return check(*args)
+
+    monkeypatch.setattr(pipeline, "check", meanwhile)
+    assert run(tmp_path / "out", "text.txt") == 0
+    assert second == [2] and "another process prepares" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("workers", [2, 7])
 def test_workers_do_not_matter(tmp_path: Path, run: Run, small_batches: None, workers: int) -> None:
     for count in (1, workers):
@@ -357,6 +374,129 @@ def test_other_files_stay(tmp_path: Path, run: Run, capsys: pytest.CaptureFixtur
     assert "holds other files (note.txt)" in capsys.readouterr().err and list(note.parent.iterdir()) == [note]
     assert run(note.parent, "text.txt", force=True) == 0
     assert note.read_text() == "mine" and TokenFolder(note.parent).tokens("train")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_tokenizer_of_the_user_stays(
+    tmp_path: Path, place: Path, run: Run, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    mine = tmp_path / "out" / "tokenizer"
+    file = mine / "tokenizer.json" if kind == "folder" else mine
+    file.parent.mkdir(parents=True)
+    file.write_bytes((place / "tokenizer.json").read_bytes())
+    before = contents(tmp_path)
+    assert run(mine.parent, "text.txt", tokenizer=mine) == 2
+    assert "holds other files (tokenizer)" in capsys.readouterr().err
+    assert run(mine.parent, "text.txt", tokenizer=mine, force=True) == 2
+    said = capsys.readouterr().err
+    assert f"{mine} was not written by prepare" in said and said.count("\n") == 1
+    assert contents(tmp_path) == before
+
+
+def test_a_prepared_folder_whose_tokenizer_is_a_file(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert run(output, "text.txt") == 0
+    shutil.rmtree(output / "tokenizer")
+    (output / "tokenizer").write_text("mine")
+    before = contents(output)
+    capsys.readouterr()
+    assert run(output, "text.txt", force=True) == 2
+    said = capsys.readouterr().err
+    assert f"{output / 'tokenizer'} was not written by prepare" in said and said.count("\n") == 1
+    assert contents(output) == before
+
+
+def test_force_keeps_the_tokenizer_until_the_new_one_is_complete(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    assert run(output, "text.txt") == 0
+    tokenizer = output / "tokenizer"
+    options: dict[str, Any] = {"tokenizer": tokenizer, "shard_tokens": 5000, "force": True, "workers": 1}
+    assert run(output, "text.txt", **options) == 0  # saving this tokenizer again gives the same bytes
+    whole = contents(tokenizer)
+    (tokenizer / "note.txt").write_text("mine")
+    manifest = shards.Manifest.read(output)
+    (tokenizer / "former.txt").write_text("written with a former tokenizer")
+    manifest.tokenizer_files["former.txt"] = shards.checksum(tokenizer / "former.txt")
+    manifest.write(output)
+    left = 0
+
+    def stops(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((os, "replace"), (os, "unlink"), (os, "fsync"), (shutil, "rmtree")):
+            patch.setattr(owner, name, stops(getattr(owner, name)))
+        patch.setattr(
+            PreTrainedTokenizerFast, "save_pretrained", stops(PreTrainedTokenizerFast.save_pretrained)
+        )
+        for steps in range(1000):
+            left = steps
+            try:
+                assert run(output, "text.txt", **options) == 0
+                break
+            except Killed:
+                found = contents(tokenizer)
+                assert {name: found[name] for name in whole} == whole and "note.txt" in found
+    assert steps > 5
+    assert contents(tokenizer) == {**whole, "note.txt": b"mine"}
+    assert shards.Manifest.read(output).tokenizer_files.keys() == whole.keys()
+
+
+def test_a_full_disk_while_the_tokenizer_is_saved(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(tmp_path / "out", "text.txt") == 0
+    before = contents(tmp_path)
+    capsys.readouterr()
+
+    def full(self: Any, place: Path) -> None:
+        place.mkdir()
+        (place / "tokenizer.json").write_text("{")
+        raise Exception("No space left on device (os error 28)")  # as the tokenizers library does
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+    for output, more in ((tmp_path / "new", {}), (tmp_path / "out", {"force": True})):
+        assert run(output, "text.txt", **more) == 2
+        said = capsys.readouterr().err
+        assert "the tokenizer cannot be saved" in said and "No space left" in said and said.count("\n") == 1
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_modification_time_is_said(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], finished: bool
+) -> None:
+    text, output = tmp_path / "own.txt", tmp_path / "out"
+    text.write_text("word1 word2\n" * 2000)
+    assert run(output, str(text)) == 0
+    if not finished:
+        manifest = shards.Manifest.read(output)
+        manifest.next = shards.Place()
+        manifest.write(output)
+    os.utime(text, (1, 1))
+    assert run(output, str(text)) == 2
+    said = capsys.readouterr().err
+    assert "before the modification time of an input changed" in said and "other settings" not in said
+    assert ("the folder is finished, --verify checks it" in said) == finished
+
+
+def test_all_compressions_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    guide = (Path(__file__).parents[2] / "docs/guide/data.md").read_text()
+    assert all(suffix in said and suffix in guide for suffix in storage._COMPRESSED)
 
 
 @pytest.mark.parametrize(

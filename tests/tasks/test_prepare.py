@@ -232,6 +232,77 @@ def test_parts_that_do_not_belong_together(
     assert "part" in capsys.readouterr().err
 
 
+@pytest.fixture
+def two_parts(tmp_path: Path, run: Run, small_batches: None) -> list[str]:
+    """Two folders with the parts of tmp_path/own.txt."""
+    (tmp_path / "own.txt").write_text("".join(f"word{i % 500} word{i % 7}\n" for i in range(3000)))
+    folders = [str(tmp_path / f"part-{k}") for k in (1, 2)]
+    for k, folder in enumerate(folders, 1):
+        assert run(Path(folder), str(tmp_path / "own.txt"), documents="line", part=f"{k}/2") == 0
+    return folders
+
+
+def test_a_merge_replaces_an_unfinished_preparation(
+    tmp_path: Path, run: Run, two_parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = shards.Preparation.commit
+
+    def killed(*args: Any) -> None:
+        commit(*args)
+        raise Killed
+
+    name, output = str(tmp_path / "own.txt"), tmp_path / "all"
+    assert run(tmp_path / "one", name, documents="line") == 0
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shards.Preparation, "commit", killed)
+        run(output, name, documents="line")
+    assert shards.Manifest.read(output).shards
+    assert main(["--merge", *two_parts, "--output", str(output)]) == 0
+    TokenFolder(output).verify()
+    assert TokenFolder(output).tokens("train") == TokenFolder(tmp_path / "one").tokens("train")
+    assert tokens(output) == tokens(tmp_path / "one")
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_part_is_not_merged_into_itself(
+    tmp_path: Path, two_parts: list[str], capsys: pytest.CaptureFixture[str], link: bool, force: bool
+) -> None:
+    output = tmp_path / "link" if link else Path(two_parts[0])
+    if link:
+        output.symlink_to(two_parts[0])
+    before = contents(tmp_path)
+    assert main(["--merge", *two_parts, "--output", str(output), *["--force"] * force]) == 2
+    assert f"{output} is one of the parts" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("file", ["train-00000.bin", "tokenizer/tokenizer_config.json"])
+def test_a_damaged_part_is_not_merged(
+    tmp_path: Path, two_parts: list[str], capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    damaged = Path(two_parts[1]) / file
+    data = bytearray(damaged.read_bytes())
+    data[4] ^= 1
+    damaged.write_bytes(data)
+    assert main(["--merge", *two_parts, "--output", str(tmp_path / "all")]) == 2
+    assert f"{damaged} is corrupted" in capsys.readouterr().err and not (tmp_path / "all").exists()
+
+
+def test_other_modification_times_of_parts_are_said(
+    tmp_path: Path, run: Run, two_parts: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["--merge", *two_parts, "--output", str(tmp_path / "all")]) == 0
+    assert not caplog.records
+    text = tmp_path / "own.txt"
+    text.write_bytes(bytes(reversed(text.read_bytes())))  # the same size
+    os.utime(text, (1, 1))
+    assert run(Path(two_parts[1]), str(text), documents="line", part="2/2", force=True) == 0
+    assert main(["--merge", *two_parts, "--output", str(tmp_path / "other")]) == 0
+    (record,) = caplog.records
+    assert "part-1 and" in record.message and "different modification times" in record.message
+
+
 def test_parts_of_parquet_and_datasets(tmp_path: Path, run: Run, small_batches: None) -> None:
     datasets = pytest.importorskip("datasets")
     draw = random.Random(0)

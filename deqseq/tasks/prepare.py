@@ -13,9 +13,9 @@ from deqseq.tasks.common.settings import BelowOne, PositiveInt
 _PROCESSORS = os.cpu_count() or 1
 _ABOUT = """\
 Tokenise text into shards that pretraining reads: plain text, JSONL (.jsonl, .ndjson, .json: an object a
-line), parquet, or any dataset of the datasets library. Text and JSONL may be compressed (.gz, .zst) and
-remote (s3://, gs://, hf://). Every document ends with the tokenizer's end of text; a random share of them,
-chosen by a hash of their text, is held out for validation.
+line), parquet, or any dataset of the datasets library. Text and JSONL may be compressed (.gz, .zst, .xz,
+.bz2, or .zip with one file in it) and remote (s3://, gs://, hf://). Every document ends with the tokenizer's
+end of text; a random share of them, chosen by a hash of their text, is held out for validation.
 
   python -m deqseq.tasks.prepare book.txt --output data/book --validation-share 0.01
   python -m deqseq.tasks.prepare pile/*.jsonl --output data/pile --tokenizer tokenizer.json

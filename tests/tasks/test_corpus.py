@@ -3,6 +3,7 @@
 import bz2
 import copy
 import gzip
+import io
 import json
 import lzma
 import pickle
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import fsspec
 import numpy as np
@@ -131,6 +133,16 @@ def test_jsonl(tmp_path: Path) -> None:
     assert [d.text for d in JsonLines(str(path)).documents()] == ["one\ntwo", "half ?"]
 
 
+def zipped(**files: bytes) -> bytes:
+    """A zip archive of a folder, and of these files in it."""
+    content = io.BytesIO()
+    with ZipFile(content, "w") as archive:
+        archive.mkdir("folder")
+        for name, data in files.items():
+            archive.writestr(f"folder/{name}", data)
+    return content.getvalue()
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
@@ -143,6 +155,8 @@ def test_jsonl(tmp_path: Path) -> None:
         ("a.jsonl", b"\n\n", r"no documents in .*a.jsonl"),
         ("a.txt.gz", b"x", r"a.txt.gz cannot be read: Not a gzipped file"),
         ("a.txt.gz", gzip.compress(random.Random(0).randbytes(999))[:-9], r"a.txt.gz"),
+        ("a.txt.zip", zipped(a=b"a", b=b"b"), r"a.txt.zip cannot be read: a .zip must have one file.* has 2"),
+        ("a.txt.zip", zipped(), r"a.txt.zip cannot be read: a .zip must have one file.* has 0"),
         ("a.parquet", b"x", r"the dataset parquet cannot be loaded"),
     ],
 )
@@ -171,10 +185,12 @@ def test_sources_that_cannot_be_opened(tmp_path: Path, book: Path) -> None:
 def compressed(data: bytes, suffix: str) -> bytes:
     if suffix == ".zst":
         return pytest.importorskip("backports.zstd").compress(data)
+    if suffix == ".zip":
+        return zipped(a=data)
     return {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, "": bytes}[suffix](data)
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz", ".bz2"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz", ".bz2", ".zip"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 @pytest.mark.parametrize("remote", [False, True])
 def test_compressed_and_remote_files_give_what_plain_ones_give(

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from deqseq.tasks.common.corpus import TokenFolder, pipeline, shards
+from deqseq.tasks.common.corpus import TokenFolder, pipeline, shards, storage
 from deqseq.tasks.common.corpus.holdout import SPLITS
 from deqseq.tasks.common.files import locked
 from deqseq.tasks.prepare import main
@@ -230,6 +232,77 @@ def test_parts_that_do_not_belong_together(
     assert "part" in capsys.readouterr().err
 
 
+@pytest.fixture
+def two_parts(tmp_path: Path, run: Run, small_batches: None) -> list[str]:
+    """Two folders with the parts of tmp_path/own.txt."""
+    (tmp_path / "own.txt").write_text("".join(f"word{i % 500} word{i % 7}\n" for i in range(3000)))
+    folders = [str(tmp_path / f"part-{k}") for k in (1, 2)]
+    for k, folder in enumerate(folders, 1):
+        assert run(Path(folder), str(tmp_path / "own.txt"), documents="line", part=f"{k}/2") == 0
+    return folders
+
+
+def test_a_merge_replaces_an_unfinished_preparation(
+    tmp_path: Path, run: Run, two_parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = shards.Preparation.commit
+
+    def killed(*args: Any) -> None:
+        commit(*args)
+        raise Killed
+
+    name, output = str(tmp_path / "own.txt"), tmp_path / "all"
+    assert run(tmp_path / "one", name, documents="line") == 0
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shards.Preparation, "commit", killed)
+        run(output, name, documents="line")
+    assert shards.Manifest.read(output).shards
+    assert main(["--merge", *two_parts, "--output", str(output)]) == 0
+    TokenFolder(output).verify()
+    assert TokenFolder(output).tokens("train") == TokenFolder(tmp_path / "one").tokens("train")
+    assert tokens(output) == tokens(tmp_path / "one")
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_part_is_not_merged_into_itself(
+    tmp_path: Path, two_parts: list[str], capsys: pytest.CaptureFixture[str], link: bool, force: bool
+) -> None:
+    output = tmp_path / "link" if link else Path(two_parts[0])
+    if link:
+        output.symlink_to(two_parts[0])
+    before = contents(tmp_path)
+    assert main(["--merge", *two_parts, "--output", str(output), *["--force"] * force]) == 2
+    assert f"{output} is one of the parts" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("file", ["train-00000.bin", "tokenizer/tokenizer_config.json"])
+def test_a_damaged_part_is_not_merged(
+    tmp_path: Path, two_parts: list[str], capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    damaged = Path(two_parts[1]) / file
+    data = bytearray(damaged.read_bytes())
+    data[4] ^= 1
+    damaged.write_bytes(data)
+    assert main(["--merge", *two_parts, "--output", str(tmp_path / "all")]) == 2
+    assert f"{damaged} is corrupted" in capsys.readouterr().err and not (tmp_path / "all").exists()
+
+
+def test_other_modification_times_of_parts_are_said(
+    tmp_path: Path, run: Run, two_parts: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["--merge", *two_parts, "--output", str(tmp_path / "all")]) == 0
+    assert not caplog.records
+    text = tmp_path / "own.txt"
+    text.write_bytes(bytes(reversed(text.read_bytes())))  # the same size
+    os.utime(text, (1, 1))
+    assert run(Path(two_parts[1]), str(text), documents="line", part="2/2", force=True) == 0
+    assert main(["--merge", *two_parts, "--output", str(tmp_path / "other")]) == 0
+    (record,) = caplog.records
+    assert "part-1 and" in record.message and "different modification times" in record.message
+
+
 def test_parts_of_parquet_and_datasets(tmp_path: Path, run: Run, small_batches: None) -> None:
     datasets = pytest.importorskip("datasets")
     draw = random.Random(0)
@@ -276,6 +349,21 @@ def test_a_folder_is_prepared_once_at_a_time(
         assert run(output, "text.txt") == 2
         assert "another process prepares" in capsys.readouterr().err and not any(output.iterdir())
     assert run(output, "text.txt") == 0
+
+
+def test_a_second_process_waits_from_the_start(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, second = pipeline.check, []
+
+    def meanwhile(*args: Any) -> bool:  # the first process has read the folder and writes nothing yet
+        monkeypatch.setattr(pipeline, "check", check)
+        second.append(run(tmp_path / "out", "text.txt"))
+        return check(*args)
+
+    monkeypatch.setattr(pipeline, "check", meanwhile)
+    assert run(tmp_path / "out", "text.txt") == 0
+    assert second == [2] and "another process prepares" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [2, 7])
@@ -357,6 +445,129 @@ def test_other_files_stay(tmp_path: Path, run: Run, capsys: pytest.CaptureFixtur
     assert "holds other files (note.txt)" in capsys.readouterr().err and list(note.parent.iterdir()) == [note]
     assert run(note.parent, "text.txt", force=True) == 0
     assert note.read_text() == "mine" and TokenFolder(note.parent).tokens("train")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_tokenizer_of_the_user_stays(
+    tmp_path: Path, place: Path, run: Run, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    mine = tmp_path / "out" / "tokenizer"
+    file = mine / "tokenizer.json" if kind == "folder" else mine
+    file.parent.mkdir(parents=True)
+    file.write_bytes((place / "tokenizer.json").read_bytes())
+    before = contents(tmp_path)
+    assert run(mine.parent, "text.txt", tokenizer=mine) == 2
+    assert "holds other files (tokenizer)" in capsys.readouterr().err
+    assert run(mine.parent, "text.txt", tokenizer=mine, force=True) == 2
+    said = capsys.readouterr().err
+    assert f"{mine} was not written by prepare" in said and said.count("\n") == 1
+    assert contents(tmp_path) == before
+
+
+def test_a_prepared_folder_whose_tokenizer_is_a_file(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert run(output, "text.txt") == 0
+    shutil.rmtree(output / "tokenizer")
+    (output / "tokenizer").write_text("mine")
+    before = contents(output)
+    capsys.readouterr()
+    assert run(output, "text.txt", force=True) == 2
+    said = capsys.readouterr().err
+    assert f"{output / 'tokenizer'} was not written by prepare" in said and said.count("\n") == 1
+    assert contents(output) == before
+
+
+def test_force_keeps_the_tokenizer_until_the_new_one_is_complete(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    assert run(output, "text.txt") == 0
+    tokenizer = output / "tokenizer"
+    options: dict[str, Any] = {"tokenizer": tokenizer, "shard_tokens": 5000, "force": True, "workers": 1}
+    assert run(output, "text.txt", **options) == 0  # saving this tokenizer again gives the same bytes
+    whole = contents(tokenizer)
+    (tokenizer / "note.txt").write_text("mine")
+    manifest = shards.Manifest.read(output)
+    (tokenizer / "former.txt").write_text("written with a former tokenizer")
+    manifest.tokenizer_files["former.txt"] = shards.checksum(tokenizer / "former.txt")
+    manifest.write(output)
+    left = 0
+
+    def stops(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((os, "replace"), (os, "unlink"), (os, "fsync"), (shutil, "rmtree")):
+            patch.setattr(owner, name, stops(getattr(owner, name)))
+        patch.setattr(
+            PreTrainedTokenizerFast, "save_pretrained", stops(PreTrainedTokenizerFast.save_pretrained)
+        )
+        for steps in range(1000):
+            left = steps
+            try:
+                assert run(output, "text.txt", **options) == 0
+                break
+            except Killed:
+                found = contents(tokenizer)
+                assert {name: found[name] for name in whole} == whole and "note.txt" in found
+    assert steps > 5
+    assert contents(tokenizer) == {**whole, "note.txt": b"mine"}
+    assert shards.Manifest.read(output).tokenizer_files.keys() == whole.keys()
+
+
+def test_a_full_disk_while_the_tokenizer_is_saved(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(tmp_path / "out", "text.txt") == 0
+    before = contents(tmp_path)
+    capsys.readouterr()
+
+    def full(self: Any, place: Path) -> None:
+        place.mkdir()
+        (place / "tokenizer.json").write_text("{")
+        raise Exception("No space left on device (os error 28)")  # as the tokenizers library does
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+    for output, more in ((tmp_path / "new", {}), (tmp_path / "out", {"force": True})):
+        assert run(output, "text.txt", **more) == 2
+        said = capsys.readouterr().err
+        assert "the tokenizer cannot be saved" in said and "No space left" in said and said.count("\n") == 1
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_modification_time_is_said(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], finished: bool
+) -> None:
+    text, output = tmp_path / "own.txt", tmp_path / "out"
+    text.write_text("word1 word2\n" * 2000)
+    assert run(output, str(text)) == 0
+    if not finished:
+        manifest = shards.Manifest.read(output)
+        manifest.next = shards.Place()
+        manifest.write(output)
+    os.utime(text, (1, 1))
+    assert run(output, str(text)) == 2
+    said = capsys.readouterr().err
+    assert "before the modification time of an input changed" in said and "other settings" not in said
+    assert ("the folder is finished, --verify checks it" in said) == finished
+
+
+def test_all_compressions_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    guide = (Path(__file__).parents[2] / "docs/guide/data.md").read_text()
+    assert all(suffix in said and suffix in guide for suffix in storage._COMPRESSED)
 
 
 @pytest.mark.parametrize(

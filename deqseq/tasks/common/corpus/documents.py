@@ -32,7 +32,8 @@ class TextFile:
     """A plain text file in UTF-8. If the whole file is one document, it is read in pieces of 4 to 8 KiB.
 
     Args:
-        path: a local path or a remote URL. Files ending in .gz, .zst, .xz, .bz2 or .zip are unpacked.
+        path: a local path or a remote URL. Files ending in .gz, .zst, .xz, .bz2 or .zip (with one file in it)
+            are unpacked.
         documents: what one document is: ``"file"``, the whole file; ``"blank"``, a block between blank lines;
             ``"line"``, a line.
 

@@ -4,6 +4,7 @@ A part is a range of consecutive documents. All parts together have the same tok
 without parts. Merging makes one folder with the tokenizer and hard links to the shards of all parts.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from deqseq.tasks.common.corpus.rows import TokenFolder
 from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Place, Preparation, flat_head, shard_name
 from deqseq.tasks.common.files import locked
 from deqseq.tasks.common.results import changes
+
+logger = logging.getLogger(__name__)
 
 WHOLE = (1, 1)
 
@@ -59,14 +62,18 @@ def _border(sources: Sequence[Source], number: int, count: int) -> Place:
 def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> None:
     """Link the shards of all parts, in order, into ``output``. An interrupted merge can be repeated.
 
+    Compares all files of the parts with their checksums first. Warns if the modification times of the parts'
+    sources differ: copies on several machines have different times, and so has a file that was changed.
+
     Raises:
         ValueError: a part is missing, given twice, unfinished or damaged; parts have different settings or
-            sources; a part is not on the file system of ``output``, so hard links cannot be made.
+            sources; ``output`` is one of the parts; a part is not on the file system of ``output``, so hard
+            links cannot be made.
     """
     found = sorted(((_finished(Path(path)), Path(path)) for path in parts), key=lambda pair: _part(pair[0]))
     first, place = found[0]
     for manifest, path in found[1:]:
-        if differ := changes(_settings(first), _settings(manifest)):
+        if differ := changes(_settings(first, times=False), _settings(manifest, times=False)):
             raise ValueError(
                 f"{place} and {path} were prepared with other settings ({', '.join(differ[:3])})"
             )
@@ -76,12 +83,20 @@ def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> Non
         raise ValueError(f"part {doubled[0]}/{count} is given {numbers.count(doubled[0])} times")
     if missing := [f"{number}/{count}" for number in range(1, count + 1) if number not in numbers]:
         raise ValueError(f"parts are missing: {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}")
+    if output.exists() and any(output.samefile(path) for _, path in found):
+        raise ValueError(f"{output} is one of the parts: name another folder with --output")
+    if touched := [str(path) for manifest, path in found if changes(_settings(first), _settings(manifest))]:
+        logger.warning(
+            "the inputs of %s and %s have different modification times: if their texts differ, prepare the "
+            "parts again", place, ", ".join(touched),
+        )  # fmt: skip
     head = {name: value for name, value in first.head.items() if name != "part"}
-    preparation = Preparation(output, head, force)
-    if preparation.manifest.next is None:
-        return
-    preparation.fresh = True
     with locked(output, "prepares"):
+        if Preparation(output, head, force).manifest.next is None:
+            return
+        for _, path in found:
+            TokenFolder(path).verify()
+        preparation = Preparation(output, head, force=True)  # replaces shards of an unfinished preparation
         preparation.start(lambda to: shutil.copytree(place / TOKENIZER, to, dirs_exist_ok=True))
         written = dict.fromkeys(SPLITS, 0)
         for manifest, path in found:
@@ -94,8 +109,8 @@ def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> Non
 
 
 def _finished(path: Path) -> Manifest:
-    """The manifest of a part; ``ValueError`` if the part is unfinished or its tokenizer is damaged."""
-    TokenFolder(path).tokenizer()
+    """The manifest of a part; ``ValueError`` if the part is unfinished."""
+    TokenFolder(path)
     return Manifest.read(path)
 
 
@@ -103,10 +118,9 @@ def _part(manifest: Manifest) -> tuple[int, int]:
     return tuple(manifest.head.get("part", WHOLE))
 
 
-def _settings(manifest: Manifest) -> dict[str, Any]:
-    """The settings that must be equal in all parts. Files' modification times may differ."""
-    head = flat_head({**manifest.head, "part": _part(manifest)[1]})
-    return {name: value for name, value in head.items() if not name.endswith(("modified", "modified_ns"))}
+def _settings(manifest: Manifest, times: bool = True) -> dict[str, Any]:
+    """What all parts have in common. ``times``: with the modification times of the sources."""
+    return flat_head({**manifest.head, "part": _part(manifest)[1]}, times)
 
 
 def _link(file: Path, to: Path) -> None:

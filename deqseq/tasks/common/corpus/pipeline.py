@@ -78,30 +78,28 @@ def prepare(
     if part != WHOLE:
         head["part"] = list(part)
     sources, begin, end = divide(sources, part)
-    preparation = Preparation(output, head, force, begin)
-    start = preparation.manifest.next
-    if start is None:
-        return 0
-    if preparation.fresh and not check(sources, begin, end) and part == WHOLE:
-        raise ValueError(f"no documents in {', '.join(source.describe()['path'] for source in sources[:3])}")
-    size = 0
-    with (
-        locked(output, "prepares"),
-        ThreadPoolExecutor(workers) as pool,
-        _bar("tokenise", sources, start, begin, end) as bar,
-    ):
+    with locked(output, "prepares"):
+        preparation = Preparation(output, head, force, begin)
+        start = preparation.manifest.next
+        if start is None:
+            return 0
+        if preparation.fresh and not check(sources, begin, end) and part == WHOLE:
+            named = ", ".join(source.describe()["path"] for source in sources[:3])
+            raise ValueError(f"no documents in {named}")
         preparation.start(tokenizer.save_pretrained)
-        writers = preparation.writers()
-        read = batches(sources, hold_out, start, end)
-        for batch, encoded in _in_order(pool, encoder, read, 2 * workers):
-            for split, (tokens, documents) in encoded.items():
-                writers[split].add(tokens, documents)
-            size += batch.size
-            bar.update(batch.size)
-            if max(writer.tokens for writer in writers.values()) >= shard_tokens:
-                preparation.commit(writers, batch.next)
-                writers = preparation.writers()
-        preparation.commit(writers, None)
+        size = 0
+        with ThreadPoolExecutor(workers) as pool, _bar("tokenise", sources, start, begin, end) as bar:
+            writers = preparation.writers()
+            read = batches(sources, hold_out, start, end)
+            for batch, encoded in _in_order(pool, encoder, read, 2 * workers):
+                for split, (tokens, documents) in encoded.items():
+                    writers[split].add(tokens, documents)
+                size += batch.size
+                bar.update(batch.size)
+                if max(writer.tokens for writer in writers.values()) >= shard_tokens:
+                    preparation.commit(writers, batch.next)
+                    writers = preparation.writers()
+            preparation.commit(writers, None)
     return size
 
 

@@ -78,7 +78,7 @@ class TokenFolder:
         checksums |= self._manifest.tokenizer_checksums()
         with ThreadPoolExecutor(8) as pool:
             checked = pool.map(self._check, *zip(*checksums.items(), strict=True))
-            for _ in tqdm(checked, "verify", len(checksums), unit="file", disable=None):
+            for _ in tqdm(checked, f"verify {self.path}", len(checksums), unit="file", disable=None):
                 pass
 
     def _check(self, name: str, sha256: str) -> None:

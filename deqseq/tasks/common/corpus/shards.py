@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from deqseq.tasks.common.corpus.holdout import SPLITS, Split
 from deqseq.tasks.common.files import PART, rename, write_json
 from deqseq.tasks.common.results import changes
 from deqseq.tasks.common.settings import flat
+from deqseq.tasks.common.tokenizer import first_line
 
 VERSION = 2  # version 1 has no checksums of the manifest and the tokenizer's files
 _MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
+_TIMES = ("modified", "modified_ns")  # see storage.stamp
 _HEAD = {"tokenizer", "dtype", "sources", "hold_out", "shard_tokens"}
 
 
@@ -168,12 +171,12 @@ def _check_name(name: Any) -> None:
 class Preparation:
     """Writes the shards of a folder, or continues an interrupted preparation.
 
-    Nothing is written before :meth:`start`. ``force``: start again, and replace the folder's
-    shards. ``begin``: where reading begins.
+    Lock the folder first, because the constructor reads its manifest. Nothing is written before
+    :meth:`start`. ``force``: start again, and replace the folder's shards. ``begin``: where reading begins.
 
     Raises:
         ValueError: without ``force``, the folder has other files, damaged shards, or shards made from other
-            sources or settings.
+            sources or settings; with or without it, ``tokenizer`` in the folder is not of a preparation.
     """
 
     def __init__(
@@ -181,15 +184,19 @@ class Preparation:
     ) -> None:
         self.path = path
         self.manifest = Manifest(head, begin or Place())
-        self.fresh = force or not (path / _MANIFEST).exists()
+        prepared = (path / _MANIFEST).exists()
+        self.fresh = force or not prepared
         others = sorted(f.name for f in path.iterdir() if f.suffix != PART) if path.exists() else []
         if not self.fresh:
             former = Manifest.read(path)
             if differ := changes(flat_head(former.head), flat_head(head)):
                 more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+                touched = flat_head(former.head, times=False) == flat_head(head, times=False)
+                why = "before the modification time of an input changed" if touched else "with other settings"
+                hint = "; the folder is finished, --verify checks it" if former.next is None else ""
                 raise ValueError(
-                    f"{path} was prepared with other settings ({', '.join(differ[:3])}{more}): name another "
-                    "folder, or start again with --force"
+                    f"{path} was prepared {why} ({', '.join(differ[:3])}{more}): name another "
+                    f"folder, or start again with --force{hint}"
                 )
             self.manifest = former
         elif others and not force:
@@ -197,21 +204,42 @@ class Preparation:
                 f"{path} holds other files ({', '.join(others[:3])}): name another folder, or write beside "
                 "them with --force"
             )
+        elif prepared:
+            with suppress(ValueError):  # a damaged manifest
+                self.manifest.tokenizer_files = Manifest.read(path).tokenizer_files
+        place = path / TOKENIZER
+        if os.path.lexists(place) and not (prepared and place.is_dir()):
+            raise ValueError(f"{place} was not written by prepare: move it away, or name another folder")
 
     def start(self, save_tokenizer: Callable[[Path], Any]) -> None:
-        """Make the folder and save the tokenizer in it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Save the tokenizer, and remove the shards and the tokenizer of an earlier preparation.
+
+        Nothing is removed before the new tokenizer is complete. Files of others stay.
+        """
         place = self.path / TOKENIZER
+        part = self.path / f"{TOKENIZER}{PART}"
+        shutil.rmtree(part, ignore_errors=True)  # a killed process left it
+        try:
+            save_tokenizer(part)
+        except Exception as error:  # the tokenizers library raises Exception if the disk is full
+            shutil.rmtree(part, ignore_errors=True)
+            raise ValueError(f"the tokenizer cannot be saved in {part}: {first_line(error)}") from error
+        files = {file.name: checksum(file) for file in sorted(part.iterdir()) if file.is_file()}
         if self.fresh:
+            self.manifest.tokenizer_files |= files  # for the next process, if this one is killed
             self.manifest.write(self.path)  # from now on, the old shards are ignored
             for split in SPLITS:
                 for stale in self.path.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].bin"):
                     stale.unlink()
-            shutil.rmtree(place, ignore_errors=True)
-        save_tokenizer(place)
-        self.manifest.tokenizer_files = {
-            file.name: checksum(file) for file in sorted(place.iterdir()) if file.is_file()
-        }
+        for file in sorted(part.rglob("*")):
+            if file.is_file():
+                to = place / file.relative_to(part)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(to)
+        shutil.rmtree(part)
+        for name in self.manifest.tokenizer_files.keys() - files:
+            (place / name).unlink(missing_ok=True)
+        self.manifest.tokenizer_files = files
 
     def writers(self) -> dict[Split, ShardWriter]:
         """A writer for the next shard of every split."""
@@ -266,10 +294,13 @@ class ShardWriter:
         return Shard(self.path.name, self.split, self.tokens, self.documents, self._sha256.hexdigest())
 
 
-def flat_head(head: dict[str, Any]) -> dict[str, Any]:
-    """``Manifest.head`` as a flat dictionary. Keys of a source's settings begin with the source's path."""
+def flat_head(head: dict[str, Any], times: bool = True) -> dict[str, Any]:
+    """``Manifest.head`` as a flat dictionary. Keys of a source's settings begin with the source's path.
+
+    ``times``: with the modification times of the sources.
+    """
     sources = head["sources"]
     own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
     found = {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}
     found.pop("tokenizer.name")  # not compared: sha256 identifies the tokenizer
-    return found
+    return {name: value for name, value in found.items() if times or not name.endswith(_TIMES)}

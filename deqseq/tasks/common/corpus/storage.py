@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from zipfile import ZipFile
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -66,14 +67,24 @@ def local_stamp(path: Path) -> dict[str, Any]:
 def opened(path: str) -> Iterator[BinaryIO]:
     """Open a file for reading. A compressed file is decompressed while it is read.
 
-    Seeking in a compressed file reads the file from its start.
+    Seeking in a compressed file reads the file from its start. A zip archive must have exactly one file.
     """
     if not is_remote(path) and not is_compressed(path):
         with open(path, "rb") as file:
             yield file
     else:
-        with _one_line(path), fsspec.open(path, "rb", compression="infer") as content:
-            yield cast(BinaryIO, io.BufferedReader(content, 2**20))
+        zipped = Path(path).suffix.lower() == ".zip"  # of an archive, fsspec reads only the first entry
+        with _one_line(path), fsspec.open(path, "rb", compression=None if zipped else "infer") as content:
+            yield cast(BinaryIO, io.BufferedReader(_only_file(content) if zipped else content, 2**20))
+
+
+def _only_file(archive: BinaryIO) -> Any:
+    """The only file in a zip archive, opened; ``ValueError`` if the archive has another number of files."""
+    unpacked = ZipFile(archive)
+    files = [entry for entry in unpacked.infolist() if not entry.is_dir()]
+    if len(files) != 1:
+        raise ValueError(f"a .zip must have one file, this one has {len(files)}")
+    return unpacked.open(files[0])
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def fixed(iterations: int) -> Row:
 
 
 def language_model(n: int, explicit: Row, bounded: Row, free: Row) -> dict[str, tuple[str, Row, Row]]:
-    """The training steps of a language model to time.
+    """The training steps that are timed for a language model.
 
     A name such as "bounded, 4 + 1" means 4 iterations and 1 phantom step.
 

@@ -201,7 +201,7 @@ def launch(
         if list(constants) != order:
             raise TypeError(f"constants of {kernel.__name__} must be {order} in this order")
         made = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        if made is not None:  # the interpreter returns None
+        if made is not None:  # None: the interpreter ran the kernel, on tensors of a GPU
             _compiled[key] = made
         return
     compiled[(*grid, 1, 1)[:3]](*args, *constants.values())

@@ -232,9 +232,9 @@ def score_by_budget(
 ) -> list[Score]:  # fmt: skip
     """Score a text with each number of iterations in ``budgets``, and last with the model's own policy.
 
-    Without ``rtol`` and without a window, every token does exactly n iterations for a budget n. Otherwise it
-    does at most n, and stops once it has converged. The default tolerance is the model's, or 1e-3 if the
-    model has none.
+    Without ``rtol`` and without a window, every token does exactly n iterations for a budget n. With either,
+    a token does at most n iterations and stops once it has converged. With a window and without ``rtol``, the
+    tolerance is the model's, or 1e-3 if the model has none.
 
     Raises:
         ValueError: the model is explicit; a budget below 1; see also :func:`score`.

@@ -80,7 +80,7 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
 
 
 def scores(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> dict[int, SimpleNamespace]:
-    """The scores of every evaluation during training, by step. Omits the final one on all held-out rows."""
+    """The scores of the evaluations during training, by step; without the evaluation after training."""
     found: dict[int, SimpleNamespace] = {}
     for entry in log:
         if "eval_loss" in entry and entry["step"] not in found:

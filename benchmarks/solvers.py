@@ -70,8 +70,8 @@ class Case(NamedTuple):
     checksum: str  # of weights and inputs; every row stores the checksum of its model
     reference: Tensor  # (B, L, D) float64, the equilibrium
     known: Tensor  # (B, L) bool, true if the reference converged at this and all earlier tokens
-    # Picard iteration at a tolerance of 1e-3 (float64) stops at some distance from the equilibrium. ``gain`` is
-    # this distance divided by 1e-3, of the token where it is largest. It is large if f contracts slowly.
+    # Picard iteration at a tolerance of 1e-3 (float64) stops at some distance from the equilibrium. This is
+    # the largest distance of a token, divided by 1e-3. It is large if f contracts slowly.
     gain: float
 
 

@@ -1,4 +1,4 @@
-"""The interface of backbones. A backbone is a causal map f(z, x) that evaluates all tokens in parallel.
+"""The interface of backbones. A backbone is a map f(z, x) that evaluates all tokens in parallel.
 
 Shapes: B sequences, L tokens of the input, W tokens in the window (W = L without a window), D width.
 """
@@ -79,15 +79,19 @@ its own type."""
 
 
 class Backbone(nn.Module, ABC):
-    """A causal map f(z, x). Evaluating f may read a state, but never changes the state.
+    """A map f(z, x), causal by default. Evaluating f may read a state, but never changes the state.
 
     A subclass implements :meth:`prepare` and :meth:`evaluate`. If it also implements :meth:`initial_state`
     and :meth:`advance`, it can carry state across windows and calls. Token t of the result may depend only on
     the state and on tokens up to t of z and the context. A backbone needs no masks: the layer moves padding
     to the end of each sequence, and a causal map cannot use later tokens.
 
+    A backbone with ``causal = False`` may use all tokens. It needs no state. All tokens of a sequence then
+    settle together. To accept sequences of different lengths, it implements :meth:`hide_padding`.
+
     Attributes:
         d_model: width D of z and x; ``None`` if every width works.
+        causal: whether token t of the result depends only on tokens up to t.
         injects: whether f reads x from the context. An explicit layer passes x as z, so its backbone has
             ``injects=False``.
         rewinds: true if lowering ``State.seen`` removes the last tokens from a state. This works for states
@@ -97,6 +101,7 @@ class Backbone(nn.Module, ABC):
     """
 
     d_model: int | None = None
+    causal: bool = True
     injects: bool = True
     rewinds: bool = False
     capturable: bool = False
@@ -122,6 +127,17 @@ class Backbone(nn.Module, ABC):
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
         """f(z), (B, W, D)."""
         return self.evaluate(z, context, state)[0]
+
+    def hide_padding(self, context: Context, lengths: Tensor) -> Context:
+        """The context for sequences of ``lengths`` (B,) real tokens, followed by padding.
+
+        The layer calls this method only if the backbone is not causal and the call has a mask. With the new
+        context, padding must not influence real tokens.
+        """
+        raise ValueError(
+            f"{type(self).__name__} is not causal and cannot hide padding: pass sequences of one length, "
+            "without attention_mask"
+        )
 
     @property
     def keeps_state(self) -> bool:
@@ -174,5 +190,5 @@ backbones: Registry[Backbone] = Registry(
         "llama": "deqseq.backbones.llama:LlamaBackbone",
     },
     base=Backbone,  # type: ignore[type-abstract]
-    hint="; any causal module becomes a backbone as ModuleBackbone(module)",
+    hint="; any module becomes a backbone as ModuleBackbone(module)",
 )

@@ -1,6 +1,6 @@
 """Packing of a layer's inputs: one sequence per row, real tokens first, then padding.
 
-A row with several sequences becomes several rows. Padding moves to the end of its row. The map is causal, so
+A row with several sequences becomes several rows. Padding moves to the end of its row. If the map is causal,
 padding cannot influence the real tokens before it, and backbones and solvers need no masks.
 
 Shapes: B rows of L tokens in the caller's batch, R sequences of up to C tokens in the packed batch, D width.
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     z0: Tensor | None
     position_ids: Tensor
     lengths: Tensor  # (R,) number of tokens to solve
-    unsolvable: Tensor  # (R, C) bool, true from each sequence's first non-finite token on
+    unsolvable: Tensor  # (R, C) bool, tokens that depend on a non-finite token, and that token
     state: State | None
 
 
@@ -139,8 +139,12 @@ def take_inputs(
     position_ids: Tensor | None = None,
     state: State | None = None,
     z0: Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[Inputs, Packing | None]:
     """Check the arguments of a layer's call, pack the tokens and compute their positions.
+
+    Args:
+        causal: whether the map is causal. If not, one non-finite token makes its whole sequence unsolvable.
 
     Returns:
         The inputs of the solve, and the packing. :meth:`Packing.unpack` moves results back to the caller's
@@ -175,6 +179,8 @@ def take_inputs(
     place = torch.arange(x.shape[1], device=x.device)
     finite = torch.isfinite(x).all(-1)
     end = torch.where(finite | (place >= lengths[:, None]), x.shape[1], place).amin(1)
+    if not causal:
+        end = torch.where(end < lengths, 0, end)
     unsolvable = (place >= end[:, None]) & (place < lengths[:, None])
     lengths = torch.minimum(lengths, end)
     real = (place < lengths[:, None])[..., None]

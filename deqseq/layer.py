@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deqseq import kernels
-from deqseq.backbone import Backbone, State, backbones
+from deqseq.backbone import Backbone, Context, State, backbones
 from deqseq.gradient import GradientStrategy, gradients, solve_with_gradient
-from deqseq.inputs import Inputs, take_inputs
+from deqseq.inputs import Inputs, Packing, take_inputs
 from deqseq.loop import evaluate
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
@@ -70,7 +70,7 @@ class SequenceLayer(nn.Module):
 
 
 class ImplicitSequenceLayer(SequenceLayer):
-    """A layer whose output is the fixed point z* = f(z*, x) of a causal map f.
+    """A layer whose output is the fixed point z* = f(z*, x) of a map f.
 
     (Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
 
@@ -88,7 +88,7 @@ class ImplicitSequenceLayer(SequenceLayer):
             not the fixed point. In training the search uses the window, but steps with an autograd graph run
             on all tokens at once.
         causal: if true, training refuses solvers and policies that let a token's value depend on later
-            tokens.
+            tokens. By default as the backbone.
         compact: remove converged sequences from the batch once at least half of them have converged. Later
             evaluations are then cheaper. Results change by rounding, because smaller matrix products round
             differently. Searches with a window, a state or a group ignore this option. In your own backbone
@@ -116,7 +116,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         gradient: GradientStrategy | str | Mapping[str, Any] = "phantom",
         convergence: PolicySpec | tuple[PolicySpec, PolicySpec] | None = None,
         window: int | None = None,
-        causal: bool = True,
+        causal: bool | None = None,
         compact: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -129,7 +129,9 @@ class ImplicitSequenceLayer(SequenceLayer):
         self.train_solve = SolveOptions(solver, pair[0], window)
         self.eval_solve = SolveOptions(self.train_solve.solver, pair[1], window)
         self.gradient = gradients.create(gradient)
-        self.causal = causal
+        if causal and not self.backbone.causal:
+            raise ValueError(f"causal=True needs a causal backbone, got {type(self.backbone).__name__}")
+        self.causal = self.backbone.causal if causal is None else causal
         self.compact = compact
         self.group = group
         self._recordings = Recordings()
@@ -178,13 +180,16 @@ class ImplicitSequenceLayer(SequenceLayer):
         if window != "layer":
             options = replace(options, window=window)
         self._check_causal(options)
-        inputs, packing = take_inputs(self.backbone.d_model, x, attention_mask, position_ids, state, z0)
+        if options.window is not None:
+            _check_needs_no_future(self.backbone, "a window")
+        inputs, packing = _take(self.backbone, x, attention_mask, position_ids, state, z0)
         # A call with one token may be recorded as a CUDA graph. The graph cannot enlarge the state, so
         # reserve capacity for the token now.
         one_token = state is not None and inputs.x.shape[1] == 1 and not torch.is_grad_enabled()
         if one_token and state is not None:
             inputs = inputs._replace(state=self.backbone.reserve(state, inputs.x))
-        make = partial(self._problem, options=options, state_has_capacity=one_token)
+        padded = packing is not None
+        make = partial(self._problem, options=options, state_has_capacity=one_token, padded=padded)
         if torch.is_grad_enabled():
             solution = _finished(solve_with_gradient(self.gradient, make(inputs)), inputs)
         elif one_token:
@@ -197,10 +202,12 @@ class ImplicitSequenceLayer(SequenceLayer):
             solution.status = packing.unpack(solution.status, int(Status.CONVERGED))
         return LayerOutput(solution.z, solution.state, solution)
 
-    def _problem(self, inputs: Inputs, options: SolveOptions, state_has_capacity: bool) -> Problem:
+    def _problem(
+        self, inputs: Inputs, options: SolveOptions, state_has_capacity: bool, padded: bool
+    ) -> Problem:
         return Problem(
             map=self.backbone,
-            context=self.backbone.prepare(inputs.x, inputs.position_ids),
+            context=_context(self.backbone, inputs, padded),
             z0=torch.zeros_like(inputs.x) if inputs.z0 is None else inputs.z0,
             options=options,
             lengths=inputs.lengths,
@@ -257,9 +264,9 @@ class ExplicitSequenceLayer(SequenceLayer):
         state: State | None = None,
     ) -> LayerOutput:
         """Apply the backbone to ``x`` (B, L, D); arguments as in :meth:`ImplicitSequenceLayer.forward`."""
-        inputs, packing = take_inputs(self.backbone.d_model, x, attention_mask, position_ids, state)
+        inputs, packing = _take(self.backbone, x, attention_mask, position_ids, state)
         x, backbone = inputs.x, self.backbone
-        context = backbone.prepare(x, inputs.position_ids)
+        context = _context(backbone, inputs, packing is not None)
         z, trace = evaluate(backbone, x, context, state, self.gradient_checkpointing)
         if state is not None:
             state = backbone.advance(trace, backbone.reserve(state, x).copy(), inputs.lengths).detach()
@@ -271,8 +278,31 @@ class ExplicitSequenceLayer(SequenceLayer):
         return LayerOutput(z, _state_after(state, inputs.unsolvable))
 
 
+def _check_needs_no_future(backbone: Backbone, what: str) -> None:
+    if not backbone.causal:
+        raise ValueError(
+            f"{what} needs a causal backbone, but this {type(backbone).__name__} uses later tokens too"
+        )
+
+
+def _take(
+    backbone: Backbone, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
+    state: State | None, z0: Tensor | None = None,
+) -> tuple[Inputs, Packing | None]:  # fmt: skip
+    """The inputs of a call, checked and packed."""
+    if state is not None:
+        _check_needs_no_future(backbone, "a state")
+    return take_inputs(backbone.d_model, x, attention_mask, position_ids, state, z0, causal=backbone.causal)
+
+
+def _context(backbone: Backbone, inputs: Inputs, padded: bool) -> Context:
+    """``padded``: whether rows may have padding; causal maps need not know."""
+    context = backbone.prepare(inputs.x, inputs.position_ids)
+    return backbone.hide_padding(context, inputs.lengths) if padded and not backbone.causal else context
+
+
 def _finished(solution: Solution, inputs: Inputs) -> Solution:
-    """Set ``solution`` to NaN from each sequence's first non-finite input on, and return it."""
+    """Set ``solution`` to NaN at the tokens that depend on a non-finite input, and return it."""
     unsolvable = inputs.unsolvable
     solution.z = solution.z.masked_fill(unsolvable[..., None], torch.nan)
     solution.residual = solution.residual.masked_fill(unsolvable, torch.nan)

@@ -116,7 +116,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     fz = fz.to(z.dtype)  # autocast may have changed the type
     tokens = carry.tokens.counted()
     if judge:
-        tokens = tokens.judged(z, fz, problem.policy)
+        tokens = tokens.judged(z, fz, problem.policy, problem.map.causal)
     proposal, memory = problem.solver.step(z, fz, carry.memory, tokens.progress(problem.policy))
     carry = carry._replace(proposal=proposal, tokens=tokens, memory=memory)
     if start is None or state is None:
@@ -229,10 +229,11 @@ class Runner:
 def drive(runner: Runner) -> Solution:
     """Run passes until every token has settled.
 
-    A token settles when the token and all unsettled tokens before it converge in the same evaluation. A token
-    also settles when its budget of evaluations is used up. The loop then freezes the token's z and returns
-    f(z) at the frozen z. So a token's result does not depend on later tokens. With
-    :class:`~deqseq.FixedIterations` the loop returns the last iterate instead.
+    A token settles when the token and all unsettled tokens before it converge in the same evaluation. If f is
+    not causal, all tokens of a sequence must converge in the same evaluation. A token also settles when its
+    budget of evaluations is used up. The loop then freezes the token's z and returns f(z) at the frozen z. So
+    with a causal f, a token's result does not depend on later tokens. With :class:`~deqseq.FixedIterations`
+    the loop returns the last iterate instead.
 
     Evaluations record an autograd graph if gradients are enabled.
     """

@@ -60,7 +60,12 @@ class Map(Protocol):
     """A fixed-point map f. Every :class:`~deqseq.Backbone` is one.
 
     For a solve with a window or a state, the map must be a :class:`~deqseq.Backbone` that keeps state.
+
+    Attributes:
+        causal: whether a token of the result depends only on itself and earlier tokens.
     """
+
+    causal: bool
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         """f(z), and the trace from which the backbone computes its next state."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deqseq.ops.residual import settle
-from deqseq.policy import ConvergencePolicy, FixedIterations
+from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
 from deqseq.solution import Status
 from deqseq.solver import Progress
 
@@ -40,9 +40,14 @@ class Tokens(NamedTuple):
         return self._replace(active=active, iterations=self.iterations + active)
 
     @torch.no_grad()
-    def judged(self, z: Tensor, fz: Tensor, policy: ConvergencePolicy) -> Tokens:
-        """The tokens after ``policy`` has judged the evaluation ``fz`` of ``z``, each (B, W, D)."""
+    def judged(self, z: Tensor, fz: Tensor, policy: ConvergencePolicy, causal: bool = True) -> Tokens:
+        """The tokens after ``policy`` has judged the evaluation ``fz`` of ``z``, each (B, W, D).
+
+        ``causal``: whether the map is causal. If not, all tokens of a sequence settle together.
+        """
         verdict = policy.judge(z, fz, self.iterations, self.active)
+        if not causal:
+            verdict = _of_sequences(verdict, self.active)
         residual = torch.where(self.active, verdict.residual, self.residual)
         fixed = isinstance(policy, FixedIterations)
         ended = Status.COMPLETED if fixed else Status.BUDGET_EXHAUSTED
@@ -73,3 +78,17 @@ class Tokens(NamedTuple):
             frozen=~inside,
             active=inside,
         )
+
+
+def _of_sequences(verdict: Judgement, active: Tensor) -> Judgement:
+    """The verdict on whole sequences. A token converges and stops with the last token of its sequence.
+
+    If one token is not finite, no token of its sequence is.
+    """
+
+    def every(tokens: Tensor) -> Tensor:
+        return (tokens | ~active).all(1, keepdim=True).expand_as(tokens)
+
+    finite = every(torch.isfinite(verdict.residual))
+    residual = verdict.residual.where(finite, verdict.residual.new_full((), torch.nan))
+    return Judgement(residual, every(verdict.converged), every(verdict.stops))

@@ -27,10 +27,17 @@ _MOST_BLOCKS = 4096
 
 
 class Prepared(NamedTuple):
-    """``Context.shared`` of a stack: the choice of kernels, and the effective weights of every block."""
+    """``Context.shared`` of a stack.
+
+    Attributes:
+        choice: the choice of kernels.
+        weights: the effective weights of every block.
+        padded: whether the last of ``Context.tokens`` is a mask of the real tokens, (B, L) bool.
+    """
 
     choice: kernels.Choice
     weights: list[Any]
+    padded: bool = False
 
 
 class StackTrace(NamedTuple):

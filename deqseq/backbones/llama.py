@@ -22,9 +22,11 @@ SLOTS = 64
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key/value heads, no biases."""
+    """Self-attention with rotary positions and grouped key/value heads, no biases."""
 
-    def __init__(self, d_model: int, n_head: int, n_kv_head: int, function: AttentionFunction | None) -> None:
+    def __init__(
+        self, d_model: int, n_head: int, n_kv_head: int, function: AttentionFunction | None, causal: bool
+    ) -> None:
         super().__init__()
         self.n_head = n_head
         self.n_kv_head = n_kv_head
@@ -36,7 +38,7 @@ class Attention(nn.Module):
         self.function = function
         # transformers' functions read these attributes:
         self.config = None if function is None else function.config
-        self.is_causal = True
+        self.is_causal = causal
         self.num_key_value_groups = n_head // n_kv_head
 
     def weights(self) -> AttentionWeights:
@@ -61,8 +63,9 @@ class Attention(nn.Module):
             if state is not None:
                 k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
             y = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=mask is None, enable_gqa=self.n_kv_head != self.n_head
-            ).transpose(1, 2)
+                q, k, v, mask, is_causal=self.is_causal and mask is None,
+                enable_gqa=self.n_kv_head != self.n_head,
+            ).transpose(1, 2)  # fmt: skip
         return F.linear(y.flatten(2), weights.out_proj), trace
 
 
@@ -120,6 +123,9 @@ class LlamaBackbone(Stack):
             ``"eager"``, and functions registered with ``transformers.AttentionInterface.register``. If such a
             function takes a mask, register the mask with ``AttentionMaskInterface.register``. With a
             non-empty state (windows, decoding), the backbone always uses torch's function.
+        causal: false: every token attends to all tokens of its sequence. Needs ``attention="sdpa"``.
+        board: number of tokens in a row of a board, such as 9 for a Sudoku; rotary positions then have two
+            dimensions, and half of the channels encode each. By default positions have one dimension.
 
     Raises:
         ValueError: a size below 1, or one that breaks a rule above; an attention that is unknown or not
@@ -132,6 +138,7 @@ class LlamaBackbone(Stack):
         self, d_model: int, n_layer: int, n_head: int, n_kv_head: int | None = None,
         d_inner: int | None = None, rope_theta: float = 5e5, norm_eps: float = RMS_EPS,
         weight_norm: bool = True, injection: bool = True, input_skip: bool = False, attention: str = "sdpa",
+        causal: bool = True, board: int | None = None,
     ) -> None:  # fmt: skip
         function = None if attention == "sdpa" else AttentionFunction(attention)
         n_kv_head = n_head if n_kv_head is None else n_kv_head
@@ -145,10 +152,16 @@ class LlamaBackbone(Stack):
             raise ValueError(f"d_inner must be at least 2, got {d_inner}")
         if not rope_theta > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
+        if not causal and function is not None:
+            raise ValueError(f"attention must be 'sdpa' with causal=False, got {attention!r}")
+        if board is not None:
+            check_sizes(board=board)
+            if d_model // n_head % 4:
+                raise ValueError(f"a board needs a head dim that 4 divides, got {d_model // n_head}")
         headdim = d_model // n_head
         blocks = []
         for _ in range(n_layer):
-            mixer = Attention(d_model, n_head, n_kv_head, function)
+            mixer = Attention(d_model, n_head, n_kv_head, function, causal)
             blocks.append(LlamaBlock(d_model, norm_eps, mixer, SwiGLU(d_model, d_inner)))
         width = (n_head + 2 * n_kv_head) * headdim
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
@@ -156,6 +169,8 @@ class LlamaBackbone(Stack):
         self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, still empty
         self.headdim = headdim
         self.rope_theta = rope_theta
+        self.causal = causal
+        self.board = board
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         if position_ids is None:
@@ -164,19 +179,30 @@ class LlamaBackbone(Stack):
         context = super().prepare(x)
         return Context((cos, sin, *context.tokens), context.shared)
 
+    def hide_padding(self, context: Context, lengths: Tensor) -> Context:
+        real = torch.arange(context.tokens[0].shape[1], device=lengths.device) < lengths.clamp_min(1)[:, None]
+        return Context((*context.tokens, real), context.shared._replace(padded=True))
+
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, L, P) float32 of the rotation angles at ``position_ids`` (B, L)."""
-        pair = torch.arange(0, self.headdim, 2, device=position_ids.device, dtype=torch.float32)
-        angle = position_ids[..., None].float() * self.rope_theta ** -(pair / self.headdim)  # (B, L, P / 2)
+        axes = (
+            [position_ids] if self.board is None else [position_ids // self.board, position_ids % self.board]
+        )
+        size = self.headdim // len(axes)
+        pair = torch.arange(0, size, 2, device=position_ids.device, dtype=torch.float32)
+        rates = self.rope_theta ** -(pair / size)
+        angle = torch.cat([axis[..., None].float() * rates for axis in axes], -1)  # (B, L, P / 2)
         angle = torch.cat([angle, angle], -1)
         return angle.cos(), angle.sin()
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         choice = kernels.in_force(context.shared.choice)
         cos, sin, *tokens = context.tokens
+        real = tokens.pop() if context.shared.padded else None
         stream, injection = self.enter(z, tuple(tokens))
         rotary = (cos[:, None], sin[:, None])
-        mask = seen = None
+        seen = None
+        mask = None if real is None else real[:, None, None]  # (B, 1, 1, L)
         if self.attention is not None and (state is None or no_slots(state.layers[0])):
             mask = self.attention.mask(stream)
         elif state is not None and one_token.applies(stream, state.layers[0], choice):

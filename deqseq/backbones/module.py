@@ -1,4 +1,4 @@
-"""Any causal module as a backbone."""
+"""Any module as a backbone."""
 
 import torch
 import torch.nn.functional as F
@@ -9,29 +9,32 @@ from deqseq.backbones.blocks import check_sizes
 
 
 class ModuleBackbone(Backbone):
-    """f(z, x) = module(z + x) for any causal module (B, L, D) -> (B, L, D).
+    """f(z, x) = module(z + x) for any module (B, L, D) -> (B, L, D).
 
-    Causality is not checked. With a window or a state, every evaluation runs the module over all past inputs.
-    This is correct for any causal module, but slow. For a faster recurrent module, write your own
-    :class:`~deqseq.backbone.Backbone` with a state.
+    The module must be causal, unless ``causal`` is false; this is not checked. With a window or a state,
+    every evaluation runs the module over all past inputs. This is correct for any causal module, but slow.
+    For a faster recurrent module, write your own :class:`~deqseq.Backbone` with a state.
 
     Args:
-        module: the causal map; its output has the shape of its input.
+        module: the map; its output has the shape of its input.
         injection: module applied to x once per forward pass; its output is added to z. Default: identity.
         d_model: required width D of the inputs; by default any width is accepted.
+        causal: false if the module uses later tokens. All sequences of a call must then have one length.
     """
 
     rewinds = True
 
     def __init__(
-        self, module: nn.Module, injection: nn.Module | None = None, d_model: int | None = None
-    ) -> None:
+        self, module: nn.Module, injection: nn.Module | None = None, d_model: int | None = None,
+        causal: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         if not isinstance(injection, nn.Module | None):
             raise ValueError(f"injection must be a module, or None for the identity, got {injection!r}")
         self.module = module
         self.injection = nn.Identity() if injection is None else injection
         self.d_model = d_model
+        self.causal = causal
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         return Context((self.injection(x),))

@@ -125,6 +125,8 @@ class ImplicitModel(ImplicitPreTrainedModel):
             )  # fmt: skip
         else:
             self.layer = ExplicitSequenceLayer({**config.backbone, "injection": False})
+        if not self.layer.backbone.causal:
+            raise ValueError(f"a language model needs a causal backbone, got {config.backbone}")
         self.post_init()  # type: ignore[no-untyped-call]
 
     @can_return_tuple  # type: ignore[untyped-decorator]

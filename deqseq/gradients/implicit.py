@@ -36,7 +36,7 @@ class ImplicitDifferentiation(GradientStrategy):
 
     The backward pass solves u = v + (df/dz)^T u for u (Bai et al., 2019, arXiv 1909.01377). Here v is the
     gradient of the loss with respect to the equilibrium. The forward search's loop also solves this backward
-    system; one evaluation is one vector-Jacobian product. Because f is causal, a token in the backward system
+    system; one evaluation is one vector-Jacobian product. If f is causal, a token in the backward system
     depends on later tokens. The loop therefore runs on the reversed sequence.
 
     Args:
@@ -61,7 +61,7 @@ class ImplicitDifferentiation(GradientStrategy):
         rtol = max(1e-4, 8 * torch.finfo(problem.z0.dtype).eps)
         policy = self.convergence or Residual(rtol=rtol, max_iter=max(64, problem.policy.max_iter))
         backward = Problem(
-            map=_Adjoint(solution.z, z, problem.valid),
+            map=_Adjoint(solution.z, z, problem.valid, problem.map.causal),
             context=Context(),
             z0=found.z.detach(),
             options=SolveOptions(self.solver or problem.solver, policy),
@@ -72,9 +72,10 @@ class ImplicitDifferentiation(GradientStrategy):
 
 
 class _Adjoint:
-    """The map u -> v + (df/dz)^T u on the reversed sequence. Reversal makes the map causal."""
+    """The map u -> v + (df/dz)^T u on the reversed sequence. It is causal if f is causal."""
 
-    def __init__(self, fz: Tensor, z: Tensor, valid: Tensor) -> None:
+    def __init__(self, fz: Tensor, z: Tensor, valid: Tensor, causal: bool) -> None:
+        self.causal = causal
         self.fz = fz
         self.z = z
         self.valid = valid  # (B, L) bool, tokens that are not padding

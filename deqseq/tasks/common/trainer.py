@@ -5,12 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -200,7 +200,9 @@ class AlignedTrainer(CurriculumTrainer):
         self.label_smoothing = label_smoothing
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(cast(IterableDataset[Any], self.stream), batch_size=None)
+        # Trainer would take one more step after the last one, so then it gets no data.
+        data: Any = self.stream if self.stream.start < self.args.max_steps else []
+        return DataLoader(data, batch_size=None)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,

@@ -11,16 +11,19 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.data import DataLoader
 
 from deqseq.tasks.common import command_line, seals
 from deqseq.tasks.common.files import locked
 from deqseq.tasks.common.models import load_model
+from deqseq.tasks.common.runs import RunFolder, check_model
 from deqseq.tasks.common.seals import checkpoints, fault, rotate, seal
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.settings import RunSettings
@@ -162,6 +165,102 @@ def test_a_damaged_finished_run_is_repeated_from_its_last_checkpoint(
         pretrain(settings, run, progress=False)
 
 
+def test_a_run_killed_before_its_seal_is_not_finished(
+    settings: RunSettings, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cut(whole, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("deqseq.tasks.common.runs.seal", Mock(side_effect=KillError))
+        with pytest.raises(KillError):
+            pretrain(settings, run, progress=False)
+    (run / "model" / "model.safetensors").write_bytes(b"")  # was not synced
+    with pytest.raises(ValueError, match="run was not written to its end"):
+        load_model(str(run / "model"))
+    assert train(settings, run) == weights(whole)
+
+
+def test_finished_runs_of_older_versions_have_no_seal(
+    settings: RunSettings, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    record = json.loads((run / "training.json").read_text())
+    (run / "training.json").write_text(json.dumps({k: v for k, v in record.items() if k != "sealed"}))
+    (run / seals.SEAL).unlink()
+    (run / "stage-1" / seals.SEAL).unlink()
+    monkeypatch.setattr(PretrainTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
+    assert train(settings, run) == weights(whole)
+    check_model(run / "model")
+    check_model(run / "stage-1")
+
+
+def test_a_read_error_is_one_line_and_changes_nothing(
+    settings: RunSettings, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def stale(*_: Any) -> None:
+        raise OSError(116, "Stale file handle")
+
+    run = cut(whole, tmp_path / "run")
+    before = sorted(run.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(seals, "_checksums", stale)
+        assert run_command(lambda: pretrain(settings, run, progress=False) and None) == 2
+        patch.setattr(Path, "read_text", stale)
+        rotate(run, 1)
+    last = run / f"checkpoint-{STEPS}"
+    assert f"error: {last} cannot be read: [Errno 116] Stale file handle\n" == capsys.readouterr().err
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_checkpoint_of_another_run_is_refused(settings: RunSettings, whole: Path, tmp_path: Path) -> None:
+    run = cut(whole, tmp_path / "run")
+    last = run / f"checkpoint-{STEPS}"
+    copied = json.loads((last / "run_settings.json").read_text())
+    (last / "run_settings.json").write_text(json.dumps({**copied, "seed": 7}))
+    seal(last)
+    with pytest.raises(ValueError, match=rf"{last} .* other settings \(seed: 7 there, .* remove {last.name}"):
+        pretrain(settings, run, progress=False)
+    (last / "run_settings.json").unlink()  # as in older versions
+    seal(last)
+    late = last.rename(run / "checkpoint-14")
+    with pytest.raises(ValueError, match=f"{late} is not of this run, which has {STEPS} steps"):
+        pretrain(settings, run, progress=False)
+    late.rename(last)
+    assert train(settings, run) == weights(whole)
+
+
+def test_folders_and_links_of_others_stay(whole: Path, tmp_path: Path) -> None:
+    run = cut(whole, tmp_path / "run")
+    (run / "checkpoint-100").mkdir()
+    (run / "checkpoint-100" / "notes.txt").write_text("mine")
+    (run / "checkpoint-²").mkdir()
+    target = (run / "checkpoint-4").rename(tmp_path / "elsewhere")
+    (run / "checkpoint-4").symlink_to(target)
+    rotate(run, 1)
+    left = sorted(path.name for path in run.glob("checkpoint-*"))
+    assert left == ["checkpoint-100", f"checkpoint-{STEPS}", "checkpoint-²"]
+    assert fault(target) is None and (run / "checkpoint-100" / "notes.txt").exists()
+
+
+def test_a_folder_in_the_place_of_a_file(settings: RunSettings, whole: Path, tmp_path: Path) -> None:
+    run = cut(whole, tmp_path / "run")
+    (run / f"checkpoint-{STEPS}" / seals.SEAL).unlink()
+    (run / f"checkpoint-{STEPS}" / seals.SEAL).mkdir()
+    (run / seals.SEAL).mkdir()
+    with pytest.raises(ValueError, match=r"complete\.json is a folder, and training writes a file"):
+        pretrain(settings, run, progress=False)
+    (run / seals.SEAL).rmdir()
+    assert train(settings, run) == weights(whole)
+
+
+def test_a_run_that_another_process_has_begun_is_seen(tmp_path: Path) -> None:
+    mine, other = (RunFolder(tmp_path, {"seed": seed}) for seed in (1, 5))
+    with other.locked():
+        other.start()
+    with pytest.raises(ValueError, match="seed: 5 there, 1 asked for"), mine.locked():
+        pass
+
+
 def test_a_run_that_starts_anew_over_an_old_folder_says_so(
     settings: RunSettings, whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +280,12 @@ def test_a_damaged_start_is_refused(settings: RunSettings, whole: Path, tmp_path
         begun = replace(settings, start_from=str(run / source))
         with pytest.raises(ValueError, match=r"is damaged: .*model\.safetensors .* copy it again"):
             pretrain(begun, tmp_path / "next", progress=False)
+        with pytest.raises(ValueError, match="is damaged"):
+            load_model(str(run / source))
+    begun = replace(settings, start_from=str(cut(whole, tmp_path / "begun") / "stage-1"))
+    (tmp_path / "begun" / "stage-1" / seals.SEAL).unlink()
+    with pytest.raises(ValueError, match=r"stage-1 was not written to its end"):
+        pretrain(begun, tmp_path / "next", progress=False)
     assert not (tmp_path / "next").exists()
 
 
@@ -268,7 +373,7 @@ class Harm:
 
 @pytest.mark.parametrize("place", ["metadata", "bytes"])
 def test_code_in_sharded_checkpoints_is_not_executed(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(2, 2)
@@ -276,7 +381,9 @@ def test_code_in_sharded_checkpoints_is_not_executed(
     save(state, checkpoint_id=tmp_path / "shards", no_dist=True)
     loaded = {"model": model.state_dict(), "other": None}
     if place == "metadata":
+        recwarn.clear()
         _load(loaded, tmp_path / "shards", no_dist=True)  # the undamaged checkpoint loads
+        assert not recwarn
         (tmp_path / "shards" / ".metadata").write_bytes(pickle.dumps(Harm()))
     with pytest.raises(ValueError, match="shards cannot be read"):
         _load(loaded, tmp_path / "shards", no_dist=True)
@@ -297,6 +404,22 @@ def test_sigterm_says_what_ctrl_c_says(capsys: pytest.CaptureFixture[str]) -> No
     assert run_command(lambda: signal.raise_signal(signal.SIGINT)) == 130
     assert capsys.readouterr().err == "terminated; it goes on\ninterrupted; it goes on\n"
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_to_the_workers_of_a_dataloader_too(capfd: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        batches: Any = iter(DataLoader(range(9), num_workers=1))
+        next(batches)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            batches._workers[0].kill()
+            batches._workers[0].join(timeout=60)
+
+    before = signal.getsignal(signal.SIGCHLD)
+    assert run_command(command) == 143
+    assert capfd.readouterr().err == "terminated; it goes on\n"
+    signal.signal(signal.SIGCHLD, before)
 
 
 def test_sizes_are_planned_before_memory_is_taken(settings: RunSettings, whole: Path, tmp_path: Path) -> None:

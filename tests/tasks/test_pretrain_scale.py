@@ -86,10 +86,12 @@ def forked(output, environment, changes):
             found = original(self, model, *args, **kwargs)
             if model.training:
                 calls.append(self.solves._nfe)
+            if output == "stopped" and len(calls) == 10:
+                raise ValueError("stopped")
             return found
         PretrainTrainer.compute_loss = watched
-        if output == "late":
-            write_late(calls, changes["steps"] * 2)
+        if output in ("late", "stopped"):
+            write_late(calls, 10 if output == "stopped" else changes["steps"] * 2)
         pretrain(RunSettings(**{**SETTINGS, "data": data, **changes}), tmp / output, progress=False)
         (tmp / f"{output}-nfe-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(calls))
         os._exit(0)
@@ -98,8 +100,8 @@ def forked(output, environment, changes):
         traceback.print_exc()
         os._exit(1)
 
-def together(output, processes=1, fsdp=False, **changes):
-    '''Train on so many processes; the losses, in order.'''
+def launch(output, processes=1, fsdp=False, **changes):
+    '''Train on so many processes; their exit statuses.'''
     port = random.SystemRandom().randrange(20000, 60000)
     ranks = []
     for rank in range(processes):
@@ -108,7 +110,11 @@ def together(output, processes=1, fsdp=False, **changes):
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
                             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks.append(forked(output, environment, changes))
-    codes = [os.waitpid(rank, 0)[1] for rank in ranks]
+    return [os.waitpid(rank, 0)[1] for rank in ranks]
+
+def together(output, processes=1, fsdp=False, **changes):
+    '''Train on so many processes; the losses, in order.'''
+    codes = launch(output, processes, fsdp, **changes)
     assert codes == [0] * processes, codes
     log = json.loads((tmp / output / "training.json").read_text())["log"]
     return [line["loss"] for line in log if "loss" in line]
@@ -159,6 +165,8 @@ coarse = {"one": together("coarse", **few), "exact": together("exact", **{**few,
 SETTINGS["per_device_batch_size"] = 1
 moved = {"one": together("a", keep=9), "fsdp": together("b", 2, True, keep=9),
          "late": together("late", 2, True, keep=9, steps=12)}
+launch("stopped", 2, True, steps=12)
+sealed = [path.parent.name for path in (tmp / "stopped").glob("checkpoint-*/complete.json")]
 sharded = sorted(path.name for path in (tmp / "b" / "checkpoint-6").iterdir())
 for name, source, processes, fsdp in (
     ("late to one", "late", 1, False), ("fsdp to one", "b", 1, False), ("fsdp to two", "b", 2, True),
@@ -167,7 +175,8 @@ for name, source, processes, fsdp in (
     cut(source, name, 6)
     moved[name] = together(name, processes, fsdp)
 print(json.dumps({"same": weights[0] == weights[1], "killed": killed, "losses": losses, "calls": calls,
-                  "coarse": coarse, "scores": scores, "moved": moved, "sharded": sharded}))
+                  "coarse": coarse, "scores": scores, "moved": moved, "sharded": sharded,
+                  "sealed": sealed}))
 """
 
 
@@ -222,3 +231,7 @@ def test_checkpoint_goes_on_elsewhere(found: Any) -> None:
     for name, losses in found["moved"].items():
         assert len(losses) == 12, name
         assert losses == pytest.approx(found["moved"]["one"], abs=1e-6), name
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(found: Any) -> None:
+    assert found["sealed"] == ["checkpoint-3"]

@@ -104,6 +104,18 @@ def test_torn_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_a_damaged_model_is_refused_and_its_run_repeats_no_step(tmp_path: Path) -> None:
+    whole = weights(train(small(), tmp_path))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"\x00\x00\x00\x00")
+    with pytest.raises(ValueError, match=r"is damaged: .*model\.safetensors"):
+        load(tmp_path)
+    before = sorted(tmp_path.glob("checkpoint-*"))
+    again = weights(train(small(), tmp_path))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert sorted(tmp_path.glob("checkpoint-*")) == before
+
+
 def test_training_learns_and_logs_the_search(tmp_path: Path) -> None:
     settings = small(group="Z3", steps=60, batch_size=16, learning_rate=2e-2, label_smoothing=0.0)
     train(settings, tmp_path / "run")

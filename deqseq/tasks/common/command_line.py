@@ -104,6 +104,7 @@ class _Terminated(KeyboardInterrupt):
 @contextmanager
 def _terminable() -> Iterator[None]:
     def terminate(*_: Any) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader raises when the signal ends its workers
         raise _Terminated
 
     if threading.current_thread() is not threading.main_thread():

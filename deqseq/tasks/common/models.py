@@ -18,6 +18,7 @@ from deqseq.layer import ImplicitSequenceLayer
 from deqseq.policies import Residual
 from deqseq.problem import SolveOptions
 from deqseq.solvers import Picard
+from deqseq.tasks.common.runs import check_model
 from deqseq.tasks.common.tokenizer import first_line, is_local
 
 Window = int | None | Literal["model"]
@@ -41,10 +42,13 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         dtype: ``"auto"`` keeps the checkpoint's dtype.
 
     Raises:
-        ValueError: transformers cannot load the model, or the device does not exist.
+        ValueError: transformers cannot load the model, the model is of a run and is incomplete or damaged, or
+            the device does not exist.
     """
     if is_local(name) and not (Path(name) / "config.json").is_file():
         raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
+    if is_local(name):
+        check_model(name)
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+import shutil
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _SETTINGS = "settings.json"
 _RECORD = "training.json"
+_SETTINGS_OF_CHECKPOINT = "run_settings.json"
 _FOLDERS = re.compile(r"model|stage-\d+|checkpoint-\d+")  # names of folders that training makes
 
 
@@ -36,14 +39,22 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         self._settings = json.loads(json.dumps(settings))
+        self._may_change = may_change
+        self._check()
+
+    def _check(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file, not a folder")
         for entry in self.path.glob("*"):
             if _FOLDERS.fullmatch(entry.name) and not entry.is_dir():
                 raise ValueError(f"{entry} is a file, and training writes a folder of this name: remove it")
+            if entry.name in (_SETTINGS, _RECORD, SEAL) and entry.is_dir():
+                raise ValueError(f"{entry} is a folder, and training writes a file of this name: remove it")
         self._is_old = (self.path / _SETTINGS).exists()
         if self._is_old:
-            self._check_same(may_change)
+            self._check_same(
+                self.path / _SETTINGS, "choose another folder, or repeat its settings to resume it"
+            )
         elif self.path.exists() and any(not file.name.endswith(PART) for file in self.path.iterdir()):
             raise ValueError(
                 f"{self.path} is not empty and holds no run (no {_SETTINGS}): choose another folder"
@@ -54,9 +65,16 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / _SETTINGS, self._settings)
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Lock the folder for training; ``ValueError`` if another process trains in the folder."""
-        return locked(self.path, "trains in")
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the folder for training.
+
+        Raises:
+            ValueError: another process trains in the folder, or has begun another run there.
+        """
+        with locked(self.path, "trains in"):
+            self._check()  # before the lock, another process may have begun a run
+            yield
 
     def finished(self) -> bool:
         """Whether the trained model exists and is undamaged. A warning says what is damaged.
@@ -66,7 +84,7 @@ class RunFolder:
         """
         if not (self.path / _RECORD).is_file():
             return False
-        wrong = fault(self.path) if (self.path / SEAL).exists() else None  # runs of version 0.1 have no seal
+        wrong = _fault_of_finished(self.path)
         if wrong is None:
             return True
         if self.last_checkpoint() is None:
@@ -79,18 +97,24 @@ class RunFolder:
 
     def finish(self, record: Mapping[str, Any], files: Iterable[Path]) -> None:
         """Write the record of training and seal the run. ``files``: the files of the trained model."""
-        write_json(self.path / _RECORD, record)
+        write_json(self.path / _RECORD, {**record, "sealed": True})  # see _fault_of_finished
         seal(self.path, [self.path / _SETTINGS, self.path / _RECORD, *files])
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete, undamaged checkpoint; ``None`` if there is none.
 
         Newer checkpoints are incomplete or damaged: logs them and removes their seals.
+
+        Raises:
+            ValueError: the checkpoint is of a run with other settings.
+            OSError: a checkpoint cannot be read.
         """
         found = checkpoints(self.path)
         for path in reversed(found):
             wrong = fault(path)
             if wrong is None:
+                if (path / _SETTINGS_OF_CHECKPOINT).exists():  # checkpoints of version 0.2 have none
+                    self._check_same(path / _SETTINGS_OF_CHECKPOINT, f"remove {path.name}")
                 return path
             logger.warning("%s %s: going back to the checkpoint before it", path, wrong)
             unseal(path)
@@ -98,28 +122,48 @@ class RunFolder:
             logger.warning("%s has no whole checkpoint: training starts from step 0", self.path)
         return None
 
-    def _check_same(self, may_change: Collection[str]) -> None:
-        there, here = dict(flat(read_settings(self.path))), dict(flat(self._settings))
+    def _check_same(self, file: Path, advice: str) -> None:
+        there, here = dict(flat(_read_json(file))), dict(flat(self._settings))
         different = [
             f"{name}: {there.get(name)} there, {here.get(name)} asked for"
             for name in {**there, **here}
-            if there.get(name) != here.get(name) and name.partition(".")[0] not in may_change
+            if there.get(name) != here.get(name) and name.partition(".")[0] not in self._may_change
         ]
         if different:
             raise ValueError(
-                f"{self.path} holds a run with other settings ({'; '.join(different)}): "
-                "choose another folder, or repeat its settings to resume it"
+                f"{file.parent} holds a run with other settings ({'; '.join(different)}): {advice}"
             )
 
 
+def copy_settings(checkpoint: Path) -> None:
+    """Copy the settings of a run, if it has any, into one of its checkpoints."""
+    if (checkpoint.parent / _SETTINGS).exists():
+        shutil.copyfile(checkpoint.parent / _SETTINGS, checkpoint / _SETTINGS_OF_CHECKPOINT)
+
+
 def check_model(path: str | Path) -> None:
-    """Raise ``ValueError`` if a checkpoint, or a model in the folder of a finished run, is damaged."""
-    place = Path(path)
-    if not (place / SEAL).exists() and (place.parent / SEAL).exists():
-        place = place.parent
-    is_checkpoint = place in checkpoints(place.parent)
-    if (is_checkpoint or (place / SEAL).exists()) and (wrong := fault(place)):
+    """Raise ``ValueError`` if a model is incomplete or damaged. Models without a seal or a run are accepted.
+
+    Args:
+        path: the folder of a finished run, or of a checkpoint, a stage or the final model in a run.
+    """
+    place = Path(os.path.abspath(path))
+    inside = _FOLDERS.fullmatch(place.name) and not (place / _SETTINGS).exists()
+    run = place.parent if inside else place
+    sealed = (place / SEAL).exists()
+    if not sealed and not (run / _SETTINGS).exists():
+        return
+    if sealed or place in checkpoints(run) or not (run / _RECORD).exists():
+        wrong = fault(place)
+    else:  # the run's seal lists the final model; stages of version 0.2 have no seal
+        place, wrong = run, _fault_of_finished(run)
+    if wrong:
         raise ValueError(f"{place} {wrong}: copy it again, or name another one")
+
+
+def _fault_of_finished(run: Path) -> str | None:
+    """:func:`fault` of a finished run; ``None`` for runs of versions 0.1 and 0.2, which have no seal."""
+    return fault(run) if (run / SEAL).exists() or read_record(run).get("sealed") else None
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:

@@ -10,7 +10,9 @@ checksum is the XXH3 of these hashes.
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,8 +42,16 @@ def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
 
 
 def unseal(folder: Path) -> None:
-    """Remove the seal of a folder: it is damaged, or about to be rewritten or removed."""
-    (folder / SEAL).unlink(missing_ok=True)
+    """Remove the seal of a folder: it is damaged, or about to be rewritten or removed.
+
+    Of a symbolic link to a folder, remove the link. Its target keeps its seal.
+    """
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)  # another process may have removed it
+    elif (folder / SEAL).is_dir():  # not written by us, and the next seal needs the name
+        shutil.rmtree(folder / SEAL)
+    else:
+        (folder / SEAL).unlink(missing_ok=True)
 
 
 def fault(folder: Path, content: bool = True) -> str | None:
@@ -49,41 +59,46 @@ def fault(folder: Path, content: bool = True) -> str | None:
 
     Args:
         content: also compare checksums, which reads every file. Seals of version 0.1 have no checksums.
+
+    Raises:
+        OSError: a file exists and cannot be read. The folder may be whole.
     """
+    try:
+        return _fault(folder, content)
+    except OSError as error:
+        raise OSError(f"{folder} cannot be read: {error}") from error
+
+
+def _fault(folder: Path, content: bool) -> str | None:
     try:
         listed = json.loads((folder / SEAL).read_text())
     except FileNotFoundError:
         return "was not written to its end"
-    except (OSError, ValueError):
+    except (IsADirectoryError, ValueError):
         return f"is damaged: {SEAL} cannot be read"
     if not isinstance(listed, dict) or not listed:
         return f"is damaged: {SEAL} lists no files"
-    files = [
-        (folder / name, entry if isinstance(entry, dict) else {"bytes": entry})
-        for name, entry in listed.items()
-    ]
-    try:
-        for path, entry in files:
-            size = path.stat().st_size if path.is_file() else None
-            if size is None:
-                return f"is damaged: {path.relative_to(folder)} is missing"
-            if size != entry.get("bytes"):
-                return (
-                    f"is damaged: {path.relative_to(folder)} has {size} bytes instead of {entry.get('bytes')}"
-                )
-        if content:
-            checksums = _checksums([path for path, _ in files])
-            for (path, entry), checksum in zip(files, checksums, strict=True):
-                if entry.get("xxh3_128", checksum) != checksum:
-                    return f"is damaged: the checksum of {path.relative_to(folder)} is not the one in {SEAL}"
-    except OSError as error:
-        return f"cannot be read: {error}"
+    files = {name: entry if isinstance(entry, dict) else {"bytes": entry} for name, entry in listed.items()}
+    for name, entry in files.items():
+        try:
+            found = (folder / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        if found is None or not stat.S_ISREG(found.st_mode):
+            return f"is damaged: {name} is missing"
+        if found.st_size != entry.get("bytes"):
+            return f"is damaged: {name} has {found.st_size} bytes instead of {entry.get('bytes')}"
+    if content:
+        checksums = _checksums([folder / name for name in files])
+        for (name, entry), checksum in zip(files.items(), checksums, strict=True):
+            if entry.get("xxh3_128", checksum) != checksum:
+                return f"is damaged: the checksum of {name} is not the one in {SEAL}"
     return None
 
 
 def checkpoints(run: Path) -> list[Path]:
     """The folders ``checkpoint-STEP`` of a run, the oldest first."""
-    found = [path for path in run.glob("checkpoint-*") if path.name.partition("-")[2].isdigit()]
+    found = [path for path in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted((path for path in found if path.is_dir()), key=step_of)
 
 
@@ -93,17 +108,30 @@ def step_of(checkpoint: Path) -> int:
 
 
 def rotate(run: Path, keep: int | None) -> None:
-    """Keep the last ``keep`` complete checkpoints (``None``: all complete ones), and remove all others."""
+    """Keep the last ``keep`` complete checkpoints (``None``: all complete ones), and remove all others.
+
+    Folders with other files are no checkpoints, and stay. If a checkpoint cannot be read, nothing is removed.
+    """
     found = checkpoints(run)
-    whole = [path for path in found if fault(path, content=False) is None]
+    try:
+        whole = [path for path in found if fault(path, content=False) is None]
+    except OSError as error:
+        logger.warning("old checkpoints are not removed: %s", error)
+        return
     kept = whole if keep is None else whole[-keep:]
+    usual = {name for path in whole for name in os.listdir(path)}
     for path in found:
-        if path not in kept:
+        if path in kept:
+            continue
+        try:
+            names = os.listdir(path)
+            if names and usual.isdisjoint(names):
+                continue
             unseal(path)  # after an interrupted removal, the checkpoint is incomplete
-            try:
+            if path.exists():  # a link is gone
                 shutil.rmtree(path)
-            except OSError as error:
-                logger.warning("%s cannot be removed: %s", path, error)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", path, error)
 
 
 def _sync(path: Path) -> None:

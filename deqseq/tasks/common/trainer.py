@@ -5,12 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -18,7 +18,7 @@ from deqseq.curriculum import Curriculum
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.processes import lost
-from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.runs import RunFolder, copy_settings
 from deqseq.tasks.common.seals import rotate, seal, step_of, unseal
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,15 @@ class CurriculumTrainer(Trainer):
         super().log(logs, start_time)
 
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
-        """Train to the end, starting from ``checkpoint`` if given; returns the record of the run."""
+        """Train to the end, starting from ``checkpoint`` if given; returns the record of the run.
+
+        Raises:
+            ValueError: the checkpoint is of a later step than the last step of the run.
+        """
+        if checkpoint is not None and step_of(checkpoint) > self.args.max_steps:
+            raise ValueError(
+                f"{checkpoint} is not of this run, which has {self.args.max_steps} steps: remove it"
+            )
         self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         assert self.model is not None
         return {
@@ -163,6 +171,7 @@ class CurriculumTrainer(Trainer):
     def complete(self, checkpoint: Path) -> None:
         """Seal a checkpoint whose files are written, and remove old checkpoints."""
         if self.args.should_save:
+            copy_settings(checkpoint)
             seal(checkpoint)
             rotate(checkpoint.parent, self.keep)
 
@@ -191,7 +200,9 @@ class AlignedTrainer(CurriculumTrainer):
         self.label_smoothing = label_smoothing
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(cast(IterableDataset[Any], self.stream), batch_size=None)
+        # Trainer would take one more step after the last one, so then it gets no data.
+        data: Any = self.stream if self.stream.start < self.args.max_steps else []
+        return DataLoader(data, batch_size=None)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,

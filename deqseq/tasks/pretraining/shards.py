@@ -7,6 +7,7 @@ unpicklers that refuse everything except tensors, plain values and metadata of t
 
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -121,7 +122,11 @@ def _load(state: dict[str, Any], folder: Path, no_dist: bool = False) -> None:
             _Metadata(file).load()
     except (pickle.UnpicklingError, OSError, EOFError) as error:
         raise ValueError(f"{what}: {error}") from error
-    _call(lambda: load(state, checkpoint_id=folder, planner=_Planner(), no_dist=no_dist), ValueError, what)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads on purpose
+        _call(
+            lambda: load(state, checkpoint_id=folder, planner=_Planner(), no_dist=no_dist), ValueError, what
+        )
 
 
 def _call(function: Callable[[], object], error: type[Exception], what: str) -> None:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,13 @@ class PretrainTrainer(CurriculumTrainer):
             seal_it(checkpoint)
 
         self._sealing = self._background.submit(wait_and_seal)
+
+    def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
+        try:
+            return super().train_from(checkpoint)
+        finally:  # after an error or a signal; Python starts no threads while it exits, and a seal needs some
+            if self._sealing is not None:
+                wait([self._sealing])
 
     def finish_checkpoint(self) -> None:
         """Wait until the last sharded checkpoint is sealed. All processes must call this.

@@ -19,6 +19,7 @@ from deqseq.tasks.common import results
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.models import implicit_layer, solve_options
 from deqseq.tasks.common.results import Column, column
+from deqseq.tasks.common.runs import check_model
 from deqseq.tasks.common.two_stages import load_settings
 from deqseq.tasks.state_tracking.data import WordProblems, generate
 from deqseq.tasks.state_tracking.settings import BASELINES, Model, TrainSettings
@@ -65,9 +66,10 @@ def load(path: str | Path) -> tuple[Model, TrainSettings]:
     """A trained model and the settings of its run.
 
     Raises:
-        ValueError: ``path`` holds no finished run of this task, or its checkpoint cannot be read.
+        ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read.
     """
     settings, _ = load_settings(TrainSettings, path)
+    check_model(path)
     kind: Any = BASELINES[settings.baseline] if settings.baseline else ImplicitForCausalLM
     try:
         model = kind.from_pretrained(path)

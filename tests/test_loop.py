@@ -449,11 +449,7 @@ def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
     expected = judged("torch")
     for plain, fused in zip(expected, judged("triton"), strict=True):
         torch.testing.assert_close(fused, plain, equal_nan=True)
-    assert set(expected[-3].flatten().tolist()) >= {
-        Status.CONVERGED,
-        Status.NON_FINITE,
-        Status.BUDGET_EXHAUSTED,
-    }
+    assert {Status.CONVERGED, Status.NON_FINITE} <= set(expected[-3].flatten().tolist())
     hold = torch.rand(4, 9) < 0.5
     with kernels.use("triton"):
         held = freeze(hold, z, fz.clone())

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -81,8 +82,10 @@ def main(
     except (ValueError, OSError, FloatingPointError) as error:
         status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {error}"
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0].split(" (")[0].removesuffix(".")  # omits advice to load it anyway
-        status, said = 1, f"error: a file is refused, because it has more than tensors: {reason}"
+        # torch's message advises to load the file anyway, so only the name of the refused function is printed.
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        what = f" ({name[1]})" if name else ""
+        status, said = 1, f"error: a file is refused, because it has more than tensors{what}"
     except RuntimeError as error:
         if not processes.lost(error):
             raise

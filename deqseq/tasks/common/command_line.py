@@ -82,7 +82,7 @@ def main(
     except (ValueError, OSError, FloatingPointError) as error:
         status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {error}"
     except pickle.UnpicklingError as error:
-        # torch's message advises to load the file anyway, so only the name of the refused function is printed.
+        # torch's message advises to load the file anyway, so print only the name of the refused function.
         name = re.search(r"GLOBAL (\S+)", str(error))
         what = f" ({name[1]})" if name else ""
         status, said = 1, f"error: a file is refused, because it has more than tensors{what}"

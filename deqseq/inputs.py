@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.backbone import State
+from deqseq.backbone import Backbone, State
 
 
 class Inputs(NamedTuple):
@@ -132,27 +132,34 @@ def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     return (first & real) | anew if found else None
 
 
+def check_causal(backbone: Backbone, what: str) -> None:
+    """Raise ``ValueError`` if the backbone is not causal. ``what``: the feature that needs a causal one."""
+    if not backbone.causal:
+        raise ValueError(
+            f"{what} needs a causal backbone, but this {type(backbone).__name__} uses later tokens too"
+        )
+
+
 def take_inputs(
-    d_model: int | None,
+    backbone: Backbone,
     x: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     state: State | None = None,
     z0: Tensor | None = None,
-    causal: bool = True,
 ) -> tuple[Inputs, Packing | None]:
     """Check the arguments of a layer's call, pack the tokens and compute their positions.
-
-    Args:
-        causal: whether the map is causal. If not, one non-finite token makes its whole sequence unsolvable.
 
     Returns:
         The inputs of the solve, and the packing. :meth:`Packing.unpack` moves results back to the caller's
         batch. The packing is ``None`` if there is no mask and every row is one sequence.
 
     Raises:
-        ValueError: wrong shapes, types or positions.
+        ValueError: wrong shapes, types or positions; a state with a backbone that is not causal.
     """
+    d_model = backbone.d_model
+    if state is not None:
+        check_causal(backbone, "a state")
     if x.dim() != 3 or 0 in x.shape:
         raise ValueError(f"x must have shape (B, L, D) with no size of 0, got {tuple(x.shape)}")
     if d_model is not None and x.shape[-1] != d_model:
@@ -179,7 +186,7 @@ def take_inputs(
     place = torch.arange(x.shape[1], device=x.device)
     finite = torch.isfinite(x).all(-1)
     end = torch.where(finite | (place >= lengths[:, None]), x.shape[1], place).amin(1)
-    if not causal:
+    if not backbone.causal:  # every token of the sequence depends on the non-finite token
         end = torch.where(end < lengths, 0, end)
     unsolvable = (place >= end[:, None]) & (place < lengths[:, None])
     lengths = torch.minimum(lengths, end)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, backbones
 from deqseq.gradient import GradientStrategy, gradients, solve_with_gradient
-from deqseq.inputs import Inputs, Packing, take_inputs
+from deqseq.inputs import Inputs, check_causal, take_inputs
 from deqseq.loop import evaluate
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
@@ -181,8 +181,8 @@ class ImplicitSequenceLayer(SequenceLayer):
             options = replace(options, window=window)
         self._check_causal(options)
         if options.window is not None:
-            _check_needs_no_future(self.backbone, "a window")
-        inputs, packing = _take(self.backbone, x, attention_mask, position_ids, state, z0)
+            check_causal(self.backbone, "a window")
+        inputs, packing = take_inputs(self.backbone, x, attention_mask, position_ids, state, z0)
         # A call with one token may be recorded as a CUDA graph. The graph cannot enlarge the state, so
         # reserve capacity for the token now.
         one_token = state is not None and inputs.x.shape[1] == 1 and not torch.is_grad_enabled()
@@ -264,7 +264,7 @@ class ExplicitSequenceLayer(SequenceLayer):
         state: State | None = None,
     ) -> LayerOutput:
         """Apply the backbone to ``x`` (B, L, D); arguments as in :meth:`ImplicitSequenceLayer.forward`."""
-        inputs, packing = _take(self.backbone, x, attention_mask, position_ids, state)
+        inputs, packing = take_inputs(self.backbone, x, attention_mask, position_ids, state)
         x, backbone = inputs.x, self.backbone
         context = _context(backbone, inputs, packing is not None)
         z, trace = evaluate(backbone, x, context, state, self.gradient_checkpointing)
@@ -276,23 +276,6 @@ class ExplicitSequenceLayer(SequenceLayer):
         if packing is not None:
             z = packing.unpack(z)
         return LayerOutput(z, _state_after(state, inputs.unsolvable))
-
-
-def _check_needs_no_future(backbone: Backbone, what: str) -> None:
-    if not backbone.causal:
-        raise ValueError(
-            f"{what} needs a causal backbone, but this {type(backbone).__name__} uses later tokens too"
-        )
-
-
-def _take(
-    backbone: Backbone, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None,
-    state: State | None, z0: Tensor | None = None,
-) -> tuple[Inputs, Packing | None]:  # fmt: skip
-    """The inputs of a call, checked and packed."""
-    if state is not None:
-        _check_needs_no_future(backbone, "a state")
-    return take_inputs(backbone.d_model, x, attention_mask, position_ids, state, z0, causal=backbone.causal)
 
 
 def _context(backbone: Backbone, inputs: Inputs, padded: bool) -> Context:

@@ -81,7 +81,8 @@ def main(
     except (ValueError, OSError, FloatingPointError) as error:
         status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {error}"
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0].split(" (")[0].removesuffix(".")  # omits advice to load it anyway
+        # Keep the first line up to " (", to leave out advice on how to load the file anyway.
+        reason = str(error).splitlines()[0].split(" (")[0].removesuffix(".")
         status, said = 1, f"error: a file is refused, because it has more than tensors: {reason}"
     except RuntimeError as error:
         if not processes.lost(error):
@@ -104,7 +105,8 @@ class _Terminated(KeyboardInterrupt):
 @contextmanager
 def _terminable() -> Iterator[None]:
     def terminate(*_: Any) -> None:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader raises when the signal ends its workers
+        # If SIGTERM also ends the workers of a DataLoader, the DataLoader's own SIGCHLD handler would raise.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         raise _Terminated
 
     if threading.current_thread() is not threading.main_thread():

@@ -83,7 +83,8 @@ def time_over(
 ) -> tuple[float, float]:
     """Time alternating calls of ``function`` and ``bare``.
 
-    Returns the median seconds of ``function``, and the median of its time divided by the time of ``bare``.
+    Returns two medians over the rounds: the seconds of ``function``, and these seconds divided by those of
+    ``bare``.
     """
     bare(), function()
     pairs = [(stopwatch(bare, device), stopwatch(function, device)) for _ in range(rounds)]

@@ -2,8 +2,8 @@
 
 Kills: the script starts a program (training or data preparation) and kills it with signal 9, one to three
 times. The kill comes at a random time, or when the program writes, renames or removes a file. Then the
-program runs to its end. The results must equal those of an uninterrupted run. If there is an undamaged
-checkpoint, training must resume from a checkpoint.
+program runs to its end. The results must equal those of an uninterrupted run. While an undamaged checkpoint
+exists, training must not start from step 0.
 
 Flips: the script inverts one random bit of a checkpoint, a finished run or prepared data. Then it runs the
 program. The program must either stop with a one-line error, or end with the results of an undamaged run.
@@ -62,7 +62,7 @@ class Program:
 
         Args:
             changes: kill the process at this file change in ``output``; 1 is the first change.
-            seconds: kill the process after this time. By default, only a process that hangs is killed.
+            seconds: kill the process after this time; ``None``: after ``_WAIT`` seconds, because it hangs.
         """
         child = os.fork()
         if child == 0:
@@ -147,8 +147,9 @@ def flip(program: Program, place: Path, chance: random.Random, whole: Path, dama
     """Flip one random bit of a file, then run the program.
 
     If ``damaged`` is a folder with prepared data, the bit is in this folder. If ``damaged`` is the finished
-    run ``whole``, this function copies the run. Either the bit is in the final files of the copy, or these
-    files are removed and the bit is in the newest checkpoint.
+    run ``whole``, this function copies the run and picks one of two kinds at random. In kind "finished run",
+    the bit is in the copy, outside its checkpoints. In kind "checkpoint", this function removes the trained
+    model, its record and its seal from the copy, and the bit is in the copy's newest checkpoint.
     """
     output, log = place / "output", place / "log.txt"
     if damaged != whole:
@@ -168,7 +169,8 @@ def flip(program: Program, place: Path, chance: random.Random, whole: Path, dama
             if f.is_file() and (kind == "checkpoint" or "checkpoint" not in str(f))
         ]
     pool = [file for file in pool if file.stat().st_size]
-    # Half of the time all files are equally likely; otherwise small files would rarely be chosen.
+    # Half of the time, choose a file in proportion to its size. The other half, all files are equally likely,
+    # so that small files are chosen too.
     weights = [file.stat().st_size for file in pool] if chance.random() < 0.5 else None
     file = chance.choices(pool, weights)[0]
     former = file.read_bytes()

@@ -4,12 +4,13 @@ The script computes the exact gradient of the loss of a trained A5 model: by imp
 float64, with a tolerance of 1e-9. Finite differences along a random direction check this gradient. Then every
 strategy computes the gradient in float32. The columns:
 
-    cosine          cosine between the two gradients with respect to the parameters
+    cosine          cosine between the strategy's and the exact gradient with respect to the parameters
     norm            norm of the strategy's gradient divided by the exact norm
-    median          cosine between the two gradients with respect to a sequence's embeddings, median over
+    median          the same cosine for gradients with respect to a sequence's embeddings, median over
                     sequences; unlike "cosine", not dominated by a few sequences with huge gradients
-    ... in use      the same values when the search starts at zero, as in training; without "in use", the
-                    search starts at the exact fixed point (no values for unrolling, which does not search)
+    ... in use      cosine, norm and median when the search starts at zero, as in training; in the columns
+                    without "in use", the search starts at the exact fixed point (these columns are empty
+                    for unrolling, which does not search)
     seconds         time of the forward and backward pass
     graph MiB       memory that autograd keeps for the backward pass
     peak MiB        peak of allocated memory (CUDA)

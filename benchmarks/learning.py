@@ -1,8 +1,9 @@
 """Does a model learn as well with the fused kernels as with plain PyTorch?
 
-The script trains the paper's state-tracking model on the word problem of A5 with every implementation, from
-the same weights and on the same batches. The first half of the steps unrolls four iterations. The second half
-searches for the fixed point and does four phantom steps.
+The script trains the paper's state-tracking model on the word problem of A5, once with each of ``--kernels``
+and once with plain PyTorch. These runs start from the same weights and use the same batches. The first half
+of the steps unrolls four iterations. The second half searches for the fixed point and does four phantom
+steps.
 
 Rounding soon separates loss curves. The script therefore prints how far each curve is from plain PyTorch,
 and for comparison how far apart two plain PyTorch runs with different seeds are.

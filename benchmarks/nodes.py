@@ -5,10 +5,10 @@ The script starts training of a small model as two ``torchrun`` commands would (
 the CPU. At a random time the script kills one of the four ranks with signal 9. The two agents, one per node,
 then restart all ranks. Three conditions must hold:
 
-- The losses equal those of an uninterrupted run to 1e-6. They are not equal bit for bit, because DDP sums
-  the gradients of the first step after a start in another order.
-- The surviving ranks print at most one line in total.
-- If there is an undamaged checkpoint, training resumes from a checkpoint.
+- The losses equal those of an uninterrupted run to 1e-6. They are not equal bit for bit: in the first step
+  after a start, DDP sums the gradients in another order than in later steps.
+- The ranks print at most one error message in total, and no traceback.
+- If an undamaged checkpoint exists before the kill, training does not start again from step 0.
 
     python benchmarks/nodes.py
     python benchmarks/nodes.py --runs 3
@@ -128,7 +128,7 @@ def difference(found: list[float], reference: list[float]) -> float:
 
 
 def judge(row: Row, place: Path, reference: list[float]) -> Row:
-    """Add to the row: the outcome, the largest difference of a loss, and the lines of the surviving ranks."""
+    """Add to the row: the outcome, the largest difference of a loss to ``reference``, the ranks' errors."""
     said = (place / "ranks.txt").read_text().replace("\r", "\n").splitlines()
     lines = [line for line in said if line.startswith("process ")]
     if row.get("hangs") or any(row["statuses"]):

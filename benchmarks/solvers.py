@@ -70,8 +70,8 @@ class Case(NamedTuple):
     checksum: str  # of weights and inputs; every row stores the checksum of its model
     reference: Tensor  # (B, L, D) float64, the equilibrium
     known: Tensor  # (B, L) bool, true if the reference converged at this and all earlier tokens
-    # Picard iteration at a tolerance of 1e-3 (float64) stops at some distance from the equilibrium. This is
-    # the largest distance of a token, divided by 1e-3. It is large if f contracts slowly.
+    # Picard iteration at a tolerance of 1e-3 (float64) stops at some distance from the equilibrium. The gain
+    # is the largest relative distance of a token, divided by 1e-3. It is large if f contracts slowly.
     gain: float
 
 
@@ -132,8 +132,8 @@ def change_token(x: Tensor, t: int) -> Tensor:
 def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
     """Measure a row with two solves.
 
-    The first solve gives the result and its peak memory. In the second solve one token of the input is
-    changed; this solve gives the time and the leak.
+    The first solve gives the result and the peak memory. For the second solve, one token of the input is
+    changed. The second solve gives the time and the leak.
     """
     case, tolerance, device = cases[key["case"]], key["tolerance"], options.device
     dtype, solver = getattr(torch, key["dtype"]), SOLVERS.get(key["solver"], key["solver"])

@@ -182,8 +182,8 @@ def computed_by(name: str, backbone: Backbone) -> AbstractContextManager[None]:
 def correctness(bench: Bench) -> Tables:
     """Relative L2 errors of f(z) and of its gradients, against plain PyTorch in float64.
 
-    The limit applies to f(z), and to all gradients concatenated. A single gradient may have five times this
-    error. The sequences have an odd length and span several chunks.
+    The limit applies to f(z), and to all gradients concatenated. The error of a single gradient may be five
+    times the limit. The sequences have an odd length and span several chunks.
     """
     rows = []
     for body, options in SMALL.items():
@@ -236,7 +236,8 @@ def training_step(bench: Bench, name: str, form: str, changes: Row, reference: R
     def loss() -> Tensor:
         with bench.autocast():
             out = model(tokens, labels=None if name == TRACKING else tokens)
-            if out.solution is not None:  # storing `out` would keep the logits in memory
+            if out.solution is not None:
+                # Keep only these two values: storing `out` would keep the logits in memory.
                 solved.update(evaluations=out.solution.nfe, iterations=out.solution.iterations)
             if name == TRACKING:
                 return F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten())
@@ -265,11 +266,18 @@ def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float,
     mixer = backbone.layers[0].mixer
 
     def matrix(into: int, out: int, gates: int = 0) -> tuple[float, float]:
-        """Bytes and operations of one matrix product per block. ``gates``: result columns not written."""
+        """Bytes and operations of a matrix product that each block does once, summed over the blocks.
+
+        ``gates``: number of result columns that are not written, because the fused gate consumes them.
+        """
         return n * 2 * (T * (into + out - gates) + into * out), n * 2 * T * into * out
 
     def norms(count: int) -> tuple[float, float]:
-        """Bytes and operations of all norms. Later norms also add to the stream; the last writes float32."""
+        """Bytes and operations of all norms together.
+
+        Every norm after the first also adds to the residual stream. The last norm writes only its result,
+        in float32.
+        """
         return T * D * (6 + (count - 2) * 12 + 10), T * D * 5 * count
 
     if hasattr(mixer, "sizes"):
@@ -359,7 +367,10 @@ def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
 
 @torch.no_grad()
 def one_by_one(bench: Bench) -> Row:
-    """Time state tracking with window 1. A sequence goes to its next token when the current one settles."""
+    """Time state tracking with window 1.
+
+    A sequence moves to its next token when its current token has converged or used up its evaluations.
+    """
     rule = {"name": "residual", "rtol": 0.05, "max_iter": 32}
     model = bench.model(bench.config(TRACKING, eval_convergence=rule)).eval()
     batch, length = bench.size(TRACKING)

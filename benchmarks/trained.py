@@ -58,12 +58,12 @@ def find(name: str, options: argparse.Namespace) -> Subject:
 
     Args:
         name: "A5", "mamba2" or "llama", which are trained first if necessary; or a folder with a model.
-        options: has ``batch`` (sequences), ``length`` (tokens per sequence; ``None``: the training length of
-            a word problem), ``device``, ``models`` (folder for trained models), ``quick`` (train smaller
-            models) and ``text`` (files for language models).
+        options: has ``batch`` (sequences), ``length`` (tokens per sequence; for a word problem, ``None``
+            means the longest length in training), ``device``, ``models`` (folder for trained models),
+            ``quick`` (train smaller models) and ``text`` (files for language models).
 
     Raises:
-        ValueError: the folder has no model or an explicit model; the text is too short.
+        ValueError: the folder has no model; the model is explicit; the text is too short.
     """
     folder = Path(name)
     if name == "A5":

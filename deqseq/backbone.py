@@ -86,8 +86,9 @@ class Backbone(nn.Module, ABC):
     the state and on tokens up to t of z and the context. A backbone needs no masks: the layer moves padding
     to the end of each sequence, and a causal map cannot use later tokens.
 
-    A backbone with ``causal = False`` may use all tokens. It needs no state. All tokens of a sequence then
-    settle together. To accept sequences of different lengths, it implements :meth:`hide_padding`.
+    A backbone with ``causal = False`` may use all tokens, and needs no state. In a search, all tokens of a
+    sequence must then converge in the same evaluation. To accept sequences of different lengths, such a
+    backbone implements :meth:`hide_padding`.
 
     Attributes:
         d_model: width D of z and x; ``None`` if every width works.
@@ -161,9 +162,9 @@ class Backbone(nn.Module, ABC):
         return state
 
     def keep_last(self, state: State, tokens: int) -> State:
-        """A state that keeps only the last ``tokens`` tokens.
+        """Drop all but the last ``tokens`` tokens. The result's ``seen`` counts only the kept tokens.
 
-        Its ``seen`` counts only these tokens. Recurrent states are returned unchanged.
+        A recurrent state cannot drop tokens. By default the method returns ``state`` itself.
         """
         return state
 

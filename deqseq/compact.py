@@ -19,7 +19,7 @@ class CompactingRunner(Runner):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # index in the first batch
+        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # index in the whole batch
         self._left: list[tuple[Tensor, Solution]] = []  # indices and solutions of removed rows
 
     def proceed(self) -> None:

@@ -25,8 +25,8 @@ class Stage:
         convergence: convergence policy in training, as a name or mapping. ``None`` keeps the previous stage's
             policy; in the first stage, ``None`` keeps the layer's policy.
         window: number of tokens solved together; all by default.
-        eval_convergence: convergence policy in evaluation. ``None`` keeps the previous policy, as for
-            ``convergence``.
+        eval_convergence: convergence policy in evaluation. ``None`` keeps the previous stage's evaluation
+            policy; in the first stage, ``None`` keeps the layer's evaluation policy.
     """
 
     until: float
@@ -40,8 +40,8 @@ class Curriculum:
     """The stages of training, in order.
 
     Raises:
-        ValueError: ``stages`` is empty; ``until`` does not increase from stage to stage, or the last one is
-            not 1; a name or option is unknown.
+        ValueError: ``stages`` is empty; ``until`` does not increase from stage to stage, or is not 1 in the
+            last stage; a name or option is unknown.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:

@@ -1,4 +1,4 @@
-"""Recording of the loop's passes as CUDA graphs.
+"""Recording passes of the solve loop (:mod:`deqseq.loop`) as CUDA graphs.
 
 A pass evaluates f once and computes the next iterates. In small passes, launching the kernels takes longer
 than running them. A CUDA graph launches all its kernels at once. Every replay reads and writes the memory of
@@ -23,8 +23,8 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
     """Record each of ``steps`` as a CUDA graph, and return one replay function per step.
 
     A step may read results of earlier steps. No step may make the host wait for the device. Each step first
-    runs once without recording, which compiles and loads its kernels. On the CPU the function runs each step
-    once and returns the steps unchanged.
+    runs once without recording, which compiles and loads its kernels. On the CPU, :func:`capture` only runs
+    each step once and returns the steps unchanged.
     """
     if device.type != "cuda":
         for step in steps:

@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     z0: Tensor | None
     position_ids: Tensor
     lengths: Tensor  # (R,) number of tokens to solve
-    unsolvable: Tensor  # (R, C) bool, tokens that depend on a non-finite token, and that token
+    unsolvable: Tensor  # (R, C) bool, non-finite tokens, and the tokens that depend on them
     state: State | None
 
 
@@ -116,7 +116,7 @@ def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     the device.
 
     Raises:
-        ValueError: positions repeat, or decrease to a value other than 0.
+        ValueError: a position is neither 0 nor greater than the previous token's position.
     """
     # The position of the previous token, skipping padding; -1 for the first token.
     rank = real.cumsum(1)

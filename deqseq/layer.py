@@ -85,14 +85,16 @@ class ImplicitSequenceLayer(SequenceLayer):
         window: number of tokens solved together. ``None``: all tokens (the paper's simultaneous mode). 1: one
             token after another (sequential mode). Other numbers: the window slides forward when its first
             tokens have converged or used up their iterations. The window changes the number of evaluations,
-            not the fixed point. In training the search uses the window, but steps with an autograd graph run
-            on all tokens at once.
+            not the fixed point. The search for the fixed point uses the window. In training, evaluations that
+            autograd records run on all tokens at once.
         causal: if true, training refuses solvers and policies that let a token's value depend on later
-            tokens. By default as the backbone.
-        compact: remove converged sequences from the batch once at least half of them have converged. Later
-            evaluations are then cheaper. Results change by rounding, because smaller matrix products round
-            differently. Searches with a window, a state or a group ignore this option. In your own backbone
-            or solver, the batch must be the first dimension of ``Context.tokens`` and of the solver's state.
+            tokens. By default true if the backbone is causal.
+        compact: once at least half of the sequences have settled, remove the settled sequences from the
+            batch. A sequence has settled when each of its tokens has converged or used up its iterations.
+            Later evaluations are then cheaper. Results change by rounding, because smaller matrix products
+            round differently. Searches with a window, a state or a group ignore this option. In your own
+            backbone or solver, the batch must be the first dimension of ``Context.tokens`` and of the
+            solver's state.
         group: process group whose ranks all do the same number of evaluations, as FSDP requires.
 
     Attributes:
@@ -169,7 +171,7 @@ class ImplicitSequenceLayer(SequenceLayer):
                 ``state.seen``. If positions restart at 0 inside a row, a new sequence begins there. All
                 sequences are solved independently.
             state: backbone state before the first token; the output then has the state after the last token.
-            z0: (B, L, D) initial guess; zero by default. Non-finite tokens are replaced by zero.
+            z0: (B, L, D) initial guess; zero by default. Tokens of ``z0`` that are not finite become zero.
             window: window of this call; ``"layer"``: the window of the solve options.
             solve: solve options of this call; by default the layer's.
 
@@ -279,7 +281,10 @@ class ExplicitSequenceLayer(SequenceLayer):
 
 
 def _context(backbone: Backbone, inputs: Inputs, padded: bool) -> Context:
-    """``padded``: whether rows may have padding; causal maps need not know."""
+    """The backbone's context. If rows may have padding (``padded``), hides it from a non-causal backbone.
+
+    Padding comes after the real tokens, so a causal backbone never uses it for them.
+    """
     context = backbone.prepare(inputs.x, inputs.position_ids)
     return backbone.hide_padding(context, inputs.lengths) if padded and not backbone.causal else context
 

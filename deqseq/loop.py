@@ -39,8 +39,8 @@ class Carry(NamedTuple):
     # With a window:
     state: State | None = None  # the backbone's state after all tokens before ``start``
     start: Tensor | None = None  # (B,) position of the window's first token
-    # (B,) number of tokens that have left the window. ``start`` counts them already. The next pass begins by
-    # shifting the window's tensors.
+    # (B,) number of tokens that settled in the last pass and leave the window. ``start`` is already past
+    # them. The next pass begins by shifting z, ``tokens`` and ``memory``.
     leaving: Tensor | None = None
     # z, iterations, residual and status of every token, each (B, L + W, ...). The last W places are padding.
     results: tuple[Tensor, ...] = ()
@@ -75,7 +75,8 @@ def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
     """One pass: take the proposed iterates, evaluate f, judge the evaluation, propose the next iterates.
 
     With a window, the tokens that settled in the previous pass leave at the window's start. The same number
-    of new tokens enters at its end. The pass also advances the backbone's state past the tokens that settle.
+    of new tokens enters at its end. After evaluating f, the pass advances the backbone's state past the
+    tokens that have now settled.
 
     If gradients are disabled, the pass may overwrite ``carry.proposal``: do not use ``carry`` after the pass.
     A pass never makes the host wait for the device.
@@ -121,7 +122,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     carry = carry._replace(proposal=proposal, tokens=tokens, memory=memory)
     if start is None or state is None:
         return carry._replace(fz=fz, trace=trace)
-    # Every pass overwrites the window, so each token keeps the values of its last pass.
+    # Every pass overwrites the results of the window's tokens, so each token keeps those of its last pass.
     place = start[:, None] + problem.offsets
     values = (proposal if problem.fixed else fz, tokens.iterations, tokens.residual, tokens.status)
     for result, value in zip(carry.results, values, strict=True):
@@ -231,9 +232,9 @@ def drive(runner: Runner) -> Solution:
 
     A token settles when the token and all unsettled tokens before it converge in the same evaluation. If f is
     not causal, all tokens of a sequence must converge in the same evaluation. A token also settles when its
-    budget of evaluations is used up. The loop then freezes the token's z and returns f(z) at the frozen z. So
-    with a causal f, a token's result does not depend on later tokens. With :class:`~deqseq.FixedIterations`
-    the loop returns the last iterate instead.
+    budget of evaluations is used up. The loop freezes the z of every settled token and returns f(z) at the
+    frozen z. So with a causal f, a token's result does not depend on later tokens. With
+    :class:`~deqseq.FixedIterations` the loop returns the last iterate instead.
 
     Evaluations record an autograd graph if gradients are enabled.
     """

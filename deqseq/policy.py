@@ -1,6 +1,8 @@
 """The interface of convergence policies: when a token has converged, and how many evaluations it may use.
 
-A policy judges one evaluation on the device. It never changes z and never makes the host wait for the device.
+A policy judges one evaluation on the device. It never changes z, and should not make the host wait for the
+device. A token settles when its iteration ends.
+
 Training, evaluation and generation run the same loop and may use different policies.
 
 Shapes: B sequences, W tokens in the window, D width.
@@ -27,7 +29,7 @@ class Judgement(NamedTuple):
     Attributes:
         residual: (B, W) float32, relative residual.
         converged: (B, W) bool, true if the token meets the tolerance.
-        done: (B, W) bool, true if the token may stop; ``None`` means that ``converged`` decides.
+        done: (B, W) bool, true if the token may settle; ``None``: a token may settle if it has converged.
     """
 
     residual: Tensor
@@ -36,7 +38,7 @@ class Judgement(NamedTuple):
 
     @property
     def stops(self) -> Tensor:
-        """(B, W) bool, true if the token may settle."""
+        """(B, W) bool: ``done``, or ``converged`` if ``done`` is ``None``."""
         return self.converged if self.done is None else self.done
 
 
@@ -46,10 +48,11 @@ class ConvergencePolicy(ABC):
     Attributes:
         max_iter: maximum number of evaluations per token.
         causal: true if the verdict on a token does not depend on later tokens.
-        check_every: number of passes between the host's checks whether all tokens have settled. ``None``
-            means 1 on the CPU, where the check is free, and 4 on other devices. Settled tokens are frozen, so
-            ``check_every`` never changes a result.
-        capturable: true if a CUDA graph can record ``judge``: it never makes the host wait for the device.
+        check_every: once every ``check_every`` calls of f, the host checks whether all tokens have settled.
+            ``None`` means 1 on the CPU, where the check is free, and 4 on other devices. Settled tokens are
+            frozen, so ``check_every`` never changes a result.
+        capturable: true if a CUDA graph can record ``judge``. Then ``judge`` must never make the host wait
+            for the device.
     """
 
     max_iter: int

@@ -120,7 +120,7 @@ class Problem:
 
     @property
     def fixed(self) -> bool:
-        """Whether the policy is :class:`FixedIterations`. The result is then the last iterate."""
+        """Whether the policy is :class:`FixedIterations`. If so, the result is the last iterate, not f(z)."""
         return isinstance(self.policy, FixedIterations)
 
     @property

@@ -73,7 +73,8 @@ class Registry(Generic[Part]):
         """Build a part from ``spec``; if ``spec`` is a part, return it.
 
         Raises:
-            ValueError: the name is unknown, the part does not take an option, or an object has a wrong class.
+            ValueError: the name is unknown, ``spec`` has an option that the part does not take, or ``spec``
+                is an object of a wrong class.
         """
         if isinstance(spec, (str, Mapping)):
             name, arguments, options = self._read(spec)

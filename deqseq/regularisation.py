@@ -53,7 +53,7 @@ def spectral_radius(
     """Estimate the spectral radius of df/dz for every sequence, (B,), by the power method.
 
     Near a fixed point, the iteration z <- f(z) converges if the radius is below 1. The error may still grow
-    at first. If f is causal, it may grow for up to L iterations.
+    at first; with a causal f, the error may grow for up to L iterations.
 
     Every iteration multiplies a vector by the transposed Jacobian and measures how much the vector grows. The
     growth oscillates if the largest eigenvalues are complex. Therefore the estimate is the geometric mean of

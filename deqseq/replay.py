@@ -135,7 +135,7 @@ class Fingerprint:
     """
 
     def __init__(self) -> None:
-        # A weak reference, because the layer already refers to this object.
+        # No layer yet. ``of`` stores a weak reference, because the layer already refers to this object.
         self._layer: Callable[[], nn.Module | None] = lambda: None
         self._modules: list[nn.Module] = []  # all modules inside the layer
         self._subtrees: list[dict[str, Any]] = []

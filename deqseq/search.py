@@ -50,9 +50,9 @@ def steps(
         start: the solution of a search; the iteration continues from its z. The result keeps the residual,
             iterations, status and state of ``start``. By default the iteration begins at ``problem.z0``.
 
-            If a token in ``start`` is not finite, this token and the later tokens of its sequence keep their
-            z. During the iteration these tokens are zero, because NaN would spread to earlier tokens through
-            matrix products.
+            If a token in ``start`` is not finite, the result has the z of ``start`` at this token and at the
+            later tokens of its sequence. During the iteration these tokens are zero, because NaN would
+            spread to earlier tokens through matrix products.
         solver: proposes the iterates; the problem's solver by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
     """

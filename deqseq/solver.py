@@ -1,4 +1,4 @@
-"""The interface of solvers. A solver computes the next iterate; only the loop calls f.
+"""The interface of solvers. A solver computes the next iterate. Only the loop (``deqseq.loop``) evaluates f.
 
 Shapes: B sequences, W tokens in the window, D width.
 """
@@ -16,7 +16,7 @@ from deqseq.registry import Registry
 
 @dataclass
 class Progress:
-    """Information on the tokens, which a solver's step gets after an evaluation. Every tensor is (B, W).
+    """What a solver's ``step`` gets to know about the tokens after an evaluation. Every tensor is (B, W).
 
     A token is settled when its iteration has ended. Padding is always settled.
 
@@ -43,7 +43,8 @@ class Progress:
     def shifting(self) -> Tensor:
         """(B, W) bool, tokens with an unsettled token before them.
 
-        f(z) at a token depends on the tokens before it, so f(z) changes while an earlier token moves.
+        f(z) at a token depends on the tokens before it, so f(z) changes while an earlier token moves. With a
+        fixed number of iterations, there is no ``residual`` and no token counts as shifting.
         """
         if self.residual is None:
             return torch.zeros_like(self.settled)

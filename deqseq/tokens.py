@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
     def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> Tokens:
-        """The tokens after the window has moved: settled tokens leave at its start, others enter at its end.
+        """The tokens after the window moved: settled tokens leave at its start, new tokens enter at its end.
 
         Args:
             source: (B, W) int64, index of each staying token in the old window.
@@ -81,9 +81,10 @@ class Tokens(NamedTuple):
 
 
 def _of_sequences(verdict: Judgement, active: Tensor) -> Judgement:
-    """The verdict on whole sequences. A token converges and stops with the last token of its sequence.
+    """The verdict for a map that is not causal: all tokens of a sequence converge and stop together.
 
-    If one token is not finite, no token of its sequence is.
+    ``converged`` and ``stops`` become true for a sequence only if they are true for all its active tokens. If
+    the residual of an active token is not finite, all residuals of its sequence become NaN.
     """
 
     def every(tokens: Tensor) -> Tensor:

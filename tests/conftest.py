@@ -24,7 +24,10 @@ TEST_DATA = Path(data).resolve() if data else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest file first. A worker that starts it last would finish long after the others."""
+    """Run the slowest file first: a worker that starts this file last would finish long after the others.
+
+    On a device other than the CPU, skip the tests marked ``passes_of_a_cpu``.
+    """
     items.sort(key=lambda item: item.path.name != "test_pretrain_scale.py")
     if device not in (None, "", "cpu"):
         reason = f"counts passes as a CPU makes them; on {device} several are made between two looks"
@@ -88,7 +91,8 @@ class Rates(Backbone):
 def contract(backbone: Backbone) -> Backbone:
     """Weaken the dependence on z, so that each Picard iteration roughly halves the residual.
 
-    Shrinking the output weights would not help, because a final norm cancels their scale.
+    Smaller norm weights shrink the z that enters a mixer or MLP. Larger mixer outputs outweigh the z on the
+    residual stream. Shrinking the stream as a whole would not help, because the final norm cancels its scale.
     """
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
@@ -107,7 +111,7 @@ def _seed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def optional_data() -> Callable[[str], Path]:
-    """``optional_data(name)``: the folder ``name`` in ``DEQSEQ_TEST_DATA``. Skips the test without it."""
+    """``optional_data(name)``: the folder ``name`` in ``DEQSEQ_TEST_DATA``; skips the test without one."""
 
     def folder(name: str) -> Path:
         if TEST_DATA is None:
@@ -121,7 +125,7 @@ def optional_data() -> Callable[[str], Path]:
 
 @pytest.fixture
 def needs_triton() -> None:
-    """Skip the test without Triton. Without a GPU, Triton's interpreter is needed: version 3.7 or later."""
+    """Skip the test if Triton is missing, or if there is no GPU and Triton is older than 3.7."""
     triton = pytest.importorskip("triton", reason="Triton is not made for this platform")
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if not torch.cuda.is_available() and version < (3, 7):

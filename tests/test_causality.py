@@ -61,7 +61,7 @@ def assert_blind_to_the_future(
     change: Callable[[Tensor], Tensor],
     at: tuple[int, ...] = (1, 7, 13),
 ) -> None:
-    """Change one token of ``at`` at a time: the results of all earlier tokens must stay the same."""
+    """Change the tokens at positions ``at``, one by one: results of earlier tokens must stay the same."""
     x = torch.randn(2, L, 16)
     before = layer(x)
     for t in at:

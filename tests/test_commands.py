@@ -1,8 +1,8 @@
 """Programs accept every command in the README, CONTRIBUTING and docs/.
 
 A command runs until its arguments are parsed, so unknown flags and wrong or missing values fail the test.
-Short commands such as ``--help`` run to their end. Other tests must check that the programs work: a command
-fails here if no other test runs its program.
+A command that ends before that, such as one with ``--help``, must not fail. Other tests must check that the
+programs work: a command fails here if no other test runs its program.
 """
 
 import argparse
@@ -93,7 +93,8 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise Parsed
 
     monkeypatch.setattr(command_line, "execute", unless_a_run_file_has_the_rest)
-    monkeypatch.setattr(plan, "describe", parsed)  # pretraining reads fields of a run file after its flags
+    # Pretraining parses its flags, then checks the fields of the run file, then calls one of these functions.
+    monkeypatch.setattr(plan, "describe", parsed)
     monkeypatch.setattr(train, "pretrain", parsed)
     monkeypatch.chdir(tmp_path)
 

@@ -178,7 +178,7 @@ def test_checkpointing_changes_nothing(
 
 
 def test_checkpointing_stores_less(make_layer: MakeLayer) -> None:
-    """With checkpointing, autograd saves one iterate per further step, and nothing inside the steps."""
+    """With checkpointing, each additional step saves only one more iterate, and no activations."""
 
     def saved(gradient: GradientStrategy) -> int:
         layer = make_layer("mamba2", gradient=gradient)
@@ -355,7 +355,7 @@ def test_an_unsolved_backward_system_is_warned_of(make_layer: MakeLayer) -> None
     with pytest.warns(RuntimeWarning, match="did not converge"):
         out.z.square().sum().backward()
     assert (out.solution.adjoint.status == Status.BUDGET_EXHAUSTED).any()
-    # Neither warns: the first policy converges, and the second has no tolerance to miss.
+    # With these two policies there is no warning: the first converges, and the second has no tolerance.
     for policy in (Residual(rtol=1e-3, max_iter=200), FixedIterations(2)):
         out = make_layer("module", gradient=ImplicitDifferentiation(convergence=policy))(torch.randn(2, 6, D))
         with warnings.catch_warnings():

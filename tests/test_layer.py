@@ -194,7 +194,7 @@ def test_an_explicit_layer_is_the_stack_applied_once(make_backbone: MakeBackbone
 
 
 def test_an_explicit_layer_over_a_module_applies_it_to_x(make_backbone: MakeBackbone) -> None:
-    """The layer applies the module to x once. It may also refuse the module."""
+    """Either the layer refuses the module, or the layer applies the module to x once."""
     module, x = nn.Linear(4, 4), torch.randn(2, 6, 4)
     try:
         layer = ExplicitSequenceLayer(ModuleBackbone(module))
@@ -217,7 +217,7 @@ def test_inputs_are_left_alone(make_layer: MakeLayer) -> None:
 
 
 def test_position_ids(make_layer: MakeLayer) -> None:
-    """By default, positions count the tokens that are not padding, from 0. ``position_ids`` replace them."""
+    """By default, positions count the non-padding tokens from 0. ``position_ids`` replaces these numbers."""
     layer = make_layer("llama", convergence=Residual(rtol=1e-6, max_iter=200)).eval()
     x, mask = torch.randn(2, 6, 16), torch.ones(2, 6)
     mask[0, :2] = 0

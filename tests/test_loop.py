@@ -425,7 +425,7 @@ def test_search_stores_no_graph(make_layer: MakeLayer) -> None:
 
 @pytest.mark.usefixtures("needs_triton")
 def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
-    """Some tokens converge, some do not, and some become infinite, at the front and behind others."""
+    """Compare the tokens after each of eight steps. Token 2 of the last sequence may become infinite."""
     from deqseq import kernels
     from deqseq.ops.residual import freeze
 

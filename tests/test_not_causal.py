@@ -49,7 +49,10 @@ def seed() -> None:
 
 
 def test_tokens_settle_with_their_sequence() -> None:
-    """Both sequences have one count each; the counts differ, because the second sequence starts solved."""
+    """All tokens of a sequence have the same iteration count.
+
+    The second sequence has a lower count than the first, because it starts at its solution.
+    """
     solve = layer(ModuleBackbone(Mixing(5), causal=False)).eval()
     x = torch.randn(2, 5, D)
     z0 = solve(x).z.detach() * torch.tensor([0.0, 1.0])[:, None, None]
@@ -77,7 +80,7 @@ def test_an_earlier_token_depends_on_a_later_one() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"board": 3}])
 def test_padding_and_other_sequences_change_nothing(options: dict[str, int]) -> None:
-    """Padding may stand anywhere; a row equals the row alone without padding."""
+    """Padding may stand anywhere. A row is solved as if it were alone and had no padding."""
     solve = layer(llama(**options)).eval()
     x, mask = torch.randn(3, 7, D), torch.ones(3, 7, dtype=torch.bool)
     mask[1, 5:] = False
@@ -132,7 +135,7 @@ def test_a_sequence_that_overflows_ends_at_once() -> None:
 )
 @pytest.mark.parametrize("gradient", [Phantom(40), ImplicitDifferentiation(convergence=TIGHT)])
 def test_gradients_equal_finite_differences(solver: Any, gradient: Any) -> None:
-    """Of x, in float64. Sequence-scope solvers are welcome in training."""
+    """Gradients with respect to x, in float64. Solvers with sequence scope are allowed in training."""
     solve = layer(
         ModuleBackbone(Mixing(4), causal=False), solver=solver, gradient=gradient,
         convergence=Residual(rtol=1e-9, max_iter=400),
@@ -148,7 +151,10 @@ def test_gradients_equal_finite_differences(solver: Any, gradient: Any) -> None:
 
 
 def test_positions_on_a_board_have_two_dimensions() -> None:
-    """Scores depend on the differences of rows and columns; without a board, on that of positions."""
+    """On a board, a score depends on the row difference and the column difference of query and key.
+
+    Without a board, it depends on the difference of their positions.
+    """
     q, k = torch.randn(2, 1, 1, 1, 4)
 
     def score(backbone: LlamaBackbone, query: int, key: int) -> float:
@@ -157,10 +163,10 @@ def test_positions_on_a_board_have_two_dimensions() -> None:
         return (turned[0] * turned[1]).sum().item()
 
     flat, board = (llama(board=size) for size in (None, 3))
-    for backbone in (flat, board):  # one row and one column further
+    for backbone in (flat, board):  # on the board, the key is one row and one column after the query
         assert score(backbone, 0, 4) == pytest.approx(score(backbone, 4, 8), abs=1e-5)
     assert score(flat, 0, 1) == pytest.approx(score(flat, 2, 3), abs=1e-5)
-    assert score(board, 0, 1) != pytest.approx(score(board, 2, 3), abs=1e-2)  # 2 to 3 is another row
+    assert score(board, 0, 1) != pytest.approx(score(board, 2, 3), abs=1e-2)  # 3 is in the next row
 
 
 def test_an_explicit_layer_hides_padding_too() -> None:

@@ -57,7 +57,10 @@ def test_additive_masks_are_refused(make_layer: MakeLayer, wrong: float) -> None
 
 
 def padded_batch(mask: str, fill: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x (3, 12, 16) with padding ``fill`` in sequence 1, its mask, and sequence 1 without padding."""
+    """A batch x (3, 12, 16), its attention mask, and sequence 1 of x without padding.
+
+    Only sequence 1 has padding; all its padding values are ``fill``.
+    """
     x = torch.randn(3, 12, 16)
     attention_mask = torch.ones(3, 12, dtype=torch.int64)
     attention_mask[1] = torch.tensor(MASKS[mask])

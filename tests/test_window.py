@@ -1,4 +1,4 @@
-"""Duality: the window changes the amount of work but not the fixed point, also across calls."""
+"""Duality: the window changes the work, not the fixed point, also if several calls solve one sequence."""
 
 from collections.abc import Callable
 

@@ -37,7 +37,7 @@ class AttentionFunction:
                 f"imported ({error}); 'sdpa' needs only torch"
             ) from error
         known = {key: value for key, value in ALL_ATTENTION_FUNCTIONS.items() if not key.startswith("paged|")}
-        if "eager" not in known:  # each model file of transformers defines its own; take Llama's
+        if "eager" not in known:  # transformers defines eager attention in each model file: take Llama's
             from transformers.models.llama.modeling_llama import eager_attention_forward
 
             known["eager"] = eager_attention_forward
@@ -57,7 +57,7 @@ class AttentionFunction:
         self._function: Callable[..., tuple[Tensor, Any]] = known[name]
         self._mask: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         self._on_cpu: Callable[..., tuple[Tensor, Any]] | None = None
-        if name == "flex_attention":  # only here: disable() imports the compiler and Triton
+        if name == "flex_attention":  # disable() imports the compiler and Triton: call it only for this name
             self._on_cpu = functools.partial(torch.compiler.disable(_uncompiled), self._function)
 
     def __reduce__(self) -> tuple[type[AttentionFunction], tuple[str]]:

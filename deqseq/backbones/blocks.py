@@ -50,8 +50,8 @@ class StackTrace(NamedTuple):
 class Block(nn.Module):
     """A pre-norm mixer and an optional pre-norm MLP. Their outputs are added to the residual stream.
 
-    A block returns its last output without adding it. The next block, or the final norm, does this addition,
-    so that one kernel can add and normalise.
+    The block does not add its last output (of the MLP, if there is one) itself, but returns it. The next
+    block, or the final norm, adds it. So one kernel can add and normalise.
     """
 
     def __init__(self, d_model: int, norm_eps: float, mixer: nn.Module, mlp: nn.Module | None) -> None:
@@ -237,8 +237,8 @@ def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
     """The effective weight of a linear map or convolution.
 
     Raises:
-        ValueError: ``module`` has another class, for example an adapter's. Backbones read weights and do not
-            call modules, so the adapter would have no effect.
+        ValueError: ``module`` is not an ``nn.Linear`` or ``nn.Conv1d``; for example, it is an adapter.
+            Backbones read weights and do not call modules, so the adapter would have no effect.
     """
     if type_before_parametrizations(module) not in (nn.Linear, nn.Conv1d):
         raise ValueError(

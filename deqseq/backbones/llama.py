@@ -89,7 +89,7 @@ class LlamaBlock(Block):
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
         rotary: tuple[Tensor, Tensor], mask: Any, seen: Tensor | None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-        """Returns the stream, the block's last output (to be added by the next block), and the trace.
+        """Returns the stream, the MLP's output (the next block adds it to the stream), and the trace.
 
         ``seen`` (B,): the number of filled slots. If it is given, a fused kernel computes the block.
         """

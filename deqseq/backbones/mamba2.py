@@ -100,7 +100,7 @@ class Mamba2Backbone(Stack):
             ``ImplicitForCausalLM.to_implicit`` sets this option.
 
     Raises:
-        ValueError: a size below 1, or one that breaks a rule above; step sizes that break
+        ValueError: a size is below 1 (``d_inner`` may be 0) or breaks a rule above, or the step sizes break
             0 < dt_min <= dt_max < inf.
     """
 

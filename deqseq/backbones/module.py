@@ -88,7 +88,10 @@ class ModuleBackbone(Backbone):
 
 
 def _line(past: Tensor, seen: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Append new inputs to past inputs. Returns all inputs, and the indices (B, W) of the new inputs."""
+    """Write the new inputs (B, W, D) after the first ``seen`` (B,) past inputs.
+
+    Returns all inputs, and the indices (B, W) of the new inputs.
+    """
     line = F.pad(past, (0, 0, 0, inputs.shape[1]))
     index = seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)
     return line.scatter(1, index[..., None].expand_as(inputs), inputs.to(past.dtype)), index

@@ -82,7 +82,7 @@ class StateLayer(CacheLayerMixin):
         real = (z.new_ones(z.shape[:2]) if attention_mask is None else attention_mask).bool()
         place = torch.arange(1, z.shape[1] + 1, device=z.device)
         last = take_tokens(z, (real * place).argmax(1, keepdim=True))[:, 0]
-        if self.equilibrium is not None:  # a sequence with only padding keeps its equilibrium
+        if self.equilibrium is not None:  # a sequence without tokens in this call keeps its equilibrium
             last = torch.where(real.any(1, keepdim=True), last, self.equilibrium)
         self.state = state
         self.equilibrium = last.detach()
@@ -182,9 +182,9 @@ def _same_form(state: State, fresh: State) -> bool:
 class EquilibriumCache(Cache):
     """The models' ``past_key_values``: the backbone's state after the tokens of all earlier calls.
 
-    ``model(..., use_cache=True)`` and ``generate`` make a cache. Beam search can reorder its sequences.
-    ``crop(-n)`` removes the last n columns of an attention model's cache. The state of a recurrent model
-    (Mamba2) cannot forget tokens: ``crop`` raises ``ValueError``.
+    ``model(..., use_cache=True)`` and ``generate`` make a cache. Beam search can reorder the cache's
+    sequences. ``crop(-n)`` removes the last n columns of an attention model's cache. The state of a recurrent
+    model (Mamba2) cannot forget tokens: ``crop`` raises ``ValueError``.
 
     Args:
         rewinds: whether the last tokens can be removed; see :attr:`~deqseq.Backbone.rewinds`.

@@ -67,7 +67,7 @@ class ImplicitConfig(PreTrainedConfig):
     vocab_size: int = 50277
     backbone: Any = None
     implicit: bool = True
-    # Each of these parts is a name or a mapping. Any other value raises ``ValueError``.
+    # Like ``backbone``, each of the next four settings is a name or a mapping. Objects raise ``ValueError``.
     solver: Any = "picard"
     gradient: Any = "phantom"
     convergence: Any = None
@@ -145,10 +145,10 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but settings in ``kwargs`` are checked too.
+        """As in transformers, but ``kwargs`` replace fields in ``config_dict`` before the fields are checked.
 
-        Unknown settings in ``config_dict`` are kept and saved again, because other packages also store
-        settings in ``config.json``. The log has a warning with their names.
+        Unknown settings in ``config_dict`` raise no error, because other packages also store settings in
+        ``config.json``. The configuration keeps and saves unknown settings, and a warning names them.
         """
         ours = set(cls.__annotations__) & set(kwargs)
         settings = {**config_dict, **{name: kwargs.pop(name) for name in ours}}

@@ -19,7 +19,8 @@ from deqseq.ops.mixer.naive import at_least_float32
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-# Regular expressions for transformers' weight names -> our names, without their prefixes.
+# How weight names begin: regular expressions for transformers' names -> our names. Our names are written here
+# without ``model.`` and ``model.layer.backbone.``.
 _LLAMA = {
     r"model\.embed_tokens\.": "embed_tokens.",
     r"model\.norm\.": "norm_f.",
@@ -90,7 +91,7 @@ def _llama(model: Any) -> dict[str, Any]:
 
 
 def swiglu_width(hidden: int) -> int:
-    """The ``d_inner`` that gives a SwiGLU ``hidden`` hidden units: ``2 * d_inner // 3 == hidden``."""
+    """The ``d_inner`` of a SwiGLU whose hidden width is ``hidden``: ``2 * d_inner // 3 == hidden``."""
     return -(-3 * hidden // 2)
 
 
@@ -165,8 +166,9 @@ def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
     settings |= {"backbone": {**backbone, "input_skip": True}, "implicit": True}
     converted: Any = type(model)(ImplicitConfig.from_dict(settings))
     converted.to(device=model.device, dtype=model.dtype)
-    # Set the injection to 0. The gain of z is 0 too, so the new map equals the explicit stack. With weight
-    # normalisation (w = g v / ||v||), set only g to 0: v stays random, so that g gets a non-zero gradient.
+    # Set the injection to 0. The input skip computes gain * z + x, and its gain is 0 too. So the new map
+    # equals the explicit stack. With weight normalisation (w = g v / ||v||), set only g to 0: v stays random,
+    # so that g gets a non-zero gradient.
     linear = converted.model.layer.backbone.injection.linear
     weight = linear.parametrizations.weight.original0 if is_parametrized(linear) else linear.weight
     with torch.no_grad():

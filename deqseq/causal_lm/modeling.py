@@ -150,7 +150,8 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 holds several sequences.
             output_hidden_states: true: return ``hidden_states``. By default the configuration decides.
             solve: solver, policy and window; by default the configuration's.
-            window: number of tokens solved together; ``None``: all; ``"layer"``: the window of ``solve``.
+            window: number of tokens solved together; ``None``: all; ``"layer"``: the window of ``solve`` or,
+                without ``solve``, of the configuration.
             z0: (B, L, D) initial guess; by default ``initial_guess`` of the configuration decides.
 
         Raises:
@@ -208,7 +209,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         if self.training or not self.config.use_cache or not self.layer.backbone.keeps_state:
             return False
         fits = all(t is None or t.shape == x.shape[:2] for t in (position_ids, attention_mask))
-        # If the shapes are wrong, the layer raises an error later.
+        # Do not call ``packs_rows`` on tensors of wrong shape; the layer raises an error for them later.
         return position_ids is None or not fits or not packs_rows(position_ids, attention_mask)
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> EquilibriumCache | None:

@@ -24,7 +24,8 @@ KEYS = {
     r"\.weight_v$": ".parametrizations.weight.original1",
 }
 
-# torchdeq's solvers -> ours. Our solvers find the same fixed point, but test every token separately.
+# torchdeq's solvers -> ours. Our solvers find the same fixed point, but convergence is tested for every token
+# separately.
 _SOLVERS = {
     "fixed_point_iter": "picard", "simple_fixed_point_iter": "picard", "anderson": "anderson",
     "broyden": "broyden",
@@ -57,7 +58,8 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
       fixed point is the same. If the undamped iteration does not converge, use
       ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
     - Stopping: this library tests the tolerance for every token and returns the last iterate. The reference
-      tests whole sequences and returns the best iterate, so its tokens depend on later tokens in training.
+      tests whole sequences and returns the best iterate. So when the reference trains, the result for a token
+      depends on later tokens.
 
     Other training settings (Jacobian regularisation, losses on intermediate iterates, weight decay,
     initialisation of the backbone) are ignored. Unknown settings outside the backbone are ignored too.

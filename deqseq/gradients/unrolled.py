@@ -13,12 +13,12 @@ from deqseq.solution import Solution
 class Unrolled(GradientStrategy):
     """Back-propagation through ``iterations`` steps of the layer's solver from the initial guess.
 
-    There is no search: while gradients are enabled, the layer's policy and window are not used. Autograd
-    treats the coefficients of Anderson and Broyden as constants, so with these solvers second derivatives
-    raise ``RuntimeError``.
+    While gradients are enabled, the layer does not search for the fixed point. It then uses neither its
+    policy nor its window. Autograd treats the coefficients of Anderson and Broyden as constants, so with
+    these solvers second derivatives raise ``RuntimeError``.
 
     Args:
-        iterations: number of iterations with a graph. Each iteration evaluates f once on all tokens.
+        iterations: number of iterations that autograd records. Each evaluates f once on all tokens.
         checkpoint: store no activations of the iterations, and recompute them in the backward pass.
 
     Raises:

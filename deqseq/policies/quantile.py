@@ -11,8 +11,9 @@ from deqseq.policy import ConvergencePolicy, Judgement, policies
 class Quantile(ConvergencePolicy):
     """Stops all tokens of a sequence when the inner policy lets at least the given share of them stop.
 
-    So the slowest tokens do not keep the sequence running. But a token's last iteration depends on later
-    tokens. Training therefore refuses this policy unless ``ImplicitSequenceLayer(causal=False)`` allows it.
+    So the slowest tokens do not keep the sequence running. But the iteration at which a token stops depends
+    on later tokens. Training therefore refuses this policy unless ``ImplicitSequenceLayer(causal=False)``
+    allows it.
 
     Args:
         policy: the inner policy, an object, a name or a mapping.

@@ -40,8 +40,8 @@ class Anderson(HistorySolver):
         damping: β in (0, 1].
         regularisation: λ, at least 0.
         scope: with ``"token"``, every token has its own coefficients γ. With ``"sequence"``, all tokens of a
-            sequence share coefficients. Then iterates depend on later tokens, so causal training refuses
-            ``"sequence"``.
+            sequence share coefficients. Then iterates depend on later tokens, so a causal layer refuses
+            ``"sequence"`` in training.
 
     Raises:
         ValueError: a value outside these ranges.

@@ -20,15 +20,16 @@ class _State(NamedTuple):
 class BestIterate(Solver):
     """Wraps a solver and remembers its best iterate, the one with the smallest residual.
 
-    If a token has not converged, its last evaluation in the budget evaluates f at its best iterate. Without
+    If a token does not converge, the last evaluation in its budget evaluates f at its best iterate. Without
     this wrapper, the iteration may end far from the best iterate.
 
     Args:
         solver: the solver to wrap, an object or a name.
-        scope: with ``"token"``, every token has its own best iterate. Iterates count only after all earlier
-            tokens have settled. With ``"sequence"``, the best iterate is the one with the smallest residual
-            of the whole sequence, as in the paper's code. Then iterates depend on later tokens, so causal
-            training refuses ``"sequence"``.
+        scope: with ``"token"``, every token has its own best iterate. A token forgets its best iterate while
+            an earlier token has not settled, because f(z) at the token then still changes. With
+            ``"sequence"``, the tokens of a sequence share one best iterate, the one with the smallest
+            residual of the whole sequence, as in the code of Schöne et al. (ICML 2025). Then iterates depend
+            on later tokens, so causal training refuses ``"sequence"``.
 
     Raises:
         ValueError: an unknown solver or scope.

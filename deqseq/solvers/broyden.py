@@ -12,7 +12,7 @@ from deqseq.solvers.history import MAX_STEP, HistorySolver, combine, guarded
 
 
 class _State(NamedTuple):
-    u: list[Tensor]  # M slots (B, W, D)
+    u: list[Tensor]  # M = ``memory`` slots (B, W, D)
     v: list[Tensor]  # M slots (B, W, D); the approximate inverse Jacobian is B = -I + Σ u_i v_i^T
     age: Tensor  # (B, W) number of valid slots
     residual: Tensor  # (B, W, D) g = f(z) - z of the previous step
@@ -37,7 +37,7 @@ class Broyden(HistorySolver):
             share one B. Then iterates depend on later tokens, so causal training refuses ``"sequence"``.
 
     Raises:
-        ValueError: a value outside these ranges.
+        ValueError: ``memory`` below 1, or an unknown scope.
     """
 
     memory: int = 8

@@ -19,7 +19,7 @@ from deqseq.solver import Progress, Solver
 MAX_STEP = 100.0
 """Maximum length of a step, as a multiple of ``||f(z) - z||``. Longer steps are replaced by Picard steps."""
 STEADY_SHARE = 0.3
-"""A token restarts while the residual of an earlier token exceeds this share of its own residual."""
+"""Token t restarts while the residual of a token before t exceeds this share of the residual of t."""
 
 
 class HistorySolver(Solver):
@@ -67,9 +67,9 @@ class HistorySolver(Solver):
     def restarted(self, progress: Progress) -> Tensor:
         """(B, W) bool, tokens that restart, so their history is not used.
 
-        A new token restarts. A token also restarts while the residual of an earlier token exceeds
-        ``STEADY_SHARE`` times its own, because f(z) at a token depends on earlier tokens. In sequence scope,
-        all tokens of a sequence restart when a new token enters the window, and only then.
+        In token scope, a new token restarts. Any other token t restarts while an unsettled token before t has
+        a residual above ``STEADY_SHARE`` times the residual of t, because f(z) at t depends on the tokens
+        before t. In sequence scope, all tokens of a sequence restart when a new token enters the window.
         """
         entered = progress.entered
         if not self.causal:

@@ -18,7 +18,7 @@ from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, Posi
 
 # ANSI 256-colour codes, from few to many iterations: green, yellow, orange, red.
 SHADES = (34, 70, 106, 142, 178, 208, 196)
-# The figure labels its axis with the tokens' texts if there are at most so many tokens.
+# The figure labels its axis with the tokens' texts if there are at most this many tokens.
 _FEW = 64
 
 Show = Callable[[str, int | None], str]
@@ -39,7 +39,7 @@ class _Watch:
 
 
 class _SolvedStreamer:
-    """Prints each new token with its number of iterations.
+    """Prints each token of the prompt and of the continuation with its number of iterations.
 
     A call of the model generates a token. Only the next call, which has this token as its input, solves it
     and knows its iterations. So each token is printed one call after it was generated.
@@ -67,7 +67,7 @@ class _SolvedStreamer:
         self.printed += 1
         text = str(self.tokenizer.decode(self.tokens[: self.printed]))
         added = ""
-        if not text.endswith("\ufffd"):  # otherwise the last character is incomplete
+        if not text.endswith("\ufffd"):  # an incomplete last character is printed later
             added, self.text = text[len(self.text) :], text
         sys.stdout.write(self.show(added, iterations))
         sys.stdout.flush()

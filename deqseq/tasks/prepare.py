@@ -29,7 +29,8 @@ finished shards with their checksums."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare or verify a folder; returns the exit status."""
-    # Otherwise the tokenizers library starts threads that compete with our workers, and warns about forks.
+    # Without this setting, the tokenizers library starts threads that compete with our workers, and warns
+    # about forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return command_line.main(
         "python -m deqseq.tasks.prepare", _ABOUT, {}, arguments, default=prepare,

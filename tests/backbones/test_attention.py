@@ -74,9 +74,9 @@ def test_values_and_gradients(attention: str, n_kv_head: int, assert_close: Clos
 
 @pytest.mark.parametrize("attention", ["eager", "plain", "by_hand"])
 def test_with_a_state(attention: str, assert_close: Close) -> None:
-    """With an empty state, the named function computes the attention; with a filled state, torch's does.
+    """With an empty state, the backbone calls the function ``attention``; with a filled state, torch's sdpa.
 
-    Values and states are the same as with sdpa throughout.
+    Values and states are always the same as with sdpa alone.
     """
     z, x = torch.randn(2, 2, 9, 16)
     found = []

@@ -31,7 +31,7 @@ def backbone(name: str) -> Mamba2Backbone:
     torch.manual_seed(0)
     made = Mamba2Backbone(**{"d_model": 16, "n_layer": 1, **SIZES[name]}).to(DEVICE)
     for parameter in made.parameters():
-        if parameter.dim() == 1:  # random, because a kernel could ignore norms of ones and biases of zeros
+        if parameter.dim() == 1:  # a kernel could ignore norms of ones and biases of zeros unnoticed
             nn.init.normal_(parameter, std=0.5)
     return made
 
@@ -92,7 +92,7 @@ def test_backward_by_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("counts", [(2, 9), (0, 1), (3, 0)])
 @torch.no_grad()
 def test_states(name: str, counts: tuple[int, int]) -> None:
-    """Compares evaluations that start from a state, and the states after ``counts`` of their tokens."""
+    """Compares evaluations from a state, and this state advanced by ``counts[b]`` tokens of sequence b."""
     body = backbone(name)
     x, z = (torch.randn(2, 9, 16, device=DEVICE) for _ in range(2))
     start = body.initial_state(2).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)

@@ -86,7 +86,7 @@ def test_gradients(chunk: int) -> None:
 
 
 def test_strong_decay_does_not_overflow() -> None:
-    """The decay from a later to an earlier token would be exp of a large number: mask before exp."""
+    """``ssd`` must mask the decays from later to earlier tokens before exp, because exp would overflow."""
     x, a, b, c, state = (t.float().requires_grad_() for t in random_inputs(16))
     y = ssd(x, a * 200, b, c, state, 16)
     y.sum().backward()

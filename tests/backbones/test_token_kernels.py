@@ -121,10 +121,10 @@ def test_few_kernels(kind: str, each: int, batch: int, monkeypatch: pytest.Monke
 @torch.no_grad()
 def test_coarse_types_are_summed_in_float32(kind: str, batch: int) -> None:
     """In half precision, the kernels' error against float64 is less than 1.5 times PyTorch's error."""
-    coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # the interpreter has no bfloat16
+    coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # Triton's interpreter has no bfloat16
     body = backbone(kind, "deep")
     state = random_state(body, batch, 20 if kind == "llama" else 0)
-    tokens = 4 if DEVICE == "cpu" else 16  # the interpreter takes about a second per token
+    tokens = 4 if DEVICE == "cpu" else 16  # Triton's interpreter takes about a second per token
     inputs = torch.randn(tokens, 2, batch, 1, D_MODEL, device=DEVICE)
 
     def run(name: str, dtype: torch.dtype) -> Tensor:

@@ -82,7 +82,8 @@ def test_solvers(trained: Path, tmp_path: Path) -> None:
     assert all(row["leak"] == 0 and row["converged"] == 1 and row["problem"] is None for row in causal)
     assert all(row["leak"] > 0 for row in rows if row not in causal)
     assert all(0 < row["distance"] < 0.1 and 0 < row["residual"] < 3e-3 for row in causal)
-    assert causal[1]["evaluations"] < causal[0]["evaluations"]  # [1] has the smaller window
+    # picard-0.7 needs fewer evaluations per token in the window of 2 tokens than without a window.
+    assert causal[1]["evaluations"] < causal[0]["evaluations"]
     for figure in (f"heat-{trained.name}-float32.png", "pareto.png"):
         assert (tmp_path / "out" / figure).stat().st_size > 0
 
@@ -108,7 +109,7 @@ def test_a_row_that_raises_or_is_wrong_names_its_problem(
         done = run("solvers.py", *arguments)
     assert done.returncode == 0, done.stderr
     leaks, raises = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert "leak" in leaks["problem"]  # the batch has only one sequence
+    assert "leak" in leaks["problem"]  # found although the batch has only one sequence
     assert raises["problem"].startswith("RuntimeError")
 
     file = tmp_path / "out" / "rows.jsonl"

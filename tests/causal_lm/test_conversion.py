@@ -231,7 +231,7 @@ def test_the_implicit_model_starts_as_the_explicit_one(tmp_path: Path, make: Any
     implicit.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, ids), logits(implicit, ids))
-    # The copy shares no weights with the model it comes from.
+    # The implicit model shares no weights with the explicit model.
     assert not {p.data_ptr() for p in implicit.parameters()} & {p.data_ptr() for p in explicit.parameters()}
 
 

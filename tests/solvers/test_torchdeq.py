@@ -78,7 +78,7 @@ def test_options_reach_the_solver(make_layer: MakeLayer) -> None:
     ).eval()
     x = torch.randn(2, 5, 16)
     with torch.no_grad():
-        # In its last step the adapter returns the point that torchdeq would evaluate next.
+        # In its last step ``TorchDEQ`` returns the point that torchdeq would evaluate next.
         torch.testing.assert_close(layer(x).z, damped(x).z)
 
 
@@ -88,7 +88,7 @@ def test_options_reach_the_solver(make_layer: MakeLayer) -> None:
     ids=["before the first evaluation", "at the second", "later"],
 )
 def test_an_error_inside_torchdeq_is_raised(make_layer: MakeLayer, options: dict[str, object]) -> None:
-    """The solve runs in a thread with a timeout, because a bug here would make both sides wait forever."""
+    """The solve runs in a thread with a timeout: a bug could make our loop and torchdeq wait forever."""
     layer = make_layer("mamba2", solver=TorchDEQ("anderson", **options), causal=False)
     raised: list[Exception] = []
 

@@ -256,7 +256,8 @@ def weights(model: ImplicitForCausalLM) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("backbone", "stopped_at"), [("llama", 4), ("mamba2", 6)])  # resumes in either stage
+# The llama run resumes in the first (unrolled) stage, the mamba2 run in the second.
+@pytest.mark.parametrize(("backbone", "stopped_at"), [("llama", 4), ("mamba2", 6)])
 def test_resumed_run_equals_uninterrupted_run(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backbone: Any, stopped_at: int
 ) -> None:

@@ -134,7 +134,7 @@ def test_jsonl(tmp_path: Path) -> None:
 
 
 def zipped(**files: bytes) -> bytes:
-    """A zip archive of a folder, and of these files in it."""
+    """A zip archive with an entry for a folder, and entries for ``files`` in this folder."""
     content = io.BytesIO()
     with ZipFile(content, "w") as archive:
         archive.mkdir("folder")

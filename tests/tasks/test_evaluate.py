@@ -93,7 +93,7 @@ def tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
 
 @pytest.fixture(scope="module")
 def saved(model: ImplicitForCausalLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``model`` (and its tokenizer), ``bare`` (without one), ``explicit`` and ``text.txt``."""
+    """A folder with ``model``, ``bare`` (the same without its tokenizer), ``explicit`` and ``text.txt``."""
     folder = tmp_path_factory.mktemp("saved")
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -195,8 +195,8 @@ def test_windows_agree_at_the_equilibrium_and_not_before_it(
         assert a.agreement == 1 and 0 < a.mean_logit_diff <= a.max_logit_diff < 1e-3 and 0 <= a.kl < 1e-6
         assert a.perplexity == pytest.approx(same[0].perplexity, rel=1e-4)
     assert [a.iterations for a in same] == sorted((a.iterations for a in same), reverse=True)
-    # The first evaluation, f(0, x), is the same in every window. In the second one, window 1 already sees the
-    # final values of earlier tokens.
+    # The first evaluation, f(0, x), is the same in every window. In the second evaluation, window 1 already
+    # sees the final values of earlier tokens.
     noise = torch.randint(300, (86,))  # on its training text the model is too confident to show a difference
     _, early = compare_windows(model, noise, 32, [None, 1], FixedIterations(2))
     assert early.iterations == 2 and early.agreement < 1 and early.max_logit_diff > 0.01
@@ -323,7 +323,7 @@ DOCS: dict[str, list[dict[str, Any]]] = {
 
 
 def prompts(name: str, doc: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
-    """The (context, continuation) pairs of a document, and the index of the right one."""
+    """The (context, continuation) pairs of a document, and the index of the right pair."""
     if name == "lambada_openai":
         context, _, last = doc["text"].rpartition(" ")
         return [(context, " " + last)], 0

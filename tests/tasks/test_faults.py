@@ -173,7 +173,7 @@ def test_a_run_killed_before_its_seal_is_not_finished(
         patch.setattr("deqseq.tasks.common.runs.seal", Mock(side_effect=KillError))
         with pytest.raises(KillError):
             pretrain(settings, run, progress=False)
-    (run / "model" / "model.safetensors").write_bytes(b"")  # was not synced
+    (run / "model" / "model.safetensors").write_bytes(b"")  # as if killed before the file was synced
     with pytest.raises(ValueError, match="run was not written to its end"):
         load_model(str(run / "model"))
     assert train(settings, run) == weights(whole)
@@ -275,7 +275,7 @@ def test_a_damaged_start_is_refused(settings: RunSettings, whole: Path, tmp_path
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     for source in (f"checkpoint-{STEPS}", "model", "stage-1"):
         flip(run / source / "model.safetensors")
-        if source == "stage-1":  # training the last steps again must not accept the damaged stage-1
+        if source == "stage-1":  # repeats the last steps; stage-1 must still count as damaged
             train(settings, run)
         begun = replace(settings, start_from=str(run / source))
         with pytest.raises(ValueError, match=r"is damaged: .*model\.safetensors .* copy it again"):

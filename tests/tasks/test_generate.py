@@ -65,7 +65,8 @@ def test_a_prompt_from_a_pipe(
         monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
         assert main([model, *options]) == 0
         said.append(capsys.readouterr().out)
-    for given in ("cat", "cat\n"):  # the shell adds the last line break; an earlier one belongs to the prompt
+    # The program removes one line break from the end of a piped prompt, because ``echo`` adds one.
+    for given in ("cat", "cat\n"):
         assert main([model, given, *options]) == 0
         assert said.pop(0) == capsys.readouterr().out
     monkeypatch.setattr(sys, "stdin", io.StringIO("abc\udcff"))  # a byte that is not UTF-8

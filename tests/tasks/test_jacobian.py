@@ -1,4 +1,4 @@
-"""Theorem 1: the Jacobian of the state is diagonal in an explicit layer, but not in an implicit layer.
+"""Theorem 1: the Jacobian dh_t/dh_{t-1} of the state h is diagonal in explicit layers, not in implicit ones.
 
 Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.
 """

@@ -42,7 +42,10 @@ def test_a_trained_model_is_loaded_again(backbone: Any, tmp_path: Path) -> None:
 
 
 def test_two_equal_reflections_cancel() -> None:
-    """Token 0 writes a value. With beta = 2 and v = 0, a key reflects the state; twice is the identity."""
+    """Token 0 writes a value. Token 1 has two equal keys, with beta = 2 and v = 0.
+
+    Each of these keys reflects the state. The second reflection undoes the first.
+    """
     torch.manual_seed(0)
     q, write, mirror = (F.normalize(torch.randn(1, 1, 2, 4), dim=-1) for _ in range(3))
     v, none = torch.randn(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)
@@ -56,7 +59,7 @@ def test_two_equal_reflections_cancel() -> None:
 
 
 def test_rwkv7_replaces_the_value_of_a_key() -> None:
-    """With a = -k, b = k, norm 1 and no decay, a token erases the value of its key and writes its own."""
+    """With a = -k, b = k, keys of norm 1 and no decay, a token replaces the value stored for its key."""
     torch.manual_seed(0)
     k = F.normalize(torch.randn(1, 1, 2, 4), dim=-1).expand(1, 2, 2, 4)
     v = torch.randn(1, 2, 2, 4)

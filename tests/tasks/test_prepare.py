@@ -52,7 +52,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(place: Path) -> Run:
-    """``run(output, *names, **options)``: run the program with files of ``place`` and options."""
+    """``run(output, *names, **options)``: run the program on files ``names`` of ``place``, with options."""
 
     def run(output: Path, *names: str, **options: Any) -> int:
         options = {"validation_share": 0.2, "shard_tokens": 1000, **options}
@@ -110,7 +110,7 @@ def test_interrupted_anywhere_the_result_is_the_same(
                 break
             except Killed:
                 stopped += 1
-                if contents(output) != whole:  # they are equal if the call was stopped at its last fsync
+                if contents(output) != whole:  # equal if the run was stopped at its last fsync
                     with pytest.raises(ValueError, match=r"not prepared to its end|no token shards"):
                         TokenFolder(output)
     assert stopped > 10
@@ -356,7 +356,7 @@ def test_a_second_process_waits_from_the_start(
 ) -> None:
     check, second = pipeline.check, []
 
-    def meanwhile(*args: Any) -> bool:  # the first process has read the folder and writes nothing yet
+    def meanwhile(*args: Any) -> bool:  # the first run has the lock, and has written nothing yet
         monkeypatch.setattr(pipeline, "check", check)
         second.append(run(tmp_path / "out", "text.txt"))
         return check(*args)

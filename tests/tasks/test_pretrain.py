@@ -302,7 +302,7 @@ def test_a_run_with_its_rows_in_another_order_is_refused(
     old = Path(shutil.copytree(run, tmp_path / "run"))
     settings = json.loads((old / "settings.json").read_text())
     assert settings.pop("order") == TrainingOrder.version
-    (old / "settings.json").write_text(json.dumps(settings))  # runs of version 1 did not record a version
+    (old / "settings.json").write_text(json.dumps(settings))  # version 1 of the order was not recorded
     with pytest.raises(ValueError, match=r"order of version 1, this program in one of version 2: finish"):
         pretrain(small(("data", str(token_folder))), old, progress=False)
 
@@ -429,7 +429,7 @@ def test_run_leaves_a_model_a_card_and_a_log(run: Path) -> None:
     assert any("spectral_radius" in line for line in lines)
     evaluated = {line["step"]: line for line in record["log"] if "eval_loss" in line}
     assert set(evaluated) == {5, 8, 10}  # every 5 steps and at the ends of the stages
-    assert evaluated[5]["eval_iterations"] == 5  # the first stage evaluates with its own budget
+    assert evaluated[5]["eval_iterations"] == 5  # the first stage's ``eval_convergence``: 5 iterations
     card = (run / "model" / "README.md").read_text()
     assert "perplexity" in card and "batch_tokens: 64" in card and "curves.png" in card
     bounded, final = (ImplicitForCausalLM.from_pretrained(run / name) for name in ("stage-1", "model"))

@@ -1,4 +1,4 @@
-"""Pretraining gives the same numbers if it is killed, uses several processes, or changes their number.
+"""Pretraining gives the same results if it is killed, runs on several processes, or resumes on more or fewer.
 
 One interpreter forks all training processes, because imports would take longer than the training.
 """
@@ -30,7 +30,7 @@ SETTINGS: dict[str, Any] = {
     ],
 }  # fmt: skip
 
-# Helpers for SCRIPT. They train in processes forked from one that has imported everything.
+# Helpers for SCRIPT. They fork the training processes from a process that has imported everything.
 PRELUDE = """
 import faulthandler, json, os, random, shutil, signal, sys, time
 from pathlib import Path
@@ -225,7 +225,7 @@ def test_ranks_give_the_losses_of_one_process(found: Any) -> None:
 
 
 def test_checkpoint_goes_on_elsewhere(found: Any) -> None:
-    """A resumed run keeps its losses on other processes, also if its shards were written two steps late."""
+    """Resuming on more or fewer processes changes no loss, also if shards were written two steps late."""
     assert "shards" in found["sharded"]
     assert not {"model.safetensors", "optimizer.pt"} & set(found["sharded"])
     for name, losses in found["moved"].items():

@@ -357,7 +357,7 @@ def test_sequences_grow_when_the_last_two_tokens_are_right() -> None:
     labels = torch.arange(5).expand(4, 5)
     right = F.one_hot(labels, 6).float()
     wrong = right.clone()
-    wrong[:, 4] = 0.0  # the argmax is 0
+    wrong[:, 4] = 0.0  # the argmax is 0, but the label is 4
     begun = []
     for answers in (right, wrong):
         progress = Progress(settings)
@@ -427,7 +427,7 @@ def test_study_goes_on_and_gives_what_one_go_gives(
 
     assert main(["study", study_file, "--output", str(tmp_path / "whole")]) == 0
     table = capsys.readouterr().out
-    # 2 seeds, each with 4 tests of the implicit model (2 probabilities x 2 windows) and 2 of the others.
+    # Per seed: 4 tests of the implicit model (2 probabilities x 2 windows), and 2 of each explicit model.
     assert len(accuracies(tmp_path / "whole")) == 2 * (4 + 2 + 2)
     assert sum(line.split()[:1] == ["lstm"] for line in table.splitlines()) == 2
     assert (tmp_path / "whole" / "by_length.png").exists() and (

@@ -68,8 +68,10 @@ def _tile(width: int) -> dict[str, int]:
 def _forward(
     stream: Tensor, added: Tensor | None, weight: Tensor, eps: float | None, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum and its RMSNorm. With ``last``, or if ``added`` is ``None``, returns the stream instead
-    of the sum."""
+    """Returns two tensors: the sum ``stream + added``, and the RMSNorm of the sum.
+
+    With ``last``, or if ``added`` is ``None``, the first tensor is ``stream`` itself.
+    """
     width = stream.shape[-1]
     rows = stream.numel() // width
     store = added is not None and not last

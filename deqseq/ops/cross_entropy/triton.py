@@ -1,4 +1,4 @@
-"""The loss of predicting the next token in two Triton kernels, without a copy of the logits.
+"""Two Triton kernels for the loss of next-token prediction. They make no copy of the logits.
 
 Shapes as in :mod:`deqseq.ops.cross_entropy`.
 """
@@ -15,8 +15,9 @@ from deqseq.kernels import device_of, first_derivative_only, launch
 
 IGNORED = -100
 
-# The kernels load all V' columns and then discard the columns from V on. A padded V' is a multiple of a
-# vector load's size, but V need not be. A load mask that ends at V would turn vector loads into scalar loads.
+# The kernels' loads are masked at V' (``width``). The kernels then discard the columns from V on. A load mask
+# that ends at V would turn vector loads into scalar loads: a padded V' is a multiple of a vector load's size,
+# but V need not be.
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def mix(
         u: (B, W, D).
         injection: (B, W, 2 E + 2 G N + H) added to the projection of ``u``.
         state: the convolution's tail (B, K-1, E + 2 G N), which is its last K-1 inputs, and the SSM state
-            (B, H, P, N), both before the first token; zeros by default.
+            (B, H, P, N), both before the first token; ``None``: zeros.
         form: the implementation. With more than four taps, "triton" uses plain PyTorch instead.
     """
     if form == "triton" and weights.conv.shape[1] <= 4:

@@ -18,8 +18,8 @@ from deqseq.ops.mixer.triton_gated_norm import gated_norm, gated_norm_backward
 from deqseq.ops.mixer.triton_recurrence import recurrence_options, scan, scan_backward, steps
 
 PART = 160 * 2**20
-"""The backward pass works on one part of the batch at a time. A part has about this many bytes of projection,
-and needs about ten times this memory."""
+"""The backward pass works on one part of the batch at a time. The projection of a part takes about this many
+bytes. The backward pass of a part takes about ten times as many bytes in total."""
 
 
 def _forward(

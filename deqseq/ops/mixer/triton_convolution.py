@@ -20,7 +20,11 @@ def silu(x):
 @triton.jit
 def _conv_input(proj, inj, tail, t, c, L, J: tl.constexpr, W: tl.constexpr, HAS_INJ: tl.constexpr,
                 HAS_TAIL: tl.constexpr):  # fmt: skip
-    """The convolution's input at token t and channels c. A negative t reads the tail."""
+    """The convolution's input at token t and channels c.
+
+    For t < 0, the input is read from ``tail``, the three inputs before the first token. Without a tail, the
+    input is 0.
+    """
     at = tl.zeros_like(c) + t
     inside = (c < W) & (at >= 0) & (at < L)
     v = tl.load(proj + t * J + c, inside, 0.0).to(tl.float32)

@@ -5,7 +5,7 @@ Forward: one program per head and sequence carries the state in registers from c
 Backward: four kernels compute, in this order,
 
 1. the state at the start of every chunk;
-2. the gradients of the states, from the last chunk to the first;
+2. the gradient of the state at the end of every chunk, from the last chunk to the first;
 3. the gradients of x and of the step sizes;
 4. the gradients of b and c, summed over the heads of a group in a fixed order.
 
@@ -245,11 +245,12 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
     state = _load(states + slot, n1, p, N, P, P, EVEN)
     kept = tl.dot(c, state, input_precision=PRECISION)
     carried = tl.sum(out32 * kept, 1) * tl.exp2(sums)
-    # A step size has two effects: it scales its token's input, and it determines the decay at its token.
     d_total = by_row + carried - (by_column + moved) * dt
     d_end = tl.exp2(end) * tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
     d_end += tl.sum(moved * dt, 0)
     d_a = tl.sum(d_total, 0) - tl.cumsum(d_total, 0) + d_total + d_end
+    # A step size scales its token's input (gradient: by_column + moved) and determines the decay at its token
+    # (gradient: d_a * rate).
     d_raw = (by_column + moved + d_a * rate) * (1.0 - tl.exp(-dt))
     tl.store(d_proj + (b * L + start + q) * J + (J - H) + h, d_raw.to(d_proj.dtype.element_ty), q < rest)
     shares += (b * chunks + i) * 3 * H + h

@@ -1,4 +1,4 @@
-"""Triton kernels for decoding. They compute a block for one token per sequence.
+"""Triton kernels for decoding. They compute a Mamba2 or Llama block for one token per sequence.
 
 With so few tokens, a kernel spends most of its time on its start and its first loads. A block therefore uses
 few kernels, and each kernel does several operations.
@@ -39,7 +39,7 @@ def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, ep
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     if HAS_PLUS:
         more = tl.load(plus + b * plus_stride + n, n < N, 0.0).to(tl.float32)
-    mine = tl.where(tl.program_id(0) == 0, D, 0)  # only the first program stores the sum
+    mine = tl.where(tl.program_id(0) == 0, D, 0)  # only the first program stores x + added
     squares = 0.0
     y = tl.zeros((BN,), tl.float32)
     z = tl.zeros((BN,), tl.float32)
@@ -82,7 +82,7 @@ def _rows_kernel(x, added, norm, weight, times, plus, total, out, B, plus_stride
     With SCALED, it multiplies the inputs instead, because unscaled inputs could overflow in float16."""
     r = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
-    mine = tl.where(tl.program_id(0) == 0, B, 0)  # only the first program stores the sum
+    mine = tl.where(tl.program_id(0) == 0, B, 0)  # only the first program stores x + added
     mask = (r < B) & (n < N)
     if HAS_PLUS:
         more = tl.load(plus + r * plus_stride + n, mask, 0.0).to(tl.float32)
@@ -155,7 +155,8 @@ def project(
         x, x if added is None else added, scale, weight.contiguous(),
         weight if times is None else times.contiguous(), x if plus is None else plus, total, out,
     ]  # fmt: skip
-    # One sequence needs no stride. Pass 0 then, because Triton could compile another kernel for other values.
+    # With one sequence, the kernel does not need the stride. Then always pass 0, because Triton could compile
+    # another kernel for another stride.
     stride = 0 if plus is None or batch == 1 else plus.stride(0)
     constants: dict[str, Any] = {
         "D": width, "N": columns, "HAS_ADDED": added is not None, "HAS_NORM": norm is not None,
@@ -275,7 +276,8 @@ def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, sca
                       J: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr):  # fmt: skip
     """Attention of one head. A loop reads the slots in blocks of BS.
 
-    Each of the BS rows keeps a running softmax of its own. The rows are combined once, after the loop.
+    Each of the BS places in a block keeps its own running softmax. After the loop, the kernel combines the BS
+    softmaxes.
     """
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)

@@ -36,8 +36,10 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
 def residual(
     z: Tensor, fz: Tensor, judges: bool, atol: float = 0.0, rtol: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns the same as :func:`deqseq.ops.residual.judge`. Without ``judges``, returns the same as
-    :func:`deqseq.ops.residual.residual_norms`."""
+    """With ``judges``, returns the same as :func:`deqseq.ops.residual.judge`.
+
+    Without ``judges``, returns the same as :func:`deqseq.ops.residual.residual_norms`.
+    """
     z, fz = z.contiguous(), fz.contiguous()
     first = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
     second = torch.empty_like(first, dtype=torch.bool if judges else torch.float32)

@@ -78,7 +78,7 @@ class Stories:
     def runs(self, streams: int) -> list[int]:
         """Divide the stories into ``streams`` consecutive runs with about equally many tokens.
 
-        Returns ``streams`` + 1 token indices: run i is ``tokens[edges[i] : edges[i + 1]]``.
+        Returns a list of ``streams`` + 1 token indices, ``ends``: run i is ``tokens[ends[i] : ends[i + 1]]``.
         """
         wanted = torch.arange(streams + 1) * (len(self.tokens) / streams)
         middles = (self.edges[1:] + self.edges[:-1]) / 2
@@ -127,7 +127,7 @@ def build(
         The content of ``manifest.json``: counts and checksums.
 
     Raises:
-        ValueError: the folder contains other files; a split has no stories; ``read`` raised it.
+        ValueError: ``output`` contains other files; a split has no stories; ``read`` raised a ``ValueError``.
     """
     output = Path(output)
     ours = {"manifest.json", "vocabulary.json", *(f"{split}.safetensors" for split in SPLITS)}

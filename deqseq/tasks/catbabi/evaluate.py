@@ -81,7 +81,7 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Evaluate a trained model on one split of ``data``.
 
-    Mode, tasks, cut and dtype are the same as in training.
+    Mode, tasks, cut (tokens per stream in a batch) and dtype are the same as in training.
 
     Args:
         batch_size: number of streams to read in parallel.

@@ -107,7 +107,8 @@ class _Terminated(KeyboardInterrupt):
 @contextmanager
 def _terminable() -> Iterator[None]:
     def terminate(*_: Any) -> None:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader raises when the signal ends its workers
+        # If SIGTERM also ends the workers of a DataLoader, the DataLoader's own SIGCHLD handler would raise.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         raise _Terminated
 
     if threading.current_thread() is not threading.main_thread():

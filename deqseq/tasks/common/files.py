@@ -42,7 +42,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     On file systems without locks, nothing is locked.
 
     Args:
-        what: what a process that has the lock does, such as ``"prepares"``; used in the error message.
+        what: a verb for the error message, such as ``"prepares"``; it says what the owner of the lock does.
 
     Raises:
         ValueError: another process has the lock.

@@ -42,8 +42,8 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         dtype: ``"auto"`` keeps the checkpoint's dtype.
 
     Raises:
-        ValueError: transformers cannot load the model, the model is of a run and is incomplete or damaged, or
-            the device does not exist.
+        ValueError: transformers cannot load the model; the model belongs to a run and is incomplete or
+            damaged; the device does not exist.
     """
     if is_local(name) and not (Path(name) / "config.json").is_file():
         raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
@@ -152,7 +152,8 @@ def solve_options(
     """The model's evaluation options, changed by the arguments; ``None`` for an explicit model.
 
     ``rtol`` and ``max_iter`` change the model's :class:`~deqseq.Residual` policy. If the model has another
-    policy, they first replace it by ``Residual`` with ``rtol=1e-3`` and the same ``max_iter``.
+    policy, they change a new ``Residual`` policy instead, which has ``rtol=1e-3`` and the ``max_iter`` of the
+    model's policy.
 
     Args:
         window: number of tokens solved at a time.

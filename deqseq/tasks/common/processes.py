@@ -22,7 +22,7 @@ def everywhere(function: Callable[[], T]) -> T:
     """Call a function on every process of the run. If it fails on any process, all processes raise.
 
     The failed process of lowest rank raises the error of the function; all others raise
-    :class:`ElsewhereError`. All processes must call this function; each waits for the slowest.
+    :class:`ElsewhereError`. All processes must call ``everywhere``; each waits for the slowest.
     """
     if not _several():
         return function()
@@ -62,8 +62,8 @@ def on_every_node(function: Callable[[], None]) -> None:
 def speaks() -> bool:
     """Whether this process should print its error: true for the first process that calls this function.
 
-    The store of the run counts the calls. If the process that hosts the store has ended, the result is
-    false; torchrun's report then shows the errors.
+    The key-value store of torch.distributed counts the calls. If the process that hosts the store has ended,
+    the result is false; torchrun's report then shows the errors.
     """
     if not _several():
         return os.environ.get("RANK", "0") == "0"

@@ -31,7 +31,7 @@ class RunFolder:
             old ones in ``settings.json``.
 
     Raises:
-        ValueError: the folder holds something else, or a run with other settings.
+        ValueError: ``path`` holds a run with other settings, or something that is not a run.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class RunFolder:
     def last_checkpoint(self) -> Path | None:
         """The newest complete, undamaged checkpoint; ``None`` if there is none.
 
-        Newer checkpoints are incomplete or damaged: logs them and removes their seals.
+        Every newer checkpoint is incomplete or damaged. This method logs a warning for it and removes its
+        seal.
 
         Raises:
             ValueError: the checkpoint is of a run with other settings.
@@ -142,7 +143,9 @@ def copy_settings(checkpoint: Path) -> None:
 
 
 def check_model(path: str | Path) -> None:
-    """Raise ``ValueError`` if a model is incomplete or damaged. Models without a seal or a run are accepted.
+    """Raise ``ValueError`` if a model is incomplete or damaged.
+
+    A model that has no seal and lies in no run is accepted without a check.
 
     Args:
         path: the folder of a finished run, or of a checkpoint, a stage or the final model in a run.
@@ -155,7 +158,7 @@ def check_model(path: str | Path) -> None:
         return
     if sealed or place in checkpoints(run) or not (run / _RECORD).exists():
         wrong = fault(place)
-    else:  # the run's seal lists the final model; stages of version 0.2 have no seal
+    else:  # the final model, which the run's seal lists, or a stage of version 0.2, which has no seal
         place, wrong = run, _fault_of_finished(run)
     if wrong:
         raise ValueError(f"{place} {wrong}: copy it again, or name another one")

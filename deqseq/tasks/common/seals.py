@@ -42,9 +42,9 @@ def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
 
 
 def unseal(folder: Path) -> None:
-    """Remove the seal of a folder: it is damaged, or about to be rewritten or removed.
+    """Remove the seal of a folder that is damaged, or about to be rewritten or removed.
 
-    Of a symbolic link to a folder, remove the link. Its target keeps its seal.
+    If ``folder`` is a symbolic link, remove the link only. The folder that it points to keeps its seal.
     """
     if folder.is_symlink():
         folder.unlink(missing_ok=True)  # another process may have removed it
@@ -61,7 +61,7 @@ def fault(folder: Path, content: bool = True) -> str | None:
         content: also compare checksums, which reads every file. Seals of version 0.1 have no checksums.
 
     Raises:
-        OSError: a file exists and cannot be read. The folder may be whole.
+        OSError: a file exists and cannot be read. The folder may still match its seal.
     """
     try:
         return _fault(folder, content)
@@ -110,7 +110,8 @@ def step_of(checkpoint: Path) -> int:
 def rotate(run: Path, keep: int | None) -> None:
     """Keep the last ``keep`` complete checkpoints (``None``: all complete ones), and remove all others.
 
-    Folders with other files are no checkpoints, and stay. If a checkpoint cannot be read, nothing is removed.
+    A folder that has files, but none with the name of a file in a complete checkpoint, is no checkpoint and
+    stays. If a checkpoint cannot be read, nothing is removed.
     """
     found = checkpoints(run)
     try:
@@ -127,8 +128,8 @@ def rotate(run: Path, keep: int | None) -> None:
             names = os.listdir(path)
             if names and usual.isdisjoint(names):
                 continue
-            unseal(path)  # after an interrupted removal, the checkpoint is incomplete
-            if path.exists():  # a link is gone
+            unseal(path)  # first, so that an interrupted removal leaves an incomplete checkpoint
+            if path.exists():  # if the path was a link, ``unseal`` has removed it
                 shutil.rmtree(path)
         except OSError as error:
             logger.warning("%s cannot be removed: %s", path, error)

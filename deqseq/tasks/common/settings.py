@@ -163,7 +163,8 @@ def add_parameters(
     """Add the parameters of a function or dataclass to a parser, with their help from the docstring.
 
     Keyword-only parameters become options, other parameters positional arguments. A list takes several
-    values. ``--NAME`` without a value sets a bool to true, ``--no_NAME`` sets it to false.
+    values. ``--NAME`` without a value sets a bool to true. ``--no_NAME`` sets it to false:
+    :mod:`deqseq.tasks.common.command_line` replaces it by ``--NAME=false``.
 
     Args:
         required: whether options without a default must be given.

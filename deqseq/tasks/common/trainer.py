@@ -96,7 +96,8 @@ class Totals(TrainerCallback, ExportableState):
 class CurriculumTrainer(Trainer):
     """Trainer that follows a curriculum, logs statistics of the solves, and seals complete checkpoints.
 
-    It keeps the last ``save_total_limit`` complete checkpoints.
+    A seal marks a checkpoint as complete (see :mod:`deqseq.tasks.common.seals`). The trainer keeps the last
+    ``save_total_limit`` complete checkpoints.
 
     Args:
         curriculum: ``None`` for an explicit model.
@@ -157,7 +158,7 @@ class CurriculumTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # transformers does not sync files, and removes old checkpoints before the new one is complete. So
-        # this method seals the new checkpoint first, and then removes old ones.
+        # this method first seals the new checkpoint, which syncs its files, and then removes old checkpoints.
         run = Path(str(self.args.output_dir))
         folder = run / f"checkpoint-{self.state.global_step}"
         running = self.accelerator.gather(self._tr_loss).mean().item()
@@ -182,7 +183,7 @@ class AlignedTrainer(CurriculumTrainer):
     Trains on one device, on a stream of whole batches.
 
     Args:
-        label_smoothing: share of the target probability that is spread over all tokens.
+        label_smoothing: share of the target probability that is spread over the whole vocabulary.
         options: passed to transformers' ``Trainer``.
     """
 
@@ -200,7 +201,7 @@ class AlignedTrainer(CurriculumTrainer):
         self.label_smoothing = label_smoothing
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        # Trainer would take one more step after the last one, so then it gets no data.
+        # If a run resumes after its last step, Trainer would still take a step. An empty list prevents this.
         data: Any = self.stream if self.stream.start < self.args.max_steps else []
         return DataLoader(data, batch_size=None)
 

@@ -45,7 +45,7 @@ class TwoStageSettings:
         expand: inner width divided by d_model (Mamba2)
         headdim: width of a head, which determines the number of heads (Mamba2 and Llama)
         solver: name of any installed solver, or a mapping {name: NAME, option: value}
-        gradient: gradient strategy of the fixed-point stage, a name or a mapping; phantom by default
+        gradient: gradient strategy of the second (fixed-point) stage, a name or a mapping; phantom by default
         convergence: convergence policy of the fixed-point search, a name or a mapping; residual by default
         damping: damping of the picard solver; 1 means none. For other solvers, set it in the solver mapping
         steps: optimiser steps
@@ -59,7 +59,7 @@ class TwoStageSettings:
         tolerance: relative residual at which the fixed-point search ends
         max_iter: maximum number of evaluations per token of the fixed-point search in training
         eval_max_iter: maximum number of evaluations per token of the fixed-point search in evaluation
-        phantom_steps: steps of the phantom gradient in the fixed-point stage
+        phantom_steps: steps of the phantom gradient in the second (fixed-point) stage
         phantom_damping: damping of the phantom steps
         bf16: autocast to bfloat16 in training; weights stay float32
         seed: seed of weights and data

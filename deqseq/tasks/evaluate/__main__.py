@@ -37,8 +37,8 @@ class _Report:
         dtype: type of the weights; auto keeps the checkpoint's type
         output: folder for the report (JSON and a figure). Overwrites an earlier result with the same
             settings; overwrites other results only with --force
-        force: keep other files in the output folder, and overwrite a result with other settings; by default,
-            both are errors
+        force: allow an output folder with other files, which stay, or with a result with other settings,
+            which is overwritten; by default, such a folder is an error
         text: plain text files in UTF-8; the tokens of several files are concatenated
         limit: maximum number of tokens to predict; all by default
         length: tokens per sequence
@@ -90,8 +90,8 @@ class Perplexity(_TextReport):
 class Length(_TextReport):
     """Perplexity of a text in sequences of several lengths: does the model work beyond its training length?
 
-    Every length predicts the same tokens. The figure also shows, by position in the sequence, how much their
-    loss changes from the first length to the other lengths.
+    Every length predicts the same tokens. The figure also shows, by position in the sequence, how much the
+    loss of a token changes from the first length to each other length.
 
     Args:
         length: tokens per sequence; longer sequences run in smaller batches
@@ -106,8 +106,9 @@ class Length(_TextReport):
 class Iterations(_TextReport):
     """Perplexity of a text after 1, 2, 4 ... iterations: does more computation at test time help?
 
-    For implicit models. Every token does exactly the given number of iterations. With --rtol or a window, a
-    token stops earlier if it has converged. The last row uses the model's own convergence policy.
+    For implicit models. Without --rtol and without a window, every token does exactly the given number of
+    iterations. With --rtol or a window, a token stops earlier if it has converged. The last row uses the
+    model's own convergence policy.
 
     Args:
         iterations: numbers of iterations, one row of the table for each

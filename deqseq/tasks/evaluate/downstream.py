@@ -89,7 +89,10 @@ class TaskScore:
 
 
 def _question(name: str) -> Callable[[Doc], Doc]:
-    """Convert ``question: {stem, choices: [{text, label}]}`` to ``{name: stem, choices: {text, label}}``."""
+    """Returns a function that converts documents with ``question: {stem, choices: [{text, label}]}``.
+
+    In the result, the field ``name`` has the stem, and ``choices`` has a list of texts and a list of labels.
+    """
 
     def convert(doc: Doc) -> Doc:
         question = doc.get("question")

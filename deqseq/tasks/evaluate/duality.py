@@ -136,7 +136,7 @@ def compare_windows(
         policy: convergence policy for every window; the model's evaluation policy by default.
 
     Raises:
-        ValueError: fewer than two windows, or one below 1; the model is explicit; tokens outside the
+        ValueError: fewer than two windows; a window below 1; the model is explicit; tokens outside the
             vocabulary; too little text.
     """
     if len(windows) < 2:

@@ -33,9 +33,9 @@ _FIRST_BUCKET = 16
 class Positions:
     """Means over the tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
-    ``nll`` is the negative log-likelihood. If :func:`score` gets several lengths, ``change`` is ``nll`` minus
-    the same tokens' nll at the first of the lengths; at this first length, ``change`` is ``None``. Standard
-    errors assume independent tokens.
+    ``nll`` is the negative log-likelihood. ``change`` is ``nll`` minus the nll of the same tokens at the
+    first length given to :func:`score`; at the first length itself, ``change`` is ``None``. Standard errors
+    assume independent tokens.
     """
 
     first: int
@@ -164,8 +164,8 @@ def score(
     """Perplexity of ``tokens`` (N,) in sequences of each of the ``lengths``.
 
     Every length predicts the same tokens: all except the first. The mean loss at a position is noisy, because
-    few tokens share a position. The change of the same tokens' loss from the first length is less noisy, so
-    ``by_position`` reports it too.
+    few tokens share a position. ``by_position`` also reports how much the loss of these tokens changes from
+    the first length. This change is less noisy.
 
     Args:
         batch_size: sequences per batch at the shortest length. Longer sequences get smaller batches, with

@@ -29,7 +29,10 @@ def positions(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw perplexity by length. Second panel: change of the loss from the first length, by position."""
+    """Draw perplexity by length. Below, for every other length, draw the change of the loss by position.
+
+    The change is the loss minus the loss of the same tokens at the first length.
+    """
     axes[0].plot([s.length for s in scores], [s.perplexity for s in scores], "o-")
     axes[0].set(xlabel="length of the sequences", ylabel="perplexity")
     log_scale(axes[0].xaxis, 2)

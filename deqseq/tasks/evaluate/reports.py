@@ -87,7 +87,10 @@ def report(options: Any) -> None:
 
 
 def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
-    """The options as a dictionary. Defaults such as "the model's" are replaced by the values used."""
+    """The options as a dictionary.
+
+    If an option is left to the model, such as the window ``model``, the dictionary has the model's value.
+    """
     unrecorded = ("model", "output", "force", "files")
     found = {name: value for name, value in vars(options).items() if name not in unrecorded}
     found["tokenizer"] = options.tokenizer or options.model

@@ -80,7 +80,11 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
 
 
 def scores(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> dict[int, SimpleNamespace]:
-    """The scores of the evaluations during training, by step; without the evaluation after training."""
+    """The scores of the evaluations during training, by step.
+
+    Takes the first evaluation of a step. This leaves out the evaluation after training, which has the same
+    step as the last evaluation in training.
+    """
     found: dict[int, SimpleNamespace] = {}
     for entry in log:
         if "eval_loss" in entry and entry["step"] not in found:

@@ -42,7 +42,7 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
 
 
 def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> list[SimpleNamespace]:
-    """A row for each stage: its scores on the held-out rows, and the tokens, time and iterations used.
+    """A table row for each stage: tokens, time, speed, memory, and the scores on held-out data.
 
     Tokens and minutes count from the beginning of the run; minutes exclude evaluations and checkpoints.
     Tokens/s and MFU (model FLOPs utilisation) are medians over the stage. GiB is the peak memory allocated on

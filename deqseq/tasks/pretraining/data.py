@@ -48,8 +48,8 @@ def shuffled(position: int, size: int, key: bytes) -> int:
     """The number at ``position`` in a pseudo-random permutation of ``range(size)``; O(1) time and memory.
 
     A Feistel network permutes ``range(side**2)``, where ``side`` is the square root of ``size``, rounded up.
-    It runs again while the result is ``size`` or more (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002).
+    While the result is ``size`` or more, the network permutes the result again (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002).
 
     Args:
         key: selects the permutation; at most 64 bytes.
@@ -88,7 +88,11 @@ class Data:
     verify: Callable[[], None] = lambda: None
 
     def fitted(self, config: ImplicitConfig) -> ImplicitConfig:
-        """Set the end-of-text token of ``config``; ``ValueError`` if the data's vocabulary is larger."""
+        """Set the end-of-text token of ``config``.
+
+        Raises:
+            ValueError: the vocabulary of the data is larger than the vocabulary of ``config``.
+        """
         if self.vocab_size > config.vocab_size:
             raise ValueError(
                 f"the data's tokenizer has {self.vocab_size} tokens, the model {config.vocab_size}: prepare "

@@ -59,8 +59,8 @@ class RunSettings:
         start_from: model folder or checkpoint with the initial weights; the optimiser's state is new
         bf16: autocast to bfloat16; weights stay float32
         compile: compile the blocks with torch.compile; not for Mamba2
-        activation_budget: share of the activations that compiled blocks keep for the backward pass; they
-            recompute cheap activations
+        activation_budget: compiled blocks keep this share of their activations for the backward pass, and
+            choose cheap activations to recompute
         recompute: recompute every evaluation in the backward pass (activation checkpointing)
         seed: seed of the initial weights and of the order of the rows
         workers: processes that load rows

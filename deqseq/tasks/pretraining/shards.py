@@ -1,6 +1,6 @@
 """Sharded checkpoints: each process writes its part; any number of processes can read the checkpoint.
 
-``torch.distributed.checkpoint`` writes the files to the folder ``shards`` of a checkpoint. To load them, it
+``torch.distributed.checkpoint`` writes the files to the folder ``shards`` of a checkpoint. Its loader
 unpickles parts of the files, and a pickle can run any code. So this module first checks these parts with
 unpicklers that refuse everything except tensors, plain values and metadata of tensors.
 """
@@ -85,7 +85,7 @@ def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> None:
-    """Read the state of an optimiser, which may be sharded. All processes must call this.
+    """Read the state of ``optimizer``, whose tensors may be sharded. All processes must call this.
 
     Raises:
         ValueError: the state is damaged, or belongs to another model.
@@ -123,7 +123,7 @@ def _load(state: dict[str, Any], folder: Path, no_dist: bool = False) -> None:
     except (pickle.UnpicklingError, OSError, EOFError) as error:
         raise ValueError(f"{what}: {error}") from error
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads on purpose
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process may read alone
         _call(
             lambda: load(state, checkpoint_id=folder, planner=_Planner(), no_dist=no_dist), ValueError, what
         )

@@ -143,7 +143,7 @@ def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> Implic
 def make_trainer(
     settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: Path | None = None
 ) -> PretrainTrainer:
-    """The trainer of a run, with its model; ``ValueError`` if the weights are missing or do not fit it."""
+    """The trainer and model of a run; ``ValueError`` if the model's weights are missing or do not fit."""
     model = _model(settings, data, checkpoint)
     model.model.layer.gradient_checkpointing = settings.recompute
     if settings.compile and args.device.type != "cpu":
@@ -164,7 +164,11 @@ def make_trainer(
 
 
 def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
-    """Compile every block. ``budget``: share of activations to keep; blocks recompute the cheap ones."""
+    """Compile every block.
+
+    ``budget``: share of the activations that blocks keep for the backward pass. Blocks recompute the others,
+    which are cheap to compute.
+    """
     import torch._dynamo.config
     import torch._functorch.config
 

@@ -146,7 +146,8 @@ class PretrainTrainer(CurriculumTrainer):
 
         With several processes, ``Trainer`` repeats rows to fill the last batches, and counts them twice. To
         avoid repeats, this method uses the largest batch size that divides the rows evenly among the
-        processes. If there is none, the batch size is 1.
+        processes. If there is none, the batch size is 1: ``Trainer`` then leaves out the losses of repeated
+        rows.
         """
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
@@ -224,7 +225,7 @@ class PretrainTrainer(CurriculumTrainer):
         super()._save_checkpoint(model, trial)
 
     def complete(self, checkpoint: Path) -> None:
-        """Seal a checkpoint and remove old ones; with FSDP in the background, when the shards are written."""
+        """Seal a checkpoint and remove old ones. With FSDP, a thread does so when the shards are written."""
         if self._writing is None:
             super().complete(checkpoint)
             return
@@ -239,7 +240,7 @@ class PretrainTrainer(CurriculumTrainer):
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
         try:
             return super().train_from(checkpoint)
-        finally:  # after an error or a signal; Python starts no threads while it exits, and a seal needs some
+        finally:  # wait even after an error or a signal: sealing starts threads, and an exiting Python cannot
             if self._sealing is not None:
                 wait([self._sealing])
 

@@ -71,7 +71,7 @@ def graph_evaluations(gradient: GradientStrategy | None) -> int:
 class Speed(TrainerCallback):
     """Measures tokens per second and model FLOPs utilisation over the time spent training.
 
-    The time of evaluations and checkpoints does not count.
+    The time for validation and for writing checkpoints does not count.
 
     Attributes:
         elapsed: seconds of training so far, including the time before a run was resumed.

@@ -59,8 +59,8 @@ def _train(
 
     The default settings are the demo's: group A5, length 16. They take minutes on a laptop. With --group S5,
     the defaults are those of the file s5-small; they take twenty minutes. --run reads other defaults from a
-    file. The shipped files a5xm, s5 and s5xm are the paper's tasks at full size; each takes minutes on a GPU.
-    To resume after an interruption, run the same command again.
+    file. The shipped files a5xm, s5 and s5xm are the tasks of Schöne et al. (ICML 2025) at full size; each
+    takes minutes on a GPU. To resume after an interruption, run the same command again.
 
     Args:
         output: folder of the run
@@ -94,7 +94,7 @@ def _evaluate(
     """Test a trained model at any length and in any window. Writes JSON and a figure.
 
     Tests on new random sequences, for every combination of length, window and identity probability. With
-    --csv, tests on a file of the word-problem benchmark in every window.
+    --csv, tests instead on the sequences of a file of the word-problem benchmark, in every window.
 
     Args:
         run: folder of a finished run
@@ -151,7 +151,7 @@ def _data(
     identity_probability: ClosedUnitInterval = 0.0,
     seed: NonNegativeInt = 0,
 ) -> None:
-    """Write word problems in the benchmark's CSV format, or check such a file.
+    """Write word problems in the CSV format of the word-problem benchmark, or check such a file.
 
     Writes random sequences and their running products. With --check, verifies all products in the file.
 

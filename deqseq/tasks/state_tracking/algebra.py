@@ -60,8 +60,8 @@ class Algebra:
         the identity. In general, elements of the group part differ from 1 only in factors that are groups,
         and elements of the monoid part only in the other factors.
 
-        Every element is a product of the two parts: (a, m) = (a, 1)·(1, m). The index of the product is the
-        sum of the two indices.
+        Every element is the product of one element of each part: (a, m) = (a, 1)·(1, m). The index of
+        (a, m) is the sum of the indices of (a, 1) and (1, m).
         """
         group = monoid = torch.zeros(1, dtype=torch.int64)
         for factor in self.factors or (self,):

@@ -148,7 +148,7 @@ def generate(
     stream = WordProblemStream(
         algebra, (length, length), identity_probability=p, seed=seed, batch_size=sequences
     )
-    # This is batch 2³² - 1. Training with the same seed never reaches it, so the sequences are new.
+    # This is batch 2³² - 1. Training with the same seed never reaches this batch.
     return WordProblems(*stream.batch(_MASK).values())
 
 

@@ -35,7 +35,7 @@ class Evaluation:
         accuracy: share of tokens with the right answer.
         accuracy_last10: share of right answers among the last ten tokens of each sequence.
         accuracy_sequence: share of sequences without a wrong answer.
-        iterations: mean number of evaluations of f per token, until its search ended.
+        iterations: mean number of evaluations of f until a token's search ended.
         passes: mean number of calls of f per batch. One call evaluates all tokens in the window.
         residual: mean relative residual of the tokens.
         converged: share of tokens whose search met the tolerance.

@@ -119,7 +119,7 @@ def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
 
 
 def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> Any:
-    """The layer's output for one token; ``ValueError`` if the solve does not reach the tolerance."""
+    """The layer's output for one token; ``ValueError`` if the solve does not reach ``TOLERANCE``."""
     if isinstance(layer, ExplicitSequenceLayer):
         return layer(x, state=state)
     out = layer(x, state=state, z0=z0, solve=_EXACTLY)

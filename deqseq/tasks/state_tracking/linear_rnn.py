@@ -1,8 +1,9 @@
 """Explicit baselines made for state tracking: gated DeltaProduct and RWKV-7.
 
-Both are recurrences that are linear in their state, a matrix per head. Unlike Mamba2's, the matrix that
-multiplies the state is not diagonal. Loops over the tokens compute them here, which is fast enough for short
-training sequences; flash-linear-attention has kernels for long ones.
+Both are recurrences that are linear in their state. The state is one matrix per head. Every token multiplies
+the state by another matrix, which is diagonal in Mamba2 but not in these baselines. This file computes the
+recurrences with loops over the tokens. The loops are fast enough for short training sequences;
+flash-linear-attention has kernels for long sequences.
 
 Shapes: B batch, L tokens, D width, H heads, K = D / H width of a head, R reflections, N vocabulary.
 """
@@ -75,8 +76,10 @@ class _Block(nn.Module):
 
 
 class DeltaProduct(nn.Module):
-    """Gated DeltaProduct: R generalised reflections of the state per token (Siems et al., 2025,
-    arXiv 2502.10297), with eigenvalues between -1 and 1."""
+    """Gated DeltaProduct (Siems et al., 2025, arXiv 2502.10297).
+
+    Every token applies R generalised reflections to the state. Their eigenvalues are between -1 and 1.
+    """
 
     def __init__(self, config: LinearRNNConfig) -> None:
         super().__init__()
@@ -165,9 +168,10 @@ def _in_float32(recurrence: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_in_float32
 def delta_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, reflections: int) -> Tensor:
-    """The recurrence of gated DeltaProduct: (B, L, H, K).
+    """The recurrence of gated DeltaProduct; returns (B, L, H, K).
 
-    For every token: S <- exp(g) S, then for each of its R keys: S <- S + beta k (v - k' S)'. Output: q' S.
+    For every token: S <- exp(g) S, then for each of the token's R keys: S <- S + beta k (v - S' k)'. The
+    output is S' q / sqrt(K). A prime means transposed.
 
     Args:
         q: (B, L, H, K).
@@ -191,9 +195,10 @@ def delta_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, refl
 
 @_in_float32
 def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The recurrence of RWKV-7: (B, L, H, K). All arguments have this shape; ``w``: logarithm of the decay.
+    """The recurrence of RWKV-7; returns (B, L, H, K). All arguments have this shape.
 
-    For every token: S <- diag(exp(w)) S + b (a' S) + k v'. Output: r' S.
+    For every token: S <- diag(exp(w)) S + b (a' S) + k v'. The output is S' r. A prime means transposed;
+    ``w`` is the logarithm of the decay.
     """
     batch, length, heads, width = r.shape
     state = v.new_zeros(batch, heads, width, width)

@@ -1,4 +1,7 @@
-"""The sequences that a run trains on. They get longer from phase to phase, by steps or by accuracy."""
+"""The sequences that a run trains on. They get longer from phase to phase.
+
+A phase ends at a given step. If ``grow_at`` is given, accurate predictions end a phase earlier.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ class Phase:
     """A part of training.
 
     Attributes:
-        end: number of the step before which the phase ends. It may end earlier, by accuracy.
+        end: the first step after the phase, counted from 0. With ``grow_at``, the phase may end earlier.
         lengths: tokens of the shortest and the longest sequence.
         identity_probability: probability that a token is the group's identity.
     """
@@ -35,7 +38,10 @@ class Phase:
 
 
 def phases(settings: TrainSettings) -> list[Phase]:
-    """The phases of a run; :class:`TrainSettings` describes them."""
+    """The phases of a run; :class:`TrainSettings` describes them.
+
+    If ``grow_at`` is given, phase 2 becomes several phases, one for each range of lengths.
+    """
     s, p = settings, settings.identity_probability
     easy = p if s.short_identity_probability is None else s.short_identity_probability
     first = easy if s.unrolled_identity_probability is None else s.unrolled_identity_probability
@@ -49,7 +55,10 @@ def phases(settings: TrainSettings) -> list[Phase]:
 
 
 def _growing(settings: TrainSettings) -> list[tuple[int, int]]:
-    """Shortest and longest length of the phases that grow by half: (4, 6), (6, 9), (9, 13) and so on."""
+    """Shortest and longest length of the phases that replace phase 2 if ``grow_at`` is given.
+
+    The longest length grows by half from phase to phase: (4, 6), (6, 9), (9, 13) and so on.
+    """
     shortest, found = settings.unrolled_length, []
     while shortest < settings.short_length:
         longest = min(max(shortest + 1, shortest * 3 // 2), settings.short_length)
@@ -75,7 +84,10 @@ class Progress(TrainerCallback, ExportableState):
         return next((i for i, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
 
     def add(self, step: int, logits: Tensor, labels: Tensor) -> None:
-        """Judge a training batch: logits (B, L, N) and labels (B, L). The GPU is read every 20 batches."""
+        """Judge a training batch: logits (B, L, N) and labels (B, L).
+
+        The host waits for the GPU only once in 20 batches.
+        """
         phase = self.phase(step)
         if self.grow_at is None or phase == len(self.ends) - 1 or self.ends[phase] <= step + _AHEAD:
             return

@@ -17,7 +17,7 @@ from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig
 RUNS = Path(__file__).parent / "runs"
 Model = ImplicitForCausalLM | LSTM | LinearRNN
 BASELINES = {"lstm": LSTM, "deltaproduct": LinearRNN, "rwkv7": LinearRNN}
-"""Models that are no backbones, by the name that ``backbone`` has in the settings."""
+"""The explicit baselines, which are not backbones. The setting ``backbone`` selects a baseline by its key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,8 @@ class TrainSettings(TwoStageSettings):
         length: tokens of the longest training sequence
         min_length: tokens of the shortest sequence after short_share. Each batch has a random length
         grow_at: accuracy of the last two tokens at which phase 1 ends, sequences of phase 2 get longer, and
-            phase 2 ends; by default only the steps decide. The two shares are then the latest ends
+            phase 2 ends. Phase 1 ends at unrolled_share at the latest, and phase 2 at short_share. By
+            default only these two shares decide
         unrolled_length: tokens of the longest sequence up to unrolled_share; the shortest has 2 tokens
         short_length: tokens of the longest sequence between unrolled_share and short_share; the shortest has
             unrolled_length tokens
@@ -57,8 +58,8 @@ class TrainSettings(TwoStageSettings):
         dt_min: smallest initial step size of Mamba2's heads; sizes are log-uniform in [dt_min, dt_max]
         dt_max: largest initial step size; heads with large steps forget quickly
         train_window: tokens solved at a time in training; all by default
-        phantom_damping: damping of the phantom steps (1: none). If the solver's damping is smaller, searches
-            converge wherever the phantom steps are stable
+        phantom_damping: damping of the phantom steps (1: none). With a solver damping below this value, the
+            search converges wherever the phantom steps are stable
     """
 
     group: str = "A5"

@@ -40,7 +40,8 @@ class Test:
     Args:
         identity_probability: probability that a token of the test sequences is the identity
         length: tokens per sequence
-        window: tokens solved at a time, or all; explicit models are tested once, without a window
+        window: tokens solved at a time, or all; explicit models have no window, and are tested once for each
+            probability and length
         max_iter: maximum number of evaluations per token; by default the model's
         damping: solve with Picard's iteration and this damping; by default with the model's own solver
         sequences: number of test sequences
@@ -192,7 +193,7 @@ def conduct(
 
 
 def _test(settings: TrainSettings, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
-    """Train the model, then run the evaluations that have no saved result. Saves each result at once."""
+    """Train the model, then run the evaluations that have no saved result. Saves each result immediately."""
     model = train(settings, folder)
     for key, case in tqdm(cases.items(), desc="tests", leave=False):
         found = _read(folder / _RESULTS)

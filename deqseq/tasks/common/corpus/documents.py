@@ -15,7 +15,7 @@ from deqseq.tasks.common.corpus.storage import expanded, is_compressed, is_remot
 from deqseq.tasks.common.tokenizer import first_line
 
 # If a file is one document, it is read in pieces of _PIECE to 2 * _PIECE bytes (1000 tokens or more). A piece
-# is either for training or for validation. Pieces are small, so even a single book has both.
+# is either for training or for validation. Pieces are small, so even a single book has pieces of both kinds.
 _PIECE = 4096
 
 
@@ -250,7 +250,7 @@ def text_of(row: Any, column: str) -> str:
     if not isinstance(text, str):
         has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "the row is no JSON object"
         raise ValueError(f"no text in the column {column!r}: {has}")
-    return text.encode(errors="replace").decode()  # replaces lone surrogates, which JSON allows, by ?
+    return text.encode(errors="replace").decode()  # JSON allows lone surrogates: replace each by "?"
 
 
 def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:

@@ -63,7 +63,7 @@ class Encoder:
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # as plain text, if a document contains them
+        self._backend.encode_special_tokens = True  # a special token in a document is plain text
         self._known: dict[str, list[int]] = {}
         self._known_characters = 0
         self._remembers = remember

@@ -62,8 +62,9 @@ def _border(sources: Sequence[Source], number: int, count: int) -> Place:
 def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> None:
     """Link the shards of all parts, in order, into ``output``. An interrupted merge can be repeated.
 
-    Compares all files of the parts with their checksums first. Warns if the modification times of the parts'
-    sources differ: copies on several machines have different times, and so has a file that was changed.
+    Compares all files of the parts with their checksums first. Warns if the parts recorded different
+    modification times of their sources. The sources may be copies on several machines, or a source may have
+    changed between the preparations.
 
     Raises:
         ValueError: a part is missing, given twice, unfinished or damaged; parts have different settings or
@@ -119,7 +120,10 @@ def _part(manifest: Manifest) -> tuple[int, int]:
 
 
 def _settings(manifest: Manifest, times: bool = True) -> dict[str, Any]:
-    """What all parts have in common. ``times``: with the modification times of the sources."""
+    """A part's settings without its number, to compare with other parts' settings.
+
+    ``times``: with the modification times of the sources.
+    """
     return flat_head({**manifest.head, "part": _part(manifest)[1]}, times)
 
 

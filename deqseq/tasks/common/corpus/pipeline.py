@@ -53,7 +53,7 @@ def prepare(
     Args:
         name: the name of the tokenizer, for the manifest.
         shard_tokens: when the shard of one split has this many tokens, new shards begin for both splits.
-            Shards end with a batch, so they may be longer.
+            A shard ends only where a batch ends, so it may be longer.
         workers: number of threads that tokenise.
         force: start again and replace all shards in the folder.
         part: ``(K, N)``: prepare only part K of N.
@@ -134,7 +134,8 @@ def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place, end: Pla
     split are joined; an end-of-text token separates pieces of different splits.
 
     Reading that starts at a batch's ``next`` gives the same later batches. Earlier documents do not change
-    where a long document is cut, so parts that are prepared separately have the same tokens.
+    where a long document is cut into batches. So all parts of a corpus, prepared separately, have the same
+    tokens as one preparation without parts.
     """
     texts: list[Text] = []
     size = own = 0  # bytes of the batch; bytes of the current document in the batch

@@ -1,7 +1,7 @@
 """Writes, reads and checks folders of token shards. An interrupted preparation can be continued.
 
 A shard is a file of tokens of one split: little-endian uint16 or uint32, without a header. ``manifest.json``
-lists the finished shards, their sources and settings; other files are ignored.
+lists the finished shards, their sources and settings. Shard files that it does not list are ignored.
 
 To finish a shard, its file is synced to the disk and renamed; then the manifest is replaced atomically. So
 the folder is always valid, and a killed process loses only the shards that it was writing.
@@ -29,7 +29,7 @@ from deqseq.tasks.common.results import changes
 from deqseq.tasks.common.settings import flat
 from deqseq.tasks.common.tokenizer import first_line
 
-VERSION = 2  # version 1 has no checksums of the manifest and the tokenizer's files
+VERSION = 2  # version 1: no checksum of the manifest; of the tokenizer's files, only tokenizer.json's
 _MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 _TIMES = ("modified", "modified_ns")  # see storage.stamp
@@ -175,8 +175,8 @@ class Preparation:
     :meth:`start`. ``force``: start again, and replace the folder's shards. ``begin``: where reading begins.
 
     Raises:
-        ValueError: without ``force``, the folder has other files, damaged shards, or shards made from other
-            sources or settings; with or without it, ``tokenizer`` in the folder is not of a preparation.
+        ValueError: the folder contains a ``tokenizer`` that no preparation wrote. Without ``force``, also if
+            the folder has other files, damaged shards, or shards made from other sources or settings.
     """
 
     def __init__(
@@ -212,9 +212,10 @@ class Preparation:
             raise ValueError(f"{place} was not written by prepare: move it away, or name another folder")
 
     def start(self, save_tokenizer: Callable[[Path], Any]) -> None:
-        """Save the tokenizer, and remove the shards and the tokenizer of an earlier preparation.
+        """Save the tokenizer, and remove the tokenizer files of an earlier preparation.
 
-        Nothing is removed before the new tokenizer is complete. Files of others stay.
+        Also removes the earlier preparation's shards, unless this preparation continues it. Nothing is
+        removed before the new tokenizer is complete. Files that no preparation wrote stay.
         """
         place = self.path / TOKENIZER
         part = self.path / f"{TOKENIZER}{PART}"

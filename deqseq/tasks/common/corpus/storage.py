@@ -31,8 +31,10 @@ def is_compressed(path: str) -> bool:
 
 
 def expanded(path: str) -> list[str]:
-    """All remote files that match ``path``, sorted, if it is remote and contains ``*``; else ``[path]``.
-    ``ValueError`` if no file matches."""
+    """The remote files that match ``path``, sorted; ``ValueError`` if no file matches.
+
+    If ``path`` is local or has no ``*``: ``[path]``, without a check.
+    """
     if not is_remote(path) or "*" not in path:
         return [path]
     with _one_line(path):
@@ -44,7 +46,10 @@ def expanded(path: str) -> list[str]:
 
 
 def stamp(path: str) -> dict[str, Any]:
-    """Path, size in bytes and modification time of a file; ``ValueError`` if the file does not exist."""
+    """Path, size in bytes and modification time of a file.
+
+    If the file does not exist: only the path for a local file, ``ValueError`` for a remote file.
+    """
     if not is_remote(path):
         return local_stamp(Path(path))
     with _one_line(path):

@@ -1,7 +1,7 @@
 """Replaying a recorded solve gives the result of the plain loop.
 
-Without a GPU there are no CUDA graphs: a replay calls the Python functions of the steps again. The tests then
-check what the steps read, write and return.
+Without a GPU there are no CUDA graphs: a replay calls the recorded Python functions again. The tests then
+check what these functions read, write and return.
 """
 
 import gc

@@ -14,8 +14,8 @@ class Unrolled(GradientStrategy):
     """Back-propagation through ``iterations`` steps of the layer's solver from the initial guess.
 
     While gradients are enabled, the layer does not search for the fixed point. It then uses neither its
-    policy nor its window. Autograd treats the coefficients of Anderson and Broyden as constants, so with
-    these solvers second derivatives raise ``RuntimeError``.
+    policy nor its window. With Anderson and Broyden, second derivatives raise ``RuntimeError``: they would be
+    wrong, because autograd treats the coefficients of these solvers as constants.
 
     Args:
         iterations: number of iterations that autograd records. Each evaluates f once on all tokens.

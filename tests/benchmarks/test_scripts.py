@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deqseq.solvers import Broyden, Picard
+from deqseq.tasks.common.seals import seal
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
@@ -138,6 +139,7 @@ def test_rows_are_of_one_model(trained: Path, tmp_path: Path) -> None:
     weights = load_file(mine / "model.safetensors")
     changed = {name: 1.01 * values for name, values in weights.items()}
     save_file(changed, mine / "model.safetensors", metadata={"format": "pt"})
+    seal(mine)
     anew, refused = (run(script, "--model", str(mine), *arguments) for script, arguments in scripts)
     assert anew.returncode == 0, anew.stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]

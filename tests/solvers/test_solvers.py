@@ -224,7 +224,7 @@ def test_history_counts_from_when_the_predecessors_are_calm(name: str) -> None:
 def test_history_is_used_in_a_fixed_number_of_iterations(
     pointwise: Pointwise, name: str, window: int | None
 ) -> None:
-    """A fixed number of iterations computes no residual, so every token uses its history from the start."""
+    """``FixedIterations`` computes no residuals, so no token restarts: history makes the result better."""
     matrix, x = slow_matrix(), torch.randn(2, 4, D, dtype=torch.float64)
     exact = torch.linalg.solve(torch.eye(D, dtype=torch.float64) - matrix, matrix @ x.mT).mT
     error = {}

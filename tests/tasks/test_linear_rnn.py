@@ -80,6 +80,9 @@ def test_the_state_is_float32_under_autocast() -> None:
     [
         ("rwkv7", {"explicit": False}, "rwkv7 has no implicit form"),
         ({"name": "deltaproduct", "refections": 2}, {}, "deltaproduct has no option refections"),
+        ({"name": "rwkv7", "reflections": 2}, {}, "rwkv7 has no option reflections"),
+        ({"name": "lstm", "reflections": 2}, {}, "lstm has no option reflections"),
+        ({"reflections": 2}, {}, "name"),
         ("deltaproduct", {"headdim": 5}, "headdim must divide d_model = 16, got 5"),
         ({"name": "deltaproduct", "reflections": 0}, {}, "reflections must be"),
     ],

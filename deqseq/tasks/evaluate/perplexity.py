@@ -92,7 +92,8 @@ class Score(Search):
     Attributes:
         tokens: number of predicted tokens; the text's first token is not predicted.
         nll: mean negative log-likelihood of a predicted token.
-        seconds, tokens_per_second: time in the model and the loss, and the speed.
+        seconds: time that the model and the loss took.
+        tokens_per_second: ``tokens`` divided by ``seconds``.
         by_position: means over the positions 1 to 16, 17 to 32, 33 to 64 and so on.
     """
 

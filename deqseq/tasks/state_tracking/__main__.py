@@ -58,7 +58,7 @@ def _train(
     """Train a model in a folder.
 
     The default settings are the demo's: group A5, length 16. They take minutes on a laptop. With --group S5,
-    the defaults are those of the file s5-small; they take twenty minutes. --run reads other defaults from a
+    the defaults are those of the file s5-small; they take 25 minutes. --run reads other defaults from a
     file. The shipped files a5xm, s5 and s5xm are the tasks of Schöne et al. (ICML 2025) at full size; each
     takes minutes on a GPU. To resume after an interruption, run the same command again.
 

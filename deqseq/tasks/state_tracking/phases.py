@@ -76,12 +76,19 @@ class Progress(TrainerCallback, ExportableState):
     def __init__(self, settings: TrainSettings) -> None:
         self.grow_at = settings.grow_at
         self.ends = [phase.end for phase in phases(settings)]
+        self.accuracy: float | None = None  # of the last two tokens, in the last 20 judged batches
         self._right: Tensor | float = 0.0  # sum of the accuracies of the judged batches
         self._judged = 0
+        self._longest = [phase.lengths[1] for phase in phases(settings)]
 
     def phase(self, step: int) -> int:
         """Number of the phase of a step; both are counted from 0."""
         return next((i for i, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
+
+    def log(self, step: int) -> dict[str, float]:
+        """What to log: tokens of the longest sequence now, and the accuracy if it decides on the length."""
+        accuracy = {} if self.accuracy is None else {"accuracy": round(self.accuracy, 4)}
+        return {"longest": self._longest[self.phase(step)], **accuracy}
 
     def add(self, step: int, logits: Tensor, labels: Tensor) -> None:
         """Judge a training batch: logits (B, L, N) and labels (B, L).
@@ -94,19 +101,22 @@ class Progress(TrainerCallback, ExportableState):
         self._right += (logits[:, -2:].argmax(-1) == labels[:, -2:]).double().mean()
         self._judged += 1
         if self._judged == _JUDGED:
-            if float(self._right) >= self.grow_at * _JUDGED:
+            self.accuracy = float(self._right) / _JUDGED
+            if self.accuracy >= self.grow_at:
                 self.ends[phase] = step + 1 + _AHEAD
             self._right, self._judged = 0.0, 0
 
     def state(self) -> dict[str, Any]:
-        attributes = {"ends": self.ends, "right": float(self._right), "judged": self._judged}
+        right = float(self._right)
+        attributes = {"ends": self.ends, "accuracy": self.accuracy, "right": right, "judged": self._judged}
         return {"args": {}, "attributes": attributes}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         saved = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and saved:
             found = saved["attributes"]
-            self.ends, self._right, self._judged = found["ends"], found["right"], found["judged"]
+            self.ends, self.accuracy = found["ends"], found["accuracy"]
+            self._right, self._judged = found["right"], found["judged"]
 
 
 class PhaseCurriculum(Curriculum):

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,9 +39,9 @@ class TrainSettings(TwoStageSettings):
             baselines are lstm, rwkv7 and deltaproduct (option: reflections, 4 by default)
         length: tokens of the longest training sequence
         min_length: tokens of the shortest sequence after short_share. Each batch has a random length
-        grow_at: accuracy of the last two tokens at which phase 1 ends, sequences of phase 2 get longer, and
-            phase 2 ends. Phase 1 ends at unrolled_share at the latest, and phase 2 at short_share. By
-            default only these two shares decide
+        grow_at: accuracy of the last two tokens, over 20 batches, at which phase 1 ends, sequences of phase 2
+            get longer, and phase 2 ends. Phase 1 ends at unrolled_share at the latest, and phase 2 at
+            short_share. By default only these two shares decide
         unrolled_length: tokens of the longest sequence up to unrolled_share; the shortest has 2 tokens
         short_length: tokens of the longest sequence between unrolled_share and short_share; the shortest has
             unrolled_length tokens
@@ -109,26 +108,21 @@ class TrainSettings(TwoStageSettings):
     @property
     def baseline(self) -> str | None:
         """The name of the baseline, one of ``BASELINES``; ``None`` if the model has a backbone."""
-        name = self.backbone["name"] if isinstance(self.backbone, dict) else self.backbone
+        name = self.backbone.get("name") if isinstance(self.backbone, dict) else self.backbone
         return name if name in BASELINES else None
 
     def model(self) -> Model:
         """A new model with random weights."""
-        sizes: dict[str, Any] = {
-            "vocab_size": len(self.algebra), "d_model": self.d_model, "n_layer": self.n_layer,
-        }  # fmt: skip
+        if not self.baseline:
+            return ImplicitForCausalLM(self._config(len(self.algebra), window=self.train_window))
+        options = {} if isinstance(self.backbone, str) else {**self.backbone}
+        options.pop("name", None)
+        if unknown := set(options) - ({"reflections"} if self.baseline == "deltaproduct" else set()):
+            raise ValueError(f"backbone {self.baseline} has no option {', '.join(sorted(unknown))}")
+        options |= {"vocab_size": len(self.algebra), "d_model": self.d_model, "n_layer": self.n_layer}
         if self.baseline == "lstm":
-            return LSTM(LSTMConfig(**sizes))
-        if self.baseline:
-            options = {} if isinstance(self.backbone, str) else self.backbone
-            options = {"reflections": LinearRNNConfig.reflections, **options}
-            if unknown := set(options) - {"name", "reflections"}:
-                raise ValueError(f"backbone {self.baseline} has no option {', '.join(sorted(unknown))}")
-            config = LinearRNNConfig(
-                mixer=self.baseline, headdim=self.headdim, reflections=options["reflections"], **sizes
-            )
-            return LinearRNN(config)
-        return ImplicitForCausalLM(self._config(len(self.algebra), window=self.train_window))
+            return LSTM(LSTMConfig(**options))
+        return LinearRNN(LinearRNNConfig(mixer=self.baseline, headdim=self.headdim, **options))
 
     def curriculum(self) -> Curriculum | None:
         """The unrolled and the fixed-point stage; ``None`` for an explicit model."""

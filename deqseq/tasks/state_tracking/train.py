@@ -63,5 +63,5 @@ class _Trainer(AlignedTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs = {**logs, "phase": self.progress.phase(self.state.global_step) + 1}
+            logs = {**logs, **self.progress.log(self.state.global_step)}
         super().log(logs, start_time)

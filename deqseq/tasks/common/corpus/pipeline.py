@@ -133,7 +133,7 @@ def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place, end: Pla
     A file that is one document is read in pieces, and each piece has a split. Neighbouring pieces of the same
     split are joined; an end-of-text token separates pieces of different splits.
 
-    Reading that starts at a batch's ``next`` gives the same later batches. Earlier documents do not change
+    If you start again at a batch's ``next``, you get the same later batches. Earlier documents do not change
     where a long document is cut into batches. So all parts of a corpus, prepared separately, have the same
     tokens as one preparation without parts.
     """

@@ -31,6 +31,8 @@ class ModuleBackbone(Backbone):
         super().__init__()
         if not isinstance(injection, nn.Module | None):
             raise ValueError(f"injection must be a module, or None for the identity, got {injection!r}")
+        if not isinstance(causal, bool):
+            raise ValueError(f"causal must be true or false, got {causal!r}")
         self.module = module
         self.injection = nn.Identity() if injection is None else injection
         self.d_model = d_model

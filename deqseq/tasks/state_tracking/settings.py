@@ -32,6 +32,7 @@ class TrainSettings(TwoStageSettings):
 
     If ``short_share`` is 0, there is no phase 2. If ``grow_at`` is given, phase 2 begins with sequences that
     are little longer than those of phase 1, and they grow by half whenever the model predicts them well.
+    Phases 1 and 2 may then end earlier than the two shares. Rehearsal uses the longest sequences of phase 2.
 
     Args:
         group: name of a group or monoid: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M
@@ -39,9 +40,9 @@ class TrainSettings(TwoStageSettings):
             baselines are lstm, rwkv7 and deltaproduct (option: reflections, 4 by default)
         length: tokens of the longest training sequence
         min_length: tokens of the shortest sequence after short_share. Each batch has a random length
-        grow_at: accuracy of the last two tokens, over 20 batches, at which phase 1 ends, sequences of phase 2
-            get longer, and phase 2 ends. Phase 1 ends at unrolled_share at the latest, and phase 2 at
-            short_share. By default only these two shares decide
+        grow_at: training sequences get longer when the accuracy of their last two tokens, over 20 batches,
+            reaches this value. They grow from unrolled_length to short_length by half at a time, and then to
+            length; unrolled_share and short_share are then the latest times. By default only these decide
         unrolled_length: tokens of the longest sequence up to unrolled_share; the shortest has 2 tokens
         short_length: tokens of the longest sequence between unrolled_share and short_share; the shortest has
             unrolled_length tokens

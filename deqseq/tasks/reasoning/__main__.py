@@ -52,7 +52,7 @@ def _data(
         check: CSV file to verify: solves every puzzle again
         count: number of puzzles
         size: cells along a side; 4 or 9 for Sudokus (default 9), at least 5 for mazes (default 30)
-        rating: least rating of Sudokus, 0 by default; about 1 in 120 of size 9 reaches 10
+        rating: least rating of Sudokus, 0 by default; about 1 in 100 of size 9 reaches 10
         lengths: steps of the shortest and of the longest path in mazes; by default 100 140 for size 30, in
             proportion to the area for other sizes
         seed: seed of the puzzles

@@ -104,7 +104,7 @@ def _tokens(path: str | Path, task: Task, lines: list[Line]) -> Puzzles:
                 f"{path}, line {numbers[line]}: boards must have the characters "
                 f"{CHARACTERS[task].lstrip(chr(0))!r} only, got {texts[line][cell]!r}"
             )
-    puzzles = Puzzles(boards[0], boards[1], torch.tensor(ratings))
+    puzzles = Puzzles(boards[0], boards[1], torch.from_numpy(np.array(ratings, np.int64)))
     for index, rule in broken_rules(task, puzzles)[:1]:
         raise ValueError(f"{path}, line {numbers[index]}: {rule}")
     return puzzles
@@ -118,7 +118,7 @@ def write_csv(path: str | Path, task: Task, puzzles: Puzzles, source: str = "deq
     check_task(task)
     path = Path(path)
     characters = np.frombuffer(CHARACTERS[task].encode(), np.uint8)
-    boards = [characters[board.numpy()] for board in puzzles[:2]]
+    boards = [characters[board.cpu().numpy()] for board in puzzles[:2]]
     part = path.with_name(f"{path.name}{PART}")
     with part.open("wb") as raw:
         file: Any = raw

@@ -63,7 +63,7 @@ def size_of(task: Task, cells: int) -> int:
 def sudoku_units(n: int) -> Tensor:
     """The cells of the rows, columns and boxes of a Sudoku: (3n, n) int64."""
     b = isqrt(n)
-    cells = torch.arange(n * n)
+    cells = torch.arange(n * n, device="cpu")
     boxes = cells.reshape(b, b, b, b).transpose(1, 2)
     return torch.cat([cells.reshape(n, n), cells.reshape(n, n).T, boxes.reshape(n, n)])
 
@@ -83,11 +83,11 @@ def broken_rules(task: Task, puzzles: Puzzles) -> list[tuple[int, str]]:
 
 def _rules(task: Task, questions: Tensor, answers: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Rules in words, and which puzzles keep them: (P,) bool."""
-    n = size_of(task, questions.shape[1])
+    n, device = size_of(task, questions.shape[1]), questions.device
     if task == "sudoku":
         yield f"the question must have digits up to {n} and dots", (questions <= n).all(1)
-        units = answers[:, sudoku_units(n)].sort(-1).values
-        full = (units == torch.arange(1, n + 1)).all(-1).all(-1)
+        units = answers[:, sudoku_units(n).to(device)].sort(-1).values
+        full = (units == torch.arange(1, n + 1, device=device)).all(-1).all(-1)
         yield "the answer must have every digit in every row, column and box", full
         yield "the answer must keep the clues", ((questions == 0) | (questions == answers)).all(1)
         return

@@ -31,7 +31,7 @@ def generate(
     Args:
         count: number of puzzles, P.
         size: 4 or 9.
-        rating: least rating. About 1 puzzle of size 9 in 120 reaches 10.
+        rating: least rating. About 1 puzzle of size 9 in 100 reaches 10.
         seed: in [0, 2³²). The same seed gives the same puzzles, with any number of workers.
         workers: number of threads, by default the number of CPU cores.
         progress: show a progress bar.

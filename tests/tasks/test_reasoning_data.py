@@ -317,7 +317,7 @@ class TestAugment:
     def test_refusals(self, questions: tuple[int, ...], answers: tuple[int, ...], said: str) -> None:
         boards = [torch.zeros(shape, dtype=torch.int64) for shape in (questions, answers)]
         with pytest.raises(ValueError, match=said):
-            sudoku.augment(*boards, torch.Generator())
+            sudoku.augment(*boards, seeded(boards[0]))
 
     def test_types_are_checked(self, sudokus: Puzzles) -> None:
         with pytest.raises(ValueError, match=r"must be int64, got torch\.uint8"):

@@ -4,7 +4,7 @@ PYTHON ?=
 VENV   ?= .venv
 ARGS   ?=
 
-EXTRAS := lm,pretrain,plots,eval,torchdeq,dev
+EXTRAS := lm,pretrain,plots,eval,torchdeq,reason,dev
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # A Python that starts, is new enough and can make an environment. Being on PATH is not enough:

@@ -1,0 +1,101 @@
+"""Collects generated puzzles: several threads, results in a fixed order, without duplicates."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from importlib import import_module
+from itertools import count as numbers
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from deqseq.checks import check_count
+from deqseq.tasks.reasoning.puzzles import Puzzles
+
+T = TypeVar("T")
+
+CHUNK = 64
+"""Puzzles that a thread makes at a time."""
+
+_PATIENCE = 2000  # chunks without a new puzzle, after which to give up
+
+
+def compiled(name: str) -> Any:
+    """Import a module of this package that is compiled by numba.
+
+    Raises:
+        ValueError: numba is not installed.
+    """
+    try:
+        return import_module(f"deqseq.tasks.reasoning.{name}")
+    except ImportError as error:
+        raise ValueError(f"generating puzzles needs numba: pip install 'deqseq[reason]' ({error})") from error
+
+
+def collect(
+    make: Callable[[int], tuple[Any, Any, Any]],
+    count: int,
+    *,
+    seed: int,
+    workers: int | None,
+    progress: bool,
+    advice: str,
+) -> Puzzles:
+    """The first ``count`` different puzzles of ``make(0)``, ``make(1)``, and so on.
+
+    Args:
+        make: makes a chunk of at most ``CHUNK`` puzzles: questions (P, C) uint8, answers (P, C) uint8 and
+            ratings (P,) int64, as arrays. Called by several threads, so it should release Python's lock.
+        seed: the seed of ``make``; only checked here.
+        workers: number of threads, by default the number of CPU cores. The result does not depend on it.
+        progress: show a progress bar.
+        advice: what to change if puzzles run out; the end of an error message.
+
+    Raises:
+        ValueError: a wrong ``count``, ``seed`` or ``workers``; or 2,000 chunks without a new puzzle.
+    """
+    check_count("count", count)
+    if workers is None:
+        workers = os.cpu_count() or 1
+    check_count("workers", workers)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be a whole number in [0, 2**32), got {seed!r}")
+    seen: set[bytes] = set()
+    kept: list[tuple[Any, Any, Any]] = []
+    last = 0  # the last chunk with a new puzzle
+    with (
+        tqdm(desc="puzzles", total=count, disable=None if progress else True) as bar,
+        closing(_in_order(make, workers)) as chunks,
+    ):
+        for chunk, found in enumerate(chunks):
+            for puzzle in zip(*found, strict=True):
+                key = puzzle[0].tobytes()
+                if key not in seen and len(kept) < count:
+                    seen.add(key)
+                    kept.append(puzzle)
+                    last = chunk
+                    bar.update()
+            if len(kept) == count:
+                break
+            if chunk - last >= _PATIENCE:
+                raise ValueError(
+                    f"found {len(kept)} of {count} puzzles, and no other among {_PATIENCE * CHUNK}: {advice}"
+                )
+    return Puzzles(*(torch.from_numpy(np.stack(column)) for column in zip(*kept, strict=True)))
+
+
+def _in_order(make: Callable[[int], T], workers: int) -> Generator[T, None, None]:
+    """Yield ``make(0)``, ``make(1)``, ... without end. Threads work a little ahead."""
+    with ThreadPoolExecutor(workers) as pool:
+        pending = deque(pool.submit(make, chunk) for chunk in range(2 * workers))
+        try:
+            for chunk in numbers(2 * workers):
+                yield pending.popleft().result()
+                pending.append(pool.submit(make, chunk))
+        finally:
+            for future in pending:
+                future.cancel()

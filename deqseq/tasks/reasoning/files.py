@@ -1,0 +1,167 @@
+"""Files of puzzles: CSV as in sapientinc/sudoku-extreme, and the maze arrays of HRM and EqR.
+
+A line is ``source,question,answer,rating``. Boards are in reading order. Sudokus have dots for empty cells.
+Mazes have ``#`` for walls, spaces for free cells, ``S`` and ``G``, and ``o`` for the path in the answer. A
+name that ends in .gz means that the file is compressed.
+"""
+
+import csv
+import gzip
+import os
+import zlib
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+
+from deqseq.tasks.common.files import PART, rename
+from deqseq.tasks.reasoning.puzzles import (
+    CHARACTERS,
+    PATH,
+    Puzzles,
+    Task,
+    broken_rules,
+    check_task,
+    size_of,
+)
+
+_HEADER = ["source", "question", "answer", "rating"]
+_LINES = 2**16  # lines checked at a time
+_NONE = 255  # stands for characters that are not tokens
+
+Line = tuple[int, str, str, int]
+"""Its number, the question, the answer and the rating."""
+
+
+def read_csv(path: str | Path, task: Task) -> Puzzles:
+    """The puzzles in a CSV file. The sources are not kept.
+
+    Raises:
+        ValueError: a line is malformed, its boards differ in size from the first line's, or it breaks a rule
+            (see :func:`~deqseq.tasks.reasoning.puzzles.broken_rules`). The message names the line and the
+            rule. Whether a Sudoku has a unique solution is not checked, nor whether a maze's path connects
+            start and goal: :func:`~deqseq.tasks.reasoning.verify.verify` does that.
+    """
+    check_task(task)
+    lines = _lines(Path(path), task)
+    parts: list[Puzzles] = []
+    while chunk := list(islice(lines, _LINES)):
+        parts.append(_tokens(path, task, chunk))
+    if not parts:
+        raise ValueError(f"{path}, line 2: missing, the file must hold at least one puzzle")
+    return Puzzles(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _lines(path: Path, task: Task) -> Iterator[Line]:
+    """The lines of a file, with the size of the boards checked."""
+    cells = None
+    number = 1  # the line at which the record starts
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(
+            path, "rt", newline="", encoding="latin-1"
+        ) as file:
+            reader = csv.reader(cast(IO[str], file), strict=True)
+            header = next(reader, None)
+            if header != _HEADER:
+                raise ValueError(f"the header must be {','.join(_HEADER)}, got {header}")
+            number = 2
+            for fields in reader:
+                if len(fields) != 4:
+                    raise ValueError(f"must have 4 fields, got {len(fields)}")
+                _, question, answer, rating = fields
+                if cells is None:
+                    size_of(task, len(question))
+                    cells = len(question)
+                if not len(question) == len(answer) == cells:
+                    raise ValueError(
+                        f"question and answer must have {cells} cells, got {len(question)} and {len(answer)}"
+                    )
+                if not (rating.isascii() and rating.isdigit() and len(rating) < 19):
+                    raise ValueError(f"the rating must be a whole number >= 0, got {rating!r}")
+                yield number, question, answer, int(rating)
+                number = reader.line_num + 1
+    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def _tokens(path: str | Path, task: Task, lines: list[Line]) -> Puzzles:
+    """Make tokens of the characters, and check the rules."""
+    numbers, questions, answers, ratings = zip(*lines, strict=True)
+    table = np.full(256, _NONE, np.uint8)
+    for token, character in enumerate(CHARACTERS[task]):
+        table[ord(character)] = token
+    boards = []
+    for texts in (questions, answers):
+        codes = np.frombuffer("".join(texts).encode("latin-1"), np.uint8).reshape(len(lines), -1)
+        boards.append(torch.from_numpy(table[codes]))
+        wrong = (boards[-1] == _NONE).nonzero()
+        if len(wrong):
+            line, cell = wrong[0].tolist()
+            raise ValueError(
+                f"{path}, line {numbers[line]}: boards must have the characters "
+                f"{CHARACTERS[task].lstrip(chr(0))!r} only, got {texts[line][cell]!r}"
+            )
+    puzzles = Puzzles(boards[0], boards[1], torch.from_numpy(np.array(ratings, np.int64)))
+    for index, rule in broken_rules(task, puzzles)[:1]:
+        raise ValueError(f"{path}, line {numbers[index]}: {rule}")
+    return puzzles
+
+
+def write_csv(path: str | Path, task: Task, puzzles: Puzzles, source: str = "deqseq") -> None:
+    """Write puzzles in the format of :func:`read_csv`, atomically. Overwrites an existing file.
+
+    The same puzzles give the same bytes, compressed or not.
+    """
+    check_task(task)
+    path = Path(path)
+    characters = np.frombuffer(CHARACTERS[task].encode(), np.uint8)
+    boards = [characters[board.cpu().numpy()] for board in puzzles[:2]]
+    part = path.with_name(f"{path.name}{PART}")
+    with part.open("wb") as raw:
+        file: Any = raw
+        if path.suffix == ".gz":
+            file = gzip.GzipFile("", "wb", fileobj=raw, mtime=0)
+        file.write(f"{','.join(_HEADER)}\n".encode())
+        for question, answer, rating in zip(*boards, puzzles.ratings.tolist(), strict=True):
+            file.write(b"%s,%s,%s,%d\n" % (source.encode(), question.tobytes(), answer.tobytes(), rating))
+        if file is not raw:
+            file.close()
+        raw.flush()
+        os.fsync(raw.fileno())
+    rename(part, path)
+
+
+def read_arrays(folder: str | Path) -> Puzzles:
+    """The mazes in ``all__inputs.npy`` and ``all__labels.npy``, as HRM and EqR write them.
+
+    Both arrays have shape (P, n²) and the tokens of :class:`~deqseq.tasks.reasoning.puzzles.Puzzles`. The
+    ratings are the lengths of the marked paths.
+
+    Raises:
+        ValueError: a file is malformed, the shapes differ, or a maze breaks a rule. Mazes count from 1.
+    """
+    boards = []
+    for name in ("all__inputs.npy", "all__labels.npy"):
+        path = Path(folder) / name
+        try:
+            found = np.load(path, allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        if found.ndim != 2 or found.dtype.kind not in "iu" or not len(found):
+            raise ValueError(f"{path} must be whole numbers (P, n²), got {found.dtype} {found.shape}")
+        if found.min() < 0 or found.max() > PATH:
+            raise ValueError(f"{path} must have tokens 0 to {PATH}, got {found.min()} to {found.max()}")
+        boards.append(torch.from_numpy(found.astype(np.uint8)))
+    questions, answers = boards
+    if questions.shape != answers.shape:
+        raise ValueError(
+            f"{folder}: inputs and labels must have the same shape, got {tuple(questions.shape)} and "
+            f"{tuple(answers.shape)}"
+        )
+    puzzles = Puzzles(questions, answers, (answers == PATH).sum(1) + 1)
+    for index, rule in broken_rules("maze", puzzles)[:1]:
+        raise ValueError(f"{folder}, maze {index + 1}: {rule}")
+    return puzzles

@@ -35,8 +35,8 @@ class ImplicitDifferentiation(GradientStrategy):
     """The exact gradient at the fixed point, by the implicit function theorem.
 
     The backward pass solves u = v + (df/dz)^T u for u (Bai et al., 2019, arXiv 1909.01377). Here v is the
-    gradient of the loss with respect to the equilibrium. The forward search's loop also solves this backward
-    system; one evaluation is one vector-Jacobian product. If f is causal, a token in the backward system
+    gradient of the loss with respect to the equilibrium. The backward pass uses the loop of the forward
+    search; one evaluation is then one vector-Jacobian product. If f is causal, a token in the backward system
     depends on later tokens. The loop therefore runs on the reversed sequence.
 
     Args:

@@ -323,7 +323,7 @@ def test_left_padding_and_carried_state(make: Make, body: str, implicit: bool) -
         torch.testing.assert_close(whole[1:, 4:], alone, rtol=1e-4, atol=1e-4)
         first = model(tokens[:, :8], attention_mask=mask[:, :8], use_cache=True)
         second = model(tokens[:, 8:], past_key_values=first.past_key_values)
-    if not implicit:  # an implicit model may not have converged; then two calls differ from one
+    if not implicit:  # an implicit model that has not converged gives other logits in two calls than in one
         torch.testing.assert_close(second.logits, whole[:, 8:], rtol=1e-4, atol=1e-4)
     assert second.past_key_values.state.seen.tolist() == [11, 7]
 

@@ -54,7 +54,7 @@ def settle(
 
     - the policy lets it stop, and its residual is finite;
     - its budget is exhausted;
-    - its residual is not finite, and the same holds for every earlier token that is not settled.
+    - its residual is not finite, and neither is that of any earlier token that is not settled yet.
 
     Args:
         residual: (B, W) residual of each token's last evaluation.

@@ -92,7 +92,7 @@ def test_backward_by_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("counts", [(2, 9), (0, 1), (3, 0)])
 @torch.no_grad()
 def test_states(name: str, counts: tuple[int, int]) -> None:
-    """Triton and PyTorch agree on an evaluation from a state, and on the state after ``counts`` (B,) tokens."""
+    """Triton and PyTorch agree on an evaluation from a state, and on the state ``counts`` tokens later."""
     body = backbone(name)
     x, z = (torch.randn(2, 9, 16, device=DEVICE) for _ in range(2))
     start = body.initial_state(2).map(lambda t: torch.randn_like(t) if t.is_floating_point() else t)

@@ -53,7 +53,7 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def _closed(page: str) -> str:
-    """The page without code blocks of other languages. Their ends would look like starts of shell blocks."""
+    """The page without blocks of Python and other code. Their last line looks like a shell block's first."""
     return re.sub(r"^```(?!sh\n|bash\n)\w+\n.*?^```\n", "", page, flags=re.DOTALL | re.MULTILINE)
 
 

@@ -66,7 +66,7 @@ def test_tokens_settle_with_their_sequence() -> None:
 
 
 def test_an_earlier_token_depends_on_a_later_one() -> None:
-    """With a causal backbone it does not."""
+    """With a causal backbone, no token depends on a later one."""
     x = torch.randn(1, 6, D)
     changed = x.clone()
     changed[0, 5] += 1
@@ -166,7 +166,7 @@ def test_positions_on_a_board_have_two_dimensions() -> None:
     for backbone in (flat, board):  # on the board, the key is one row and one column after the query
         assert score(backbone, 0, 4) == pytest.approx(score(backbone, 4, 8), abs=1e-5)
     assert score(flat, 0, 1) == pytest.approx(score(flat, 2, 3), abs=1e-5)
-    assert score(board, 0, 1) != pytest.approx(score(board, 2, 3), abs=1e-2)  # 3 is in the next row
+    assert score(board, 0, 1) != pytest.approx(score(board, 2, 3), abs=1e-2)  # position 3 is in the next row
 
 
 def test_an_explicit_layer_hides_padding_too() -> None:

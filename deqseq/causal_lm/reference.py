@@ -57,9 +57,8 @@ def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
     - Damping: the reference damps iterations by ``tau`` in evaluation; the translated solver does not. The
       fixed point is the same. If the undamped iteration does not converge, use
       ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
-    - Stopping: this library tests the tolerance for every token and returns the last iterate. The reference
-      tests whole sequences and returns the best iterate. So when the reference trains, the result for a token
-      depends on later tokens.
+    - Stopping: this library tests the tolerance for every token and returns the last iterate. In training,
+      the reference tests whole sequences and returns the best iterate, so a token depends on later tokens.
 
     Other training settings (Jacobian regularisation, losses on intermediate iterates, weight decay,
     initialisation of the backbone) are ignored. Unknown settings outside the backbone are ignored too.

@@ -18,11 +18,11 @@ from deqseq.tasks.reasoning.verify import solve_sudoku, verify
 
 pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
 
-# A puzzle with the clues of Arto Inkala's of 2012, and its solution.
+# The clues of Arto Inkala's puzzle of 2012, and its solution.
 HARD = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."
 HARD_SOLVED = "812753649943682175675491283154237896369845721287169534521974368438526917796318452"
 
-# The first puzzles of seed 0.
+# The first puzzles of seed 0: a Sudoku rated at least 3, and the answer to a maze of size 7.
 GOLDEN_SUDOKU = ".....3..77...5....3.67....581....6....35....8.......12..86......45.291.........2."
 GOLDEN_MAZE = "1111111121245112111511235551111112112222211111111"
 
@@ -45,7 +45,7 @@ def digits(text: str) -> list[int]:
 
 
 def seeded(boards: torch.Tensor, seed: int = 0) -> torch.Generator:
-    """A generator on the device of the boards, which tests on a GPU change."""
+    """A generator on the device of ``boards``."""
     return torch.Generator(boards.device).manual_seed(seed)
 
 
@@ -101,13 +101,13 @@ class TestGenerating:
         counts = Counter(found.ratings.tolist())
         assert set(counts) == set(range(100, 141))
         excess = sum((count - 100) ** 2 / 100 for count in counts.values())
-        assert excess < 76  # chi-squared with 40 degrees of freedom; above with a probability of 5e-4
+        assert excess < 76  # chi-squared with 40 degrees of freedom exceeds 76 with probability 5e-4
 
     def test_starts_and_goals_are_rooms_and_doors(self) -> None:
         found = mazes.generate(500, size=9, seed=2)
         for token in (START, GOAL):
             cells = (found.questions == token).int().argmax(1)
-            assert len(cells.unique()) > 30  # 16 rooms and 24 places of doors
+            assert len(cells.unique()) > 30  # of 40 possible: 16 rooms and 24 places of doors
 
     @pytest.mark.parametrize(
         "make",
@@ -286,12 +286,12 @@ class TestAugment:
         assert torch.equal(one, same) and not torch.equal(one, other)
 
     def test_all_symmetries_of_a_small_grid_are_drawn(self) -> None:
-        """Size 4 has 24 · 8 · 8 · 2 symmetries. A board without equal cells would have as many images."""
+        """Size 4 has 24 · 8 · 8 · 2 symmetries. Only row 0 has clues here, so many give equal boards."""
         grid = torch.tensor(digits("1234341221434321")).expand(4000, 16)
         questions = torch.zeros_like(grid)
         questions[:, :4] = grid[:, :4]
         images, counts = sudoku.augment(questions, grid, seeded(grid))[0].unique(dim=0, return_counts=True)
-        assert len(images) == 24 * 4 * 2  # the row or column of the clues, and their digits
+        assert len(images) == 24 * 4 * 2  # orders of the digits, line with the clues, row or column
         assert counts.min() > 5 and counts.max() < 50  # 21 on average
 
     @pytest.mark.parametrize("size", [4, 9])

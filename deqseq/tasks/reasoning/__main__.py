@@ -13,8 +13,8 @@ from deqseq.tasks.reasoning.puzzles import Task
 from deqseq.tasks.reasoning.verify import verify
 
 _ABOUT = """\
-Reasoning: complete Sudokus and mark paths through mazes. Every puzzle has one solution, and a cell of it
-depends on cells all over the board."""
+Reasoning: complete Sudokus and mark paths through mazes. Every puzzle has one solution. Each cell of
+the solution depends on cells all over the board."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,19 +40,20 @@ def _data(
 ) -> None:
     """Write puzzles to a CSV file, or check such a file.
 
-    A line is source,question,answer,rating, as in sapientinc/sudoku-extreme. Sudokus are minimal and have one
-    solution; their rating is the number of dead ends of a simple search. Mazes are perfect; their rating is
-    the number of steps from start to goal. The same seed gives the same file.
+    A line is source,question,answer,rating, as in the data set sapientinc/sudoku-extreme. Sudokus have one
+    solution, and are minimal: they have several solutions without any one of their clues. Their rating is the
+    number of dead ends of a simple search. Mazes are perfect: they have one path between any two free cells.
+    Their rating is the number of steps from start to goal. The same seed gives the same file.
 
-    Needs pip install 'deqseq[reason]' to write.
+    Writing puzzles needs pip install 'deqseq[reason]'.
 
     Args:
         task: sudoku or maze
         output: CSV file to write; it is compressed if its name ends in .gz
-        check: CSV file to verify: solves every puzzle again
+        check: CSV file to verify; every puzzle is solved again
         count: number of puzzles
         size: cells along a side; 4 or 9 for Sudokus (default 9), at least 5 for mazes (default 30)
-        rating: least rating of Sudokus, 0 by default; about 1 in 100 of size 9 reaches 10
+        rating: least rating of Sudokus, 0 by default; about 1 in 100 Sudokus of size 9 is rated 10 or more
         lengths: steps of the shortest and of the longest path in mazes; by default 100 140 for size 30, in
             proportion to the area for other sizes
         seed: seed of the puzzles

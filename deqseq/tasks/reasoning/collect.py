@@ -49,8 +49,8 @@ def collect(
 
     Args:
         make: makes a chunk of at most ``CHUNK`` puzzles: questions (P, C) uint8, answers (P, C) uint8 and
-            ratings (P,) int64, as arrays. Called by several threads, so it should release Python's lock.
-        seed: the seed of ``make``; only checked here.
+            ratings (P,) int64, as arrays. Several threads call it, so it should release the GIL.
+        seed: the seed that ``make`` uses. This function only checks that it is in range.
         workers: number of threads, by default the number of CPU cores. The result does not depend on it.
         progress: show a progress bar.
         advice: what to change if puzzles run out; the end of an error message.

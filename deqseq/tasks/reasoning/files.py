@@ -1,8 +1,10 @@
-"""Files of puzzles: CSV as in sapientinc/sudoku-extreme, and the maze arrays of HRM and EqR.
+"""Files of puzzles: CSV as in the data set sapientinc/sudoku-extreme, and arrays of published mazes.
 
-A line is ``source,question,answer,rating``. Boards are in reading order. Sudokus have dots for empty cells.
-Mazes have ``#`` for walls, spaces for free cells, ``S`` and ``G``, and ``o`` for the path in the answer. A
-name that ends in .gz means that the file is compressed.
+The published mazes are Maze-Hard (HRM) and Maze-Unique (EqR).
+
+A line of CSV is ``source,question,answer,rating``. Boards are in reading order. Sudokus have dots for empty
+cells. Mazes have ``#`` for walls, spaces for free cells, ``S`` for the start, ``G`` for the goal, and ``o``
+for the path in the answer. A file is compressed if its name ends in .gz.
 """
 
 import csv
@@ -30,10 +32,10 @@ from deqseq.tasks.reasoning.puzzles import (
 
 _HEADER = ["source", "question", "answer", "rating"]
 _LINES = 2**16  # lines checked at a time
-_NONE = 255  # stands for characters that are not tokens
+_NONE = 255  # the table's entry for characters that have no token
 
 Line = tuple[int, str, str, int]
-"""Its number, the question, the answer and the rating."""
+"""A line of a CSV file: line number, question, answer and rating."""
 
 
 def read_csv(path: str | Path, task: Task) -> Puzzles:
@@ -42,8 +44,8 @@ def read_csv(path: str | Path, task: Task) -> Puzzles:
     Raises:
         ValueError: a line is malformed, its boards differ in size from the first line's, or it breaks a rule
             (see :func:`~deqseq.tasks.reasoning.puzzles.broken_rules`). The message names the line and the
-            rule. Whether a Sudoku has a unique solution is not checked, nor whether a maze's path connects
-            start and goal: :func:`~deqseq.tasks.reasoning.verify.verify` does that.
+            rule. Only :func:`~deqseq.tasks.reasoning.verify.verify` checks that a Sudoku has one solution,
+            and that a maze's path connects start and goal.
     """
     check_task(task)
     lines = _lines(Path(path), task)
@@ -56,7 +58,7 @@ def read_csv(path: str | Path, task: Task) -> Puzzles:
 
 
 def _lines(path: Path, task: Task) -> Iterator[Line]:
-    """The lines of a file, with the size of the boards checked."""
+    """Yield the lines of a file. Checks the format of each line, and that all boards have the same size."""
     cells = None
     number = 1  # the line at which the record starts
     try:
@@ -113,7 +115,7 @@ def _tokens(path: str | Path, task: Task, lines: list[Line]) -> Puzzles:
 def write_csv(path: str | Path, task: Task, puzzles: Puzzles, source: str = "deqseq") -> None:
     """Write puzzles in the format of :func:`read_csv`, atomically. Overwrites an existing file.
 
-    The same puzzles give the same bytes, compressed or not.
+    Writing the same puzzles again gives the same bytes, also in a compressed file.
     """
     check_task(task)
     path = Path(path)
@@ -141,7 +143,8 @@ def read_arrays(folder: str | Path) -> Puzzles:
     ratings are the lengths of the marked paths.
 
     Raises:
-        ValueError: a file is malformed, the shapes differ, or a maze breaks a rule. Mazes count from 1.
+        ValueError: a file is malformed, the shapes differ, or a maze breaks a rule. The message
+            counts mazes from 1.
     """
     boards = []
     for name in ("all__inputs.npy", "all__labels.npy"):

@@ -1,6 +1,9 @@
 """Compiled by numba: carves perfect mazes, and chooses a start and a goal at a given distance.
 
-Shapes: n the size of a board, C = n² cells.
+A maze is perfect if it has one path between any two free cells. Free cells are rooms, at odd rows and columns
+(counted from 0), and doors between neighbouring rooms.
+
+Shapes: P puzzles, n cells along a side of a board, C = n² cells.
 """
 
 import numpy as np
@@ -14,9 +17,10 @@ _STARTS, _MAZES = 16, 1000  # starts to try in a maze, and mazes to try for a le
 
 @njit(cache=True, nogil=True)
 def _carve(board, n, stack, state):
-    """Carve a random perfect maze into ``board`` (C,) by depth-first search. ``stack``: (C,) int64.
+    """Carve a random perfect maze into ``board`` (C,) by depth-first search.
 
-    Rooms are at odd rows and columns. A maze of even size has a second wall at its right and bottom edge.
+    A maze of even size has walls two cells thick at its right and bottom edge. ``stack``, (C,) int64, is
+    working memory for the rooms on the way to the current room.
     """
     board[:] = WALL
     rooms = (n - 1) // 2
@@ -32,7 +36,7 @@ def _carve(board, n, stack, state):
         for k in range(4):
             if inside[k] and board[room + 2 * steps[k]] == WALL:
                 count += 1
-                if below(state, count) == 0:  # each of the neighbours is chosen with the same probability
+                if below(state, count) == 0:  # every uncarved neighbour gets the same probability
                     chosen = steps[k]
         if count == 0:
             height -= 1
@@ -45,7 +49,11 @@ def _carve(board, n, stack, state):
 
 @njit(cache=True, nogil=True)
 def _walk(board, n, queue, distance, parent):
-    """Set the distances (C,) of all cells from ``queue[0]``, and their parents (C,). Returns their number."""
+    """Breadth-first search from the cell ``queue[0]``. Returns the number of cells reached.
+
+    Puts the reached cells into ``queue`` (C,). Sets each cell's ``distance`` (C,), -1 if not reached, and the
+    ``parent`` (C,) of each reached cell but ``queue[0]``: the cell before it on the path.
+    """
     distance[:] = -1
     distance[queue[0]] = 0
     head, tail = 0, 1
@@ -66,11 +74,12 @@ def perfect_mazes(seed, first, count, n, shortest, longest):
     """Make ``count`` perfect mazes. Maze i depends only on ``seed``, ``first + i`` and the other arguments.
 
     The length of the path is drawn first, uniformly from ``shortest`` to ``longest``. Then mazes are carved,
-    and random starts are tried, until there is a goal at this distance. The goal is random among those.
+    and random starts are tried, until some cells are at this distance from the start. One of these cells,
+    chosen at random, is the goal.
 
     Returns:
-        Questions (P, C) and answers (P, C), both uint8, and lengths (P,) int64. If no path of a length is
-        found, the last length is negative, and its maze is unfinished.
+        Questions (P, C) and answers (P, C), both uint8, and lengths (P,) int64. If no path of the drawn
+        length is found, the arrays end with this maze: its length is negated, and its boards are unfinished.
     """
     cells = n * n
     questions = np.empty((count, cells), np.uint8)
@@ -78,7 +87,7 @@ def perfect_mazes(seed, first, count, n, shortest, longest):
     lengths = np.empty(count, np.int64)
     state = np.zeros(1, np.uint64)
     queue, distance, parent = np.empty((3, cells), np.int64)
-    opened = 2 * ((n - 1) // 2) ** 2 - 1  # rooms, and the doors between them
+    opened = 2 * ((n - 1) // 2) ** 2 - 1  # number of free cells: rooms and doors
     for i in range(count):
         start(state, seed, first + i)
         question, answer = questions[i], answers[i]

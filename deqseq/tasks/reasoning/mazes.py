@@ -1,4 +1,4 @@
-"""Perfect mazes: there is one path between any two cells."""
+"""Perfect mazes: there is one path between any two free cells."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from deqseq.tasks.reasoning.puzzles import Puzzles
 
 
 def default_lengths(size: int) -> tuple[int, int]:
-    """The range of path lengths for a size: 100 to 140 for 30, and in proportion to the area for others."""
+    """Shortest and longest path for a size: 100 and 140 for size 30, in proportion to the area for others."""
     return size * size // 9, size * size * 7 // 45
 
 

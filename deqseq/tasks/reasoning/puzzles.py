@@ -1,6 +1,6 @@
 """Sets of puzzles: how boards become tokens, and the rules that need no search.
 
-Shapes: P puzzles, n the size of a board, C = n² cells.
+Shapes: P puzzles, n cells along a side of a board (its size), C = n² cells.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ TASKS: tuple[Task, ...] = get_args(Task)
 SUDOKU_SIZES = (4, 9)
 
 WALL, FREE, START, GOAL, PATH = range(1, 6)
-"""The tokens of mazes, as in the arrays of HRM and EqR. 0 is unused: those arrays fill batches with it."""
+"""The tokens of mazes, as in the published arrays of HRM and EqR. Token 0 is their padding."""
 
 CHARACTERS: dict[Task, str] = {"sudoku": ".123456789", "maze": "\0# SGo"}
 """The characters of boards in CSV files. Token i is character number i."""
@@ -26,12 +26,14 @@ class Puzzles(NamedTuple):
     """Questions with their answers. Cells are in reading order.
 
     The tokens of a Sudoku are 0 for an empty cell and 1 to n for digits. Those of a maze are ``WALL``,
-    ``FREE``, ``START`` and ``GOAL``; in the answer, ``PATH`` replaces ``FREE`` on the path between the two.
+    ``FREE``, ``START`` and ``GOAL``; in the answer, ``PATH`` replaces ``FREE`` on the path from start to
+    goal.
 
     Attributes:
         questions: (P, C) uint8.
         answers: (P, C) uint8.
-        ratings: (P,) int64: dead ends of a search for Sudokus, steps from start to goal for mazes.
+        ratings: (P,) int64. For a Sudoku, the number of dead ends of a search. For a maze, the number of
+            steps from start to goal.
     """
 
     questions: Tensor
@@ -69,7 +71,9 @@ def sudoku_units(n: int) -> Tensor:
 
 
 def broken_rules(task: Task, puzzles: Puzzles) -> list[tuple[int, str]]:
-    """The puzzles that break a rule of ``task`` that needs no search, with the rule; in ascending order.
+    """The index and the first broken rule of every puzzle that breaks one, in ascending order.
+
+    Checks only the rules that need no search.
 
     Sudokus: the answer has every digit in every row, column and box, and keeps the clues. Mazes: there is one
     start and one goal, and the answer differs from the question only where free cells become path.

@@ -18,15 +18,15 @@ def generate(
     workers: int | None = None,
     progress: bool = False,
 ) -> Puzzles:
-    """Random Sudokus that have one solution, and several without any one of their clues.
+    """Random minimal Sudokus: they have one solution, but several if any one of their clues is removed.
 
-    Every puzzle starts from its own random grid, from which random clues are removed as long as the solution
-    stays unique. Puzzles rated too low are dropped.
+    Every puzzle starts from its own random grid. Its clues are removed in random order. A clue stays if the
+    puzzle would have a second solution without it. Puzzles rated below ``rating`` are dropped.
 
     The rating is the number of dead ends of a search. The search fills naked singles (cells with one
-    candidate) and hidden singles (digits with one place in a row, column or box) until there are none. Then
-    it guesses at the first cell with the fewest candidates, smallest digit first. A dead end is a board with
-    a cell without candidates, or a digit without a place.
+    candidate) and hidden singles (digits with one place in a row, column or box) until no single is left.
+    Then it guesses at the first cell with the fewest candidates, smallest digit first. A board is a dead end
+    if a cell has no candidate, or if a digit has no place in a row, column or box.
 
     Args:
         count: number of puzzles, P.
@@ -55,9 +55,10 @@ def generate(
 def augment(questions: Tensor, answers: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Apply random symmetries: a Sudoku stays a Sudoku, and keeps its number of solutions.
 
-    The symmetries are: permute the digits; permute the bands, and the rows within each band; the same for
-    columns; transpose. Each puzzle gets its own, uniformly distributed. The rating may change a little,
-    because the search that defines it reads cells and digits in a fixed order.
+    The symmetries are: permute the digits; permute the bands (rows of boxes), and the rows within each band;
+    permute the columns of boxes, and the columns within each; transpose. For each puzzle, a combination of
+    them is drawn uniformly. The rating may change a little, because the search that defines it reads cells
+    and digits in a fixed order.
 
     Args:
         questions: (B, n²) int64, 0 for empty cells.
@@ -87,7 +88,7 @@ def augment(questions: Tensor, answers: Tensor, generator: torch.Generator) -> t
     def lines() -> Tensor:
         return (permutations(b)[:, :, None] * b + permutations(b, b)).flatten(1)
 
-    # Where the cells come from, and what the digits become.
+    # cells: for each new cell, the old cell that it copies. digits: for each old digit, the new digit.
     cells = lines()[:, :, None] * n + lines()[:, None, :]
     transposed = torch.rand(batch, 1, 1, generator=generator, device=device) < 0.5
     cells = torch.where(transposed, cells.transpose(1, 2), cells).flatten(1)

@@ -4,11 +4,12 @@ For each digit and each band (a row of boxes), a mask has one bit per cell: whet
 there. A guess copies all masks to the next depth, so nothing has to be undone. At each depth the search keeps
 
 - ``candidates`` (n, b): the masks of the digits,
-- ``placed`` (b,): the cells whose digit is placed,
+- ``placed`` (b,): the masks of the cells whose digit is placed,
 - ``missing`` (n, b): how often a digit still has to be placed in a band.
 
-Shapes: n the size, b = √n rows in a band and bands on a board, C = n² cells, D = C + 1 depths. A board (C,)
-uint8 has the digits in reading order, 0 for an empty cell. Bit k of band j is cell j·b·n + k.
+Shapes: n the size (cells along a side), C = n² cells, D = C + 1 depths. A board has b = √n bands, and a band
+has b rows of cells. A board (C,) uint8 has the digits in reading order, 0 for an empty cell. Bit k of band j
+is cell j·b·n + k.
 """
 
 from functools import cache
@@ -24,8 +25,8 @@ class Geometry(NamedTuple):
     """Constant masks of a board: cells are bits within a band.
 
     Attributes:
-        peers: (C, b): the other cells in the row, column and box of a cell, for each band.
-        units: (2b,): the rows and then the boxes of a band; the same in every band.
+        peers: (C, b): for each cell, one mask per band of the other cells in its row, column and box.
+        units: (2b,): one mask for each row and then for each box of a band; the same in every band.
     """
 
     peers: np.ndarray
@@ -68,7 +69,10 @@ def _place(candidates, placed, missing, peers, digit, band, bit):
 
 @njit(cache=True, nogil=True)
 def _naked_singles(candidates, placed, missing, peers):
-    """Place cells that have one candidate. Returns whether all cells have one, and whether one was placed."""
+    """Place the digits of cells with one candidate.
+
+    Returns whether every cell still has a candidate, and whether a digit was placed.
+    """
     n, b = candidates.shape
     everything = (1 << (b * n)) - 1
     found = False
@@ -98,16 +102,19 @@ def _naked_singles(candidates, placed, missing, peers):
 
 @njit(cache=True, nogil=True)
 def _hidden_singles(candidates, placed, missing, peers, units):
-    """Place digits that have one place in a unit. Returns as :func:`_naked_singles` does."""
+    """Place digits that have one place in a unit: a row, column or box.
+
+    Returns whether every digit still has a place in every unit, and whether a digit was placed.
+    """
     n, b = candidates.shape
     found = False
-    rows = 0  # the cells of the first column of a band
+    rows = 0  # mask of a band's first column; rows * m repeats a mask m of columns in every row
     for _ in range(b):
         rows = rows << n | 1
     for digit in range(n):
         if missing[digit].sum() == 0:
             continue
-        once, twice = 0, 0  # columns with at least one place, and with several
+        once, twice = 0, 0  # columns with at least one place for the digit, and with several
         for band in range(b):
             if missing[digit, band]:
                 for unit in units:
@@ -139,7 +146,7 @@ def _hidden_singles(candidates, placed, missing, peers, units):
 
 @njit(cache=True, nogil=True)
 def _fill_singles(candidates, placed, missing, peers, units):
-    """Place naked and hidden singles until there are none.
+    """Place naked and hidden singles until none is left.
 
     Returns whether every cell still has a candidate, and every digit a place in each unit. The result does
     not depend on the order of the deductions.
@@ -156,7 +163,10 @@ def _fill_singles(candidates, placed, missing, peers, units):
 
 @njit(cache=True, nogil=True)
 def _choose(candidates, placed):
-    """The band and bit of the first cell with the fewest candidates, without cells that have one."""
+    """The band and bit of the first cell with the fewest candidates, among cells without a placed digit.
+
+    The band is -1 if all digits are placed. Cells without one must have at least two candidates.
+    """
     n, b = candidates.shape
     fewest, chosen, its = n + 1, -1, 0
     for band in range(b):
@@ -183,12 +193,12 @@ def _choose(candidates, placed):
 
 @njit(cache=True, nogil=True)
 def _read(board, candidates, placed, missing, peers):
-    """Set the candidates of an unfinished board. Its digits must not contradict each other."""
+    """Set the masks and ``missing`` from a board, whose digits must not contradict each other."""
     n, b = candidates.shape
     everything = (1 << (b * n)) - 1
     placed[:] = 0
     missing[:] = b
-    candidates[:] = 0  # first the cells where a digit is ruled out
+    candidates[:] = 0  # for now the cells where a digit is ruled out; inverted below
     cell = 0
     for band in range(b):
         for k in range(b * n):
@@ -212,7 +222,7 @@ def _read(board, candidates, placed, missing, peers):
 
 @njit(cache=True, nogil=True)
 def _write(board, candidates):
-    """Set the digits of a finished board."""
+    """Write a solution to ``board``: every cell has one candidate left."""
     n, b = candidates.shape
     for cell in range(len(board)):
         for digit in range(n):
@@ -275,9 +285,9 @@ def _search(candidates, placed, missing, guesses, geometry, state, random):
 def minimal_puzzles(seed, first, count, rating, geometry):
     """Make ``count`` minimal puzzles and keep those with a rating of at least ``rating``.
 
-    Puzzle i depends only on ``seed`` and ``first + i``. A random grid loses its clues in random order, except
-    clues without which there would be a second solution. One pass is enough for a minimal puzzle: a clue
-    that was needed beside more clues is needed beside fewer.
+    Puzzle i depends only on ``seed`` and ``first + i``. Clues of a random grid are removed in random order. A
+    clue stays if there would be a second solution without it. One pass over the clues makes the puzzle
+    minimal: a clue that is needed stays needed when more of the other clues are removed.
 
     Returns:
         Questions (P, C) and answers (P, C), both uint8, and ratings (P,) int64.
@@ -309,7 +319,7 @@ def minimal_puzzles(seed, first, count, rating, geometry):
             _read(question, candidates[0], placed[0], missing[0], geometry.peers)
             candidates[0, answer[cell] - 1, cell // (b * n)] &= ~(1 << cell % (b * n))
             depth, _ = _search(candidates, placed, missing, guesses, geometry, state, False)
-            if depth >= 0:  # a second solution has another digit here
+            if depth >= 0:  # without this clue, there is a second solution
                 question[cell] = answer[cell]
         _read(question, candidates[0], placed[0], missing[0], geometry.peers)
         _, dead_ends = _search(candidates, placed, missing, guesses, geometry, state, False)

@@ -25,17 +25,19 @@ def verify(
 ) -> None:
     """Solve every puzzle again and compare.
 
-    Sudokus must have exactly one solution, which is their answer. Mazes must be perfect, and their answers
-    must mark the path from start to goal.
+    Sudokus must have exactly one solution, which is their answer. Mazes must be perfect: they have one path
+    between any two free cells. Their answers must mark the path from start to goal.
 
     Args:
-        minimal: Sudokus must have several solutions without any one of their clues. Takes most of the time.
-        rated: ratings must be the dead ends of :func:`solve_sudoku`, or the lengths of the paths. The
-            ratings of sudoku-extreme are another solver's.
+        minimal: also check that Sudokus have several solutions if any one of their clues is removed. This
+            check takes most of the time.
+        rated: also check the ratings: dead ends of :func:`solve_sudoku` for Sudokus, lengths of the paths for
+            mazes. Give ``False`` for the Sudokus of sudoku-extreme, which another solver rated.
         progress: show a progress bar.
 
     Raises:
-        ValueError: the first puzzle that is wrong, counted from 1, and the rule that it breaks.
+        ValueError: a puzzle is wrong. The message names the first such puzzle, counted from 1, and the rule
+            that it breaks.
     """
     check_task(task)
     broken = dict(broken_rules(task, puzzles)[:1])
@@ -58,7 +60,7 @@ class Solved(NamedTuple):
 
     Attributes:
         solutions: the solutions found, as lists of digits.
-        dead_ends: dead ends before the first solution, or in all if there is none.
+        dead_ends: dead ends before the first solution, or all dead ends if there is no solution.
     """
 
     solutions: list[list[int]]
@@ -87,7 +89,7 @@ def solve_sudoku(board: Sequence[int], limit: int = 2) -> Solved:
 
 @cache
 def _units(n: int) -> list[list[list[int]]]:
-    """The three units of each cell."""
+    """The three units of each cell, as lists of cells: its row, its column and its box."""
     b = isqrt(n)
     cells = [(row, column) for row in range(n) for column in range(n)]
     keys = [[("row", r), ("column", c), ("box", (r // b, c // b))] for r, c in cells]
@@ -110,7 +112,10 @@ def _assign(candidates: list[int], cell: int, bit: int) -> bool:
 
 
 def _eliminate(candidates: list[int], cell: int, bit: int) -> bool:
-    """Remove a candidate and all that follows from it by singles. Returns as :func:`_assign` does."""
+    """Remove a candidate of a cell, then fill the singles that follow.
+
+    Returns whether the board is still consistent.
+    """
     if not candidates[cell] & bit:
         return True
     candidates[cell] ^= bit

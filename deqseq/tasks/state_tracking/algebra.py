@@ -57,8 +57,8 @@ class Algebra:
         """The indices of the group part and of the monoid part: two tensors, int64, on the CPU, sorted.
 
         The group part of ``A5xM`` contains the elements (a, 1), and the monoid part the elements (1, m); 1 is
-        the identity. In general, elements of the group part differ from 1 only in factors that are groups,
-        and elements of the monoid part only in the other factors.
+        the identity. With more factors: in the group part, components of factors that are not groups are 1;
+        in the monoid part, components of factors that are groups are 1.
 
         Every element is the product of one element of each part: (a, m) = (a, 1)·(1, m). The index of
         (a, m) is the sum of the indices of (a, 1) and (1, m).

@@ -1,8 +1,8 @@
 """Explicit baselines made for state tracking: gated DeltaProduct and RWKV-7.
 
 Both are recurrences that are linear in their state. The state is one matrix per head. Every token multiplies
-the state by another matrix, which is diagonal in Mamba2 but not in these baselines. This file computes the
-recurrences with loops over the tokens. The loops are fast enough for short training sequences;
+the state by a matrix of its own. This matrix is diagonal in Mamba2, but not in these baselines. This file
+computes the recurrences with loops over the tokens. The loops are fast enough for short training sequences;
 flash-linear-attention has kernels for long sequences.
 
 Shapes: B batch, L tokens, D width, H heads, K = D / H width of a head, R reflections, N vocabulary.

@@ -1,6 +1,7 @@
 """The sequences that a run trains on. They get longer from phase to phase.
 
-A phase ends at a given step. If ``grow_at`` is given, accurate predictions end a phase earlier.
+The settings fix the step at which a phase ends. If they set ``grow_at``, accurate predictions end all
+phases but the last earlier.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from deqseq.curriculum import Curriculum, Stage
 from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
-_JUDGED = 20  # batches from which the accuracy of a phase is computed
-_AHEAD = 2  # the trainer makes this many batches before it uses the first of them
+_JUDGED = 20  # batches over which an accuracy is averaged
+_AHEAD = 2  # a phase begins this many steps late, because the trainer has already made the next batches
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Phase:
 
 
 def phases(settings: TrainSettings) -> list[Phase]:
-    """The phases of a run; :class:`TrainSettings` describes them.
+    """The phases of a run.
 
-    If ``grow_at`` is given, phase 2 becomes several phases, one for each range of lengths.
+    :class:`TrainSettings` describes phases 1 to 3. If ``grow_at`` is given, several phases replace phase 2,
+    one for each range of lengths.
     """
     s, p = settings, settings.identity_probability
     easy = p if s.short_identity_probability is None else s.short_identity_probability
@@ -55,9 +57,10 @@ def phases(settings: TrainSettings) -> list[Phase]:
 
 
 def _growing(settings: TrainSettings) -> list[tuple[int, int]]:
-    """Shortest and longest length of the phases that replace phase 2 if ``grow_at`` is given.
+    """Shortest and longest length of each phase that replaces phase 2 if ``grow_at`` is given.
 
-    The longest length grows by half from phase to phase: (4, 6), (6, 9), (9, 13) and so on.
+    The longest length grows by half from phase to phase. If the longest sequences of phase 1 have 4
+    tokens, the lengths are (4, 6), (6, 9), (9, 13) and so on.
     """
     shortest, found = settings.unrolled_length, []
     while shortest < settings.short_length:
@@ -68,7 +71,9 @@ def _growing(settings: TrainSettings) -> list[tuple[int, int]]:
 
 
 class Progress(TrainerCallback, ExportableState):
-    """The current phase. A phase ends early if the last two tokens are right often enough.
+    """Tells the phase of a step. With ``grow_at``, it ends a phase early if predictions are accurate.
+
+    The accuracy is that of the last two tokens of the training sequences.
 
     Checkpoints save the progress, so a resumed run makes the same batches as an uninterrupted one.
     """
@@ -76,8 +81,8 @@ class Progress(TrainerCallback, ExportableState):
     def __init__(self, settings: TrainSettings) -> None:
         self.grow_at = settings.grow_at
         self.ends = [phase.end for phase in phases(settings)]
-        self.accuracy: float | None = None  # of the last two tokens, in the last 20 judged batches
-        self._right: Tensor | float = 0.0  # sum of the accuracies of the judged batches
+        self.accuracy: float | None = None  # of the last two tokens, over the last full set of 20 batches
+        self._right: Tensor | float = 0.0  # sum of the accuracies of the batches of the current set
         self._judged = 0
         self._longest = [phase.lengths[1] for phase in phases(settings)]
 
@@ -86,14 +91,15 @@ class Progress(TrainerCallback, ExportableState):
         return next((i for i, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
 
     def log(self, step: int) -> dict[str, float]:
-        """What to log: tokens of the longest sequence now, and the accuracy if it decides on the length."""
+        """What to log: tokens of the phase's longest sequence, and the last accuracy if there is one yet."""
         accuracy = {} if self.accuracy is None else {"accuracy": round(self.accuracy, 4)}
         return {"longest": self._longest[self.phase(step)], **accuracy}
 
     def add(self, step: int, logits: Tensor, labels: Tensor) -> None:
-        """Judge a training batch: logits (B, L, N) and labels (B, L).
+        """Add a training batch to the accuracy: logits (B, L, N) and labels (B, L).
 
-        The host waits for the GPU only once in 20 batches.
+        After every 20 batches, ends the phase early if the accuracy has reached ``grow_at``. Only then does
+        the host wait for the GPU.
         """
         phase = self.phase(step)
         if self.grow_at is None or phase == len(self.ends) - 1 or self.ends[phase] <= step + _AHEAD:
@@ -120,7 +126,7 @@ class Progress(TrainerCallback, ExportableState):
 
 
 class PhaseCurriculum(Curriculum):
-    """The unrolled stage, which ends with the first phase, and the fixed-point stage."""
+    """The unrolled stage in the first phase, the fixed-point stage in all later phases."""
 
     def __init__(self, stages: list[Stage], progress: Progress) -> None:
         super().__init__(stages)

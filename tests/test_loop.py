@@ -43,7 +43,7 @@ def needed(rate: float, rtol: float, damping: float = 1.0) -> int:
 
 
 def known_rates(rates: list[list[float]]) -> Tensor:
-    """Inputs x (B, L, 3) for the backbone ``rates``; ``rates[b][t]`` is the rate of one token."""
+    """Inputs x (B, L, 3) for the backbone ``Rates``: token t of sequence b converges at ``rates[b][t]``."""
     x = torch.rand(len(rates), len(rates[0]), 3, dtype=torch.float64) + 0.5
     x[..., 0] = torch.tensor(rates, dtype=torch.float64)
     return x

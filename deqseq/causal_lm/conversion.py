@@ -166,9 +166,9 @@ def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
     settings |= {"backbone": {**backbone, "input_skip": True}, "implicit": True}
     converted: Any = type(model)(ImplicitConfig.from_dict(settings))
     converted.to(device=model.device, dtype=model.dtype)
-    # The new map equals the explicit stack: the stream begins with gain * z + x (``InputSkip``), a new gain
-    # is 0, and the injection is set to 0 here. With weight normalisation (w = g v / ||v||), set only g to 0:
-    # v stays random, so that g gets a non-zero gradient.
+    # Make the new map equal to the explicit stack. The stream begins with gain * z + x (``InputSkip``), and
+    # the gain is initialised to 0. So only the injection must be set to 0. With weight normalisation
+    # (w = g v / ||v||), set only g to 0: v stays random, so that g gets a non-zero gradient.
     linear = converted.model.layer.backbone.injection.linear
     weight = linear.parametrizations.weight.original0 if is_parametrized(linear) else linear.weight
     with torch.no_grad():

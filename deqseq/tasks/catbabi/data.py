@@ -222,7 +222,7 @@ class StoryStreams(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.seed)
         rows = [self.stories.tokens[:0]] * self.batch_size
-        index = 0  # number of the first batch in this pass
+        index = 0  # number of batches in the passes over the stories before this one
         while True:
             stories = self.stories.shuffled(generator)
             edges = stories.runs(self.batch_size)

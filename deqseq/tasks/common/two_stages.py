@@ -151,8 +151,11 @@ class TwoStageSettings:
 
 
 def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple[Settings, Tree]:
-    """Read the settings of a finished run. Returns the settings of class ``kind``, and a dictionary of the
-    entries ``others`` of the settings file. ``ValueError`` if there is no such run."""
+    """Read the settings of a finished run; ``ValueError`` if there is no such run.
+
+    ``others`` are names of entries in the settings file that ``kind`` does not have. Returns the settings, and
+    these entries as a dictionary.
+    """
     found = read_settings(path)
     also = {name: found.pop(name, None) for name in others}
     try:

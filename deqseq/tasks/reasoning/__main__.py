@@ -41,7 +41,7 @@ def _data(
     """Write puzzles to a CSV file, or check such a file.
 
     A line is source,question,answer,rating, as in the data set sapientinc/sudoku-extreme. Sudokus have one
-    solution, and are minimal: they have several solutions without any one of their clues. Their rating is the
+    solution, and every clue is needed: if one is removed, there are several solutions. Their rating is the
     number of dead ends of a simple search. Mazes are perfect: they have one path between any two free cells.
     Their rating is the number of steps from start to goal. The same seed gives the same file.
 

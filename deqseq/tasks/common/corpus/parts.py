@@ -36,7 +36,7 @@ def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[S
     """The sources of a part, the place where it begins, and the place where the next part begins.
 
     A dataset is divided by its files, or by row groups (parquet) if it has fewer files than parts. Text files
-    are divided between documents, into parts of about equal bytes. Compressed files are not cut.
+    are cut where a document ends, into parts of about equal bytes. Compressed files are not cut.
     """
     number, count = part
     if part != WHOLE and len(sources) == 1 and isinstance(sources[0], DatasetRows):

@@ -92,7 +92,7 @@ def test_llama(name: str, batch: int, slots: int) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("kind", "each"), [("mamba2", 3 + 2), ("llama", 5)])
 def test_few_kernels(kind: str, each: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two blocks starts five kernels, and the last norm one. Mamba2's MLP takes two of the five."""
+    """Each of the two blocks starts five kernels (two of Mamba2's are for its MLP), and the last norm one."""
     from deqseq.ops.add_norm import triton as norm
     from deqseq.ops.one_token import triton as token_kernels
 

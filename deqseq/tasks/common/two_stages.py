@@ -153,8 +153,8 @@ class TwoStageSettings:
 def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple[Settings, Tree]:
     """Read the settings of a finished run; ``ValueError`` if there is no such run.
 
-    ``others`` are names of entries in the settings file that ``kind`` does not have. Returns the settings, and
-    these entries as a dictionary.
+    ``others`` are names of entries in the settings file that ``kind`` does not have. Returns the settings,
+    and these entries as a dictionary.
     """
     found = read_settings(path)
     also = {name: found.pop(name, None) for name in others}

@@ -53,6 +53,8 @@ def begin(problem: Problem) -> Carry:
         return Carry(z, z, Tokens.enter(problem.valid), problem.solver.init(z))
     if not problem.solver.windowed:
         raise ValueError(f"{problem.solver} solves whole sequences only: use window=None")
+    if not problem.causal:
+        raise ValueError("a map that is not causal needs all tokens at once: use window=None")
     backbone, state = cast(Backbone, problem.map), problem.state
     if state is None:
         state = backbone.initial_state(z.shape[0], device=z.device, dtype=z.dtype)
@@ -117,7 +119,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     fz = fz.to(z.dtype)  # autocast may have changed the type
     tokens = carry.tokens.counted()
     if judge:
-        tokens = tokens.judged(z, fz, problem.policy, problem.map.causal)
+        tokens = tokens.judged(z, fz, problem.policy, problem.causal)
     proposal, memory = problem.solver.step(z, fz, carry.memory, tokens.progress(problem.policy))
     carry = carry._replace(proposal=proposal, tokens=tokens, memory=memory)
     if start is None or state is None:

@@ -60,12 +60,7 @@ class Map(Protocol):
     """A fixed-point map f. Every :class:`~deqseq.Backbone` is one.
 
     For a solve with a window or a state, the map must be a :class:`~deqseq.Backbone` that keeps state.
-
-    Attributes:
-        causal: whether a token of the result depends only on itself and earlier tokens.
     """
-
-    causal: bool
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         """f(z), and the trace from which the backbone computes its next state."""
@@ -111,6 +106,11 @@ class Problem:
     @property
     def policy(self) -> ConvergencePolicy:
         return self.options.convergence
+
+    @property
+    def causal(self) -> bool:
+        """Whether token t of f(z) depends only on tokens up to t; true if the map does not say."""
+        return getattr(self.map, "causal", True)
 
     @property
     def window(self) -> int | None:

@@ -81,10 +81,9 @@ class Tokens(NamedTuple):
 
 
 def _of_sequences(verdict: Judgement, active: Tensor) -> Judgement:
-    """The verdict for a map that is not causal: all tokens of a sequence converge and stop together.
+    """The verdict, changed so that all tokens of a sequence stop in the same evaluation.
 
-    ``converged`` and ``stops`` become true for a sequence only if they are true for all its active tokens. If
-    the residual of an active token is not finite, all residuals of its sequence become NaN.
+    If one token is not finite, no token of its sequence is.
     """
 
     def every(tokens: Tensor) -> Tensor:
@@ -92,4 +91,4 @@ def _of_sequences(verdict: Judgement, active: Tensor) -> Judgement:
 
     finite = every(torch.isfinite(verdict.residual))
     residual = verdict.residual.where(finite, verdict.residual.new_full((), torch.nan))
-    return Judgement(residual, every(verdict.converged), every(verdict.stops))
+    return Judgement(residual, verdict.converged, every(verdict.stops))

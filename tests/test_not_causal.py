@@ -6,12 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deqseq import ImplicitSequenceLayer, Residual, SolveOptions
+from deqseq import Context, ImplicitSequenceLayer, Residual, SolveOptions
+from deqseq.backbone import State, Trace
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
 from deqseq.backbones.llama import rotate
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.gradients import ImplicitDifferentiation, Phantom
 from deqseq.layer import ExplicitSequenceLayer
+from deqseq.policies import Quantile
+from deqseq.problem import Problem
+from deqseq.search import search
 from deqseq.solution import Status
 
 D = 8
@@ -32,7 +36,7 @@ class Mixing(nn.Module):
 
 
 def llama(**options: Any) -> LlamaBackbone:
-    made = LlamaBackbone(d_model=D, n_layer=1, n_head=2, causal=False, **options)
+    made = LlamaBackbone(**{"d_model": D, "n_layer": 1, "n_head": 2, "causal": False, **options})
     with torch.no_grad():
         for norm in (made.norm_f, made.layers[0].norm, made.layers[0].norm2):
             norm.weight.mul_(0.3)
@@ -150,6 +154,31 @@ def test_gradients_equal_finite_differences(solver: Any, gradient: Any) -> None:
     torch.testing.assert_close((found * direction).sum(), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_quantile_of_the_tokens_may_stop_a_sequence() -> None:
+    """Tokens that meet the tolerance have converged; the others have not."""
+
+    class Slow(nn.Module):
+        def forward(self, u: Tensor) -> Tensor:
+            rate = torch.tensor([0.3] * 19 + [0.97])[:, None]
+            return rate * u + 1e-6 * u.mean(1, keepdim=True)
+
+    policy = Quantile(Residual(rtol=1e-4, max_iter=64), 0.95)
+    with torch.no_grad():
+        found = layer(ModuleBackbone(Slow(), causal=False), convergence=policy).eval()(torch.ones(1, 20, D))
+    status = found.solution.status[0]
+    assert (status[:19] == Status.CONVERGED).all() and status[19] != Status.CONVERGED
+    assert found.solution.iterations.max() < 20
+
+
+def test_a_map_that_does_not_say_is_causal() -> None:
+    class Half:
+        def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
+            return 0.5 * z + 1, None
+
+    found = search(Problem(Half(), Context(), torch.zeros(1, 3, D), SolveOptions(convergence=TIGHT)))
+    torch.testing.assert_close(found.z, torch.full((1, 3, D), 2.0), rtol=1e-3, atol=1e-3)
+
+
 def test_positions_on_a_board_have_two_dimensions() -> None:
     """On a board, a score depends on the row difference and the column difference of query and key.
 
@@ -190,7 +219,13 @@ def test_what_needs_a_causal_map_is_refused() -> None:
     with pytest.raises(ValueError, match="attention must be 'sdpa' with causal=False"):
         llama(attention="eager")
     with pytest.raises(ValueError, match="a board needs a head dim that 4 divides, got 2"):
-        LlamaBackbone(d_model=D, n_layer=1, n_head=4, board=3)
+        llama(board=3, n_head=4)
+    with pytest.raises(ValueError, match="a board needs causal=False, got board=3 with causal=True"):
+        LlamaBackbone(d_model=D, n_layer=1, n_head=2, board=3)
+    with pytest.raises(ValueError, match="causal must be true or false, got 'no'"):
+        LlamaBackbone(d_model=D, n_layer=1, n_head=2, causal="no")
+    with pytest.raises(ValueError, match="a map that is not causal needs all tokens at once"):
+        search(Problem(llama(), llama().prepare(x), x, SolveOptions(window=2)))
     shape = {"name": "llama", "d_model": D, "n_layer": 1, "n_head": 2, "causal": False}
     for causal in (True, False):
         with pytest.raises(ValueError, match="needs a causal backbone"):

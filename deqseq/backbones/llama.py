@@ -124,8 +124,9 @@ class LlamaBackbone(Stack):
             function takes a mask, register the mask with ``AttentionMaskInterface.register``. With a
             non-empty state (windows, decoding), the backbone always uses torch's function.
         causal: false: every token attends to all tokens of its sequence. Needs ``attention="sdpa"``.
-        board: number of tokens in a row of a board, such as 9 for a Sudoku; rotary positions then have two
-            dimensions, and half of the channels encode each. By default positions have one dimension.
+        board: number of tokens in a row of a board, such as 9 for a Sudoku. Rotary positions then have two
+            dimensions, and half of the channels encode each. Needs ``causal=False``. By default positions
+            have one dimension.
 
     Raises:
         ValueError: a size below 1, or one that breaks a rule above; an attention that is unknown or not
@@ -152,10 +153,14 @@ class LlamaBackbone(Stack):
             raise ValueError(f"d_inner must be at least 2, got {d_inner}")
         if not rope_theta > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
+        if not isinstance(causal, bool):
+            raise ValueError(f"causal must be true or false, got {causal!r}")
         if not causal and function is not None:
             raise ValueError(f"attention must be 'sdpa' with causal=False, got {attention!r}")
         if board is not None:
             check_sizes(board=board)
+            if causal:
+                raise ValueError(f"a board needs causal=False, got board={board} with causal=True")
             if d_model // n_head % 4:
                 raise ValueError(f"a board needs a head dim that 4 divides, got {d_model // n_head}")
         headdim = d_model // n_head

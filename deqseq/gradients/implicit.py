@@ -61,7 +61,7 @@ class ImplicitDifferentiation(GradientStrategy):
         rtol = max(1e-4, 8 * torch.finfo(problem.z0.dtype).eps)
         policy = self.convergence or Residual(rtol=rtol, max_iter=max(64, problem.policy.max_iter))
         backward = Problem(
-            map=_Adjoint(solution.z, z, problem.valid, problem.map.causal),
+            map=_Adjoint(solution.z, z, problem.valid, problem.causal),
             context=Context(),
             z0=found.z.detach(),
             options=SolveOptions(self.solver or problem.solver, policy),

@@ -13,6 +13,7 @@ import yaml
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.seals import seal
 from deqseq.tasks.common.settings import build, read_yaml
 from deqseq.tasks.common.trainer import AlignedTrainer
 from deqseq.tasks.state_tracking import __main__ as command_line
@@ -366,6 +367,39 @@ def test_sequences_grow_when_the_last_two_tokens_are_right() -> None:
         begun.append([progress.phase(step) for step in range(1000)])
     assert [begun[0].index(phase) for phase in range(4)] == [0, 22, 44, 66]
     assert [begun[1].index(phase) for phase in (0, 1, 3)] == [0, 500, 900]
+
+
+def test_batches_of_the_phase_before_do_not_count() -> None:
+    """Phase 1 ends by its share at step 40, in the middle of 20 batches."""
+    progress = Progress(
+        small(length=16, unrolled_length=4, short_length=16, grow_at=0.9, unrolled_share=0.2, short_share=0.8,
+              steps=200)
+    )  # fmt: skip
+    labels = torch.zeros(4, 6, dtype=torch.int64)
+    right, wrong = (F.one_hot(labels + shift, 6).float() for shift in (0, 1))
+    for step in range(60):
+        progress.add(step, right if 25 <= step < 40 else wrong, labels)
+    assert progress.ends[:2] == [40, 160]
+
+
+def test_phase_2_stays_if_its_sequences_cannot_grow() -> None:
+    fixed = {"length": 16, "min_length": 8, "unrolled_length": 8, "short_length": 8, "short_share": 0.7}
+    assert phases(small(**fixed, grow_at=0.9)) == phases(small(**fixed))
+
+
+def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer state does not know the callbacks that came later."""
+    whole = weights(train(small(), tmp_path / "whole", save_steps=2))
+    interrupt(monkeypatch, 8, tmp_path / "cut")
+    for checkpoint in (tmp_path / "cut").glob("checkpoint-*"):
+        file = checkpoint / "trainer_state.json"
+        state = json.loads(file.read_text())
+        del state["stateful_callbacks"]["Progress"]
+        file.write_text(json.dumps(state))
+        seal(checkpoint)
+    resumed = weights(train(small(), tmp_path / "cut", save_steps=2))
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
 
 
 def test_rehearsal_is_spread_over_the_last_stage() -> None:

@@ -161,6 +161,10 @@ class CurriculumTrainer(Trainer):
         # this method first seals the new checkpoint, which syncs its files, and then removes old checkpoints.
         run = Path(str(self.args.output_dir))
         folder = run / f"checkpoint-{self.state.global_step}"
+        saved: Any = self.state.stateful_callbacks  # a checkpoint of an older version lacks some entries
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                saved.setdefault(type(callback).__name__, callback.state())
         running = self.accelerator.gather(self._tr_loss).mean().item()
         self.totals.sum_of_losses = self.totals.losses + self._total_loss_scalar + running
         unseal(folder)

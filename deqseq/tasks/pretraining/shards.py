@@ -120,7 +120,7 @@ def _load(state: dict[str, Any], folder: Path, no_dist: bool = False) -> None:
     try:
         with (folder / ".metadata").open("rb") as file:
             _Metadata(file).load()
-    except (pickle.UnpicklingError, OSError, EOFError) as error:
+    except Exception as error:  # damaged bytes can raise any error, even MemoryError
         raise ValueError(f"{what}: {error}") from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process may read alone

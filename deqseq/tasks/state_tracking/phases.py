@@ -67,7 +67,7 @@ def _growing(settings: TrainSettings) -> list[tuple[int, int]]:
         longest = min(max(shortest + 1, shortest * 3 // 2), settings.short_length)
         found.append((shortest, longest))
         shortest = longest
-    return found
+    return found or [(settings.unrolled_length, settings.short_length)]
 
 
 class Progress(TrainerCallback, ExportableState):
@@ -84,6 +84,7 @@ class Progress(TrainerCallback, ExportableState):
         self.accuracy: float | None = None  # of the last two tokens, over the last full set of 20 batches
         self._right: Tensor | float = 0.0  # sum of the accuracies of the batches of the current set
         self._judged = 0
+        self._judged_phase = 0
         self._longest = [phase.lengths[1] for phase in phases(settings)]
 
     def phase(self, step: int) -> int:
@@ -104,6 +105,8 @@ class Progress(TrainerCallback, ExportableState):
         phase = self.phase(step)
         if self.grow_at is None or phase == len(self.ends) - 1 or self.ends[phase] <= step + _AHEAD:
             return
+        if phase != self._judged_phase:
+            self._right, self._judged, self._judged_phase = 0.0, 0, phase
         self._right += (logits[:, -2:].argmax(-1) == labels[:, -2:]).double().mean()
         self._judged += 1
         if self._judged == _JUDGED:
@@ -113,8 +116,10 @@ class Progress(TrainerCallback, ExportableState):
             self._right, self._judged = 0.0, 0
 
     def state(self) -> dict[str, Any]:
-        right = float(self._right)
-        attributes = {"ends": self.ends, "accuracy": self.accuracy, "right": right, "judged": self._judged}
+        attributes = {
+            "ends": self.ends, "accuracy": self.accuracy, "right": float(self._right), "judged": self._judged,
+            "judged_phase": self._judged_phase,
+        }  # fmt: skip
         return {"args": {}, "attributes": attributes}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -123,6 +128,7 @@ class Progress(TrainerCallback, ExportableState):
             found = saved["attributes"]
             self.ends, self.accuracy = found["ends"], found["accuracy"]
             self._right, self._judged = found["right"], found["judged"]
+            self._judged_phase = found["judged_phase"]
 
 
 class PhaseCurriculum(Curriculum):

@@ -188,7 +188,8 @@ def conduct(
     write_json(output / _RESULTS, [asdict(result) for result in results])
     _draw(plan, results, output)
     print(summary(results))
-    print(f"wrote study.json, by_length.png and by_position.png in {output}")
+    written = [name for name in (_RESULTS, "by_length.png", "by_position.png") if (output / name).exists()]
+    print(f"wrote {', '.join(written)} in {output}")
     return results
 
 

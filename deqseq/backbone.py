@@ -136,8 +136,8 @@ class Backbone(nn.Module, ABC):
         context, padding must not influence real tokens.
         """
         raise ValueError(
-            f"{type(self).__name__} is not causal and cannot hide padding: pass one sequence in a row, all of "
-            "one length, without attention_mask"
+            f"{type(self).__name__} is not causal and cannot hide padding: pass one sequence in a row, all "
+            "of one length, without attention_mask"
         )
 
     @property

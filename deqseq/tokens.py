@@ -81,10 +81,7 @@ class Tokens(NamedTuple):
 
 
 def _of_sequences(verdict: Judgement, active: Tensor) -> Judgement:
-    """The verdict, changed so that all tokens of a sequence stop in the same evaluation.
-
-    If one token is not finite, no token of its sequence is.
-    """
+    """The verdict if all tokens of a sequence must stop together. If one is not finite, none of them is."""
 
     def every(tokens: Tensor) -> Tensor:
         return (tokens | ~active).all(1, keepdim=True).expand_as(tokens)

@@ -77,6 +77,21 @@ class Killed(BaseException):
     """Simulates a killed process."""
 
 
+class Calls:
+    """Raises :class:`Killed` instead of the call after the next ``left`` calls of the stopped functions."""
+
+    left = 0
+
+    def stop(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return counted
+
+
 def test_interrupted_anywhere_the_result_is_the_same(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, small_batches: None
 ) -> None:
@@ -84,27 +99,16 @@ def test_interrupted_anywhere_the_result_is_the_same(
     assert run(tmp_path / "whole", *names, workers=1) == 0
     whole = contents(tmp_path / "whole")
     assert sum(name.endswith(".bin") for name in whole) > 10 and not any("part" in name for name in whole)
-    left = 0
-
-    def stops(function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Killed
-            return function(*args, **kwargs)
-
-        return counted
-
+    calls = Calls()
     output = tmp_path / "cut"
     with monkeypatch.context() as patch:
         # any call that writes to the disk may be interrupted
-        patch.setattr(os, "fsync", stops(os.fsync))
-        patch.setattr(os, "replace", stops(os.replace))
-        patch.setattr(shards.ShardWriter, "add", stops(shards.ShardWriter.add))
+        patch.setattr(os, "fsync", calls.stop(os.fsync))
+        patch.setattr(os, "replace", calls.stop(os.replace))
+        patch.setattr(shards.ShardWriter, "add", calls.stop(shards.ShardWriter.add))
         stopped = 0
         for steps in range(1000):  # each run continues the last one and gets one call further
-            left = steps
+            calls.left = steps
             try:
                 assert run(output, *names, workers=1 + steps % 3) == 0
                 break
@@ -154,22 +158,11 @@ def test_parts_with_kills_in_between_have_the_tokens_of_one_run(
     options: dict[str, Any] = {"documents": documents, "workers": 1}
     assert run(tmp_path / "one", *names, **options) == 0
     draw = random.Random(count)
-    left = 0
-
-    def stops(function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Killed
-            return function(*args)
-
-        return counted
+    calls = Calls()
 
     def until_done(work: Callable[[], int]) -> None:
-        nonlocal left
         for kills in range(100):
-            left = draw.randrange(8) if kills < 2 else 10**9
+            calls.left = draw.randrange(8) if kills < 2 else 10**9
             try:
                 assert work() == 0
                 return
@@ -179,9 +172,9 @@ def test_parts_with_kills_in_between_have_the_tokens_of_one_run(
     folders = [tmp_path / f"part-{k}" for k in range(1, count + 1)]
     merged = [str(folder) for folder in draw.sample(folders, count)]  # in random order
     with monkeypatch.context() as patch:
-        patch.setattr(shards.ShardWriter, "add", stops(shards.ShardWriter.add))
-        patch.setattr(os, "replace", stops(os.replace))
-        patch.setattr(os, "link", stops(os.link))
+        patch.setattr(shards.ShardWriter, "add", calls.stop(shards.ShardWriter.add))
+        patch.setattr(os, "replace", calls.stop(os.replace))
+        patch.setattr(os, "link", calls.stop(os.link))
         for k, folder in enumerate(folders, 1):
             until_done(partial(run, folder, *names, **options, part=f"{k}/{count}"))
         until_done(lambda: main(["--merge", *merged, "--output", str(tmp_path / "all")]))
@@ -493,26 +486,15 @@ def test_force_keeps_the_tokenizer_until_the_new_one_is_complete(
     (tokenizer / "former.txt").write_text("written with a former tokenizer")
     manifest.tokenizer_files["former.txt"] = shards.checksum(tokenizer / "former.txt")
     manifest.write(output)
-    left = 0
-
-    def stops(function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Killed
-            return function(*args, **kwargs)
-
-        return counted
-
+    calls = Calls()
     with monkeypatch.context() as patch:
         for owner, name in ((os, "replace"), (os, "unlink"), (os, "fsync"), (shutil, "rmtree")):
-            patch.setattr(owner, name, stops(getattr(owner, name)))
+            patch.setattr(owner, name, calls.stop(getattr(owner, name)))
         patch.setattr(
-            PreTrainedTokenizerFast, "save_pretrained", stops(PreTrainedTokenizerFast.save_pretrained)
+            PreTrainedTokenizerFast, "save_pretrained", calls.stop(PreTrainedTokenizerFast.save_pretrained)
         )
         for steps in range(1000):
-            left = steps
+            calls.left = steps
             try:
                 assert run(output, "text.txt", **options) == 0
                 break

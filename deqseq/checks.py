@@ -18,6 +18,12 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
 def check_damping(damping: float) -> None:
     """Raise ``ValueError`` unless ``damping`` is in (0, 1]."""
     if not (math.isfinite(damping) and 0 < damping <= 1):

@@ -39,7 +39,8 @@ def llama(**options: Any) -> LlamaBackbone:
     made = LlamaBackbone(**{"d_model": D, "n_layer": 1, "n_head": 2, "causal": False, **options})
     with torch.no_grad():
         for norm in (made.norm_f, made.layers[0].norm, made.layers[0].norm2):
-            norm.weight.mul_(0.3)
+            if norm is not None:
+                norm.weight.mul_(0.3)
     return made
 
 
@@ -82,7 +83,7 @@ def test_an_earlier_token_depends_on_a_later_one() -> None:
         assert same == causal
 
 
-@pytest.mark.parametrize("options", [{}, {"board": 3}])
+@pytest.mark.parametrize("options", [{}, {"board": 3}, {"post_norm": True}])
 def test_padding_and_other_sequences_change_nothing(options: dict[str, int]) -> None:
     """Padding may stand anywhere. A row is solved as if it were alone and had no padding."""
     solve = layer(llama(**options)).eval()

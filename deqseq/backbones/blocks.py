@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from deqseq import kernels
-from deqseq.backbone import Backbone, Context, State
+from deqseq.backbone import Backbone, Context, State, Trace
 from deqseq.checks import check_count
 from deqseq.ops.add_norm import add_norm
 from deqseq.ops.one_token import Norm, SwiGLUWeights, ValueGateWeights
@@ -48,14 +48,20 @@ class StackTrace(NamedTuple):
 
 
 class Block(nn.Module):
-    """A pre-norm mixer and an optional pre-norm MLP. Their outputs are added to the residual stream.
+    """A mixer and an optional MLP. Their outputs are added to the residual stream u.
 
-    The block does not add its last output (of the MLP, if there is one) itself, but returns it. The next
-    block, or the final norm, adds it. So one kernel can add and normalise.
+    A pre-norm block (the default) normalises what the mixer and the MLP read: u <- u + mixer(norm(u)), then
+    u <- u + mlp(norm2(u)). The block does not add its last output (of the MLP, if there is one) itself, but
+    returns it. The next block, or the final norm, adds it. So one kernel can add and normalise.
+
+    A post-norm block normalises the sums: u <- norm(u + mixer(u)), then u <- norm2(u + mlp(u)).
     """
 
-    def __init__(self, d_model: int, norm_eps: float, mixer: nn.Module, mlp: nn.Module | None) -> None:
+    def __init__(
+        self, d_model: int, norm_eps: float, mixer: nn.Module, mlp: nn.Module | None, post_norm: bool = False
+    ) -> None:
         super().__init__()
+        self.post_norm = post_norm
         self.norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.mixer: Any = mixer
         self.norm2 = None if mlp is None else nn.RMSNorm(d_model, eps=norm_eps)
@@ -66,13 +72,13 @@ class Block(nn.Module):
         return self.mixer.weights(), None if self.mlp is None else self.mlp.weights()
 
     def norms(self) -> tuple[Norm, Norm | None]:
-        """Weight and eps of both norms, as the fused kernels take them."""
+        """Weight and eps of both norms, as the fused kernels of pre-norm blocks take them."""
         second = None if self.norm2 is None else (self.norm2.weight, self.norm2.eps)
         return (self.norm.weight, self.norm.eps), second
 
     def by_parts(
         self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
-    ) -> tuple[Tensor, Tensor, Any]:
+    ) -> tuple[Tensor, Tensor | None, Any]:
         """Compute the block operation by operation.
 
         Args:
@@ -80,8 +86,16 @@ class Block(nn.Module):
             inputs: the arguments of the mixer after its weights.
 
         Returns:
-            The stream, the block's last output (to be added by the next block), and the mixer's trace.
+            The stream, the block's last output (to be added by the next block; ``None`` with post-norm), and
+            the mixer's trace.
         """
+        if self.post_norm:
+            added, trace = self.mixer(linear_input(stream), weights[0], *inputs)
+            stream = add_norm(stream, added, self.norm, form, last=True)[1]
+            if self.norm2 is not None:
+                added = self.mlp(linear_input(stream), weights[1])
+                stream = add_norm(stream, added, self.norm2, form, last=True)[1]
+            return stream, None, trace
         stream, u = add_norm(stream, added, self.norm, form)
         added, trace = self.mixer(u, weights[0], *inputs)
         if self.norm2 is not None:
@@ -93,13 +107,15 @@ class Block(nn.Module):
 class Stack(Backbone):
     """A stack of blocks and a final norm. Every block adds the same injection.
 
-    A subclass sets ``state_shapes``, the shapes of a block's initial state without the batch dimension.
+    A subclass with a state sets ``state_shapes``, the shapes of a block's initial state without the batch
+    dimension.
 
     Args:
         blocks: modules with a method ``weights()``.
         d_model: width D.
         width: output width of the injection W RMSNorm(x) + b.
         norm_eps, weight_norm, injection, input_skip: as in :class:`~deqseq.backbones.Mamba2Backbone`.
+        post_norm: true: the blocks are post-norm, and there is no final norm.
 
     Raises:
         ValueError: ``norm_eps`` is not finite and positive, or ``input_skip`` is set without ``injection``.
@@ -111,7 +127,7 @@ class Stack(Backbone):
 
     def __init__(
         self, blocks: Iterable[nn.Module], d_model: int, width: int, norm_eps: float, weight_norm: bool,
-        injection: bool, input_skip: bool,
+        injection: bool, input_skip: bool, post_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if not (math.isfinite(norm_eps) and norm_eps > 0):  # with eps 0, RMSNorm of zeros is NaN
@@ -120,7 +136,7 @@ class Stack(Backbone):
             raise ValueError("input_skip needs injection=True: an explicit layer passes x as z")
         self.d_model = d_model
         self.layers = nn.ModuleList(blocks)
-        self.norm_f = nn.RMSNorm(d_model, eps=norm_eps)
+        self.norm_f = None if post_norm else nn.RMSNorm(d_model, eps=norm_eps)
         self.injects = injection
         self.injection = Injection(d_model, width, norm_eps) if injection else None
         self.input_skip = InputSkip(d_model) if input_skip else None
@@ -145,10 +161,22 @@ class Stack(Backbone):
         injection = tokens[0] if tokens else None
         return z if self.input_skip is None else self.input_skip(z, tokens[1]), injection
 
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
+        stream, injection = self.enter(z, context.tokens)
+        return self.through(stream, context, state, kernels.in_force(context.shared.choice), injection)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile every block with :func:`torch.compile`, which takes the arguments.
+
+        A copy of the backbone is not compiled. Mamba2 has kernels of its own: do not compile it.
+        """
+        for block in self.layers:
+            block.compile(*args, **options)
+
     def through(
         self, stream: Tensor, context: Context, state: State | None, choice: kernels.Choice, *inputs: Any
     ) -> tuple[Tensor, StackTrace]:
-        """Apply all blocks and the final norm. Returns f(z) (B, W, D) and the trace.
+        """Apply all blocks and the final norm, if there is one. Returns f(z) (B, W, D) and the trace.
 
         ``inputs``: further arguments, the same for every block.
         """
@@ -157,14 +185,15 @@ class Stack(Backbone):
             before = None if state is None else state.layers[i]
             stream, added, trace = block(stream, added, context.shared.weights[i], before, choice, *inputs)
             traces.append(trace)
-        fz = add_norm(stream, added, self.norm_f, choice.others, last=True)[1]
-        return fz, StackTrace(choice.others, traces)
+        if self.norm_f is not None:
+            stream = add_norm(stream, added, self.norm_f, choice.others, last=True)[1]
+        return stream, StackTrace(choice.others, traces)
 
     def initial_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """A state of zeros, by default with the device and dtype of the weights."""
-        weight = self.norm_f.weight
+        weight = next(self.layers.parameters())
         device, dtype = weight.device if device is None else device, dtype or weight.dtype
         layer = tuple(torch.zeros(batch_size, *s, device=device, dtype=dtype) for s in self.state_shapes)
         seen = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -252,6 +281,18 @@ def projection(linear: nn.Linear) -> Tensor:
     """The effective weight of a linear map, cast to autocast's dtype."""
     weight = plain_weight(linear)
     return weight.to(kernels.autocast_dtype(weight))
+
+
+def linear_input(stream: Tensor) -> Tensor:
+    """``stream``, cast to the dtype that autocast gives the inputs of linear maps."""
+    return stream.to(kernels.autocast_dtype(stream))
+
+
+def check_hidden(**sizes: int) -> None:
+    """Raise ``ValueError`` if a :class:`SwiGLU` with such a ``d_inner`` has no hidden unit."""
+    for name, value in sizes.items():
+        if value < 2:
+            raise ValueError(f"{name} must be at least 2, got {value}")
 
 
 def check_sizes(**sizes: int) -> None:

@@ -1,4 +1,4 @@
-"""The Llama backbone: a stack of pre-norm blocks with attention, and a final norm.
+"""The Llama backbone: a stack of blocks with attention, and a final norm.
 
 Shapes: B sequences, L tokens, W tokens in the window, D width, H query heads, J key/value heads,
 P = D / H head dim, S slots of the key/value state (one slot per token).
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
 from deqseq.backbones.attention import AttentionFunction
-from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_sizes, projection
+from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_hidden, check_sizes, projection
+from deqseq.checks import check_flag
 from deqseq.ops import advance, one_token
 from deqseq.ops.one_token import AttentionWeights, SwiGLUWeights
 
@@ -88,8 +89,10 @@ class LlamaBlock(Block):
         self, stream: Tensor, added: Tensor | None, weights: tuple[AttentionWeights, SwiGLUWeights],
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
         rotary: tuple[Tensor, Tensor], mask: Any, seen: Tensor | None,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:  # fmt: skip
         """Returns the stream, the MLP's output (the next block adds it to the stream), and the trace.
+
+        With post-norm, there is nothing to add, so the second value is ``None``.
 
         ``seen`` (B,): the number of filled slots. If it is given, a fused kernel computes the block.
         """
@@ -127,6 +130,8 @@ class LlamaBackbone(Stack):
         board: number of tokens in a row of a board, such as 9 for a Sudoku. Rotary positions then have two
             dimensions, and half of the channels encode each. Needs ``causal=False``. By default positions
             have one dimension.
+        post_norm: true: a block computes u <- norm(u + attention(u)), then u <- norm2(u + mlp(u)), and there
+            is no final norm. Needs ``causal=False``, because the kernels for decoding are pre-norm.
 
     Raises:
         ValueError: a size below 1, or one that breaks a rule above; an attention that is unknown or not
@@ -139,7 +144,7 @@ class LlamaBackbone(Stack):
         self, d_model: int, n_layer: int, n_head: int, n_kv_head: int | None = None,
         d_inner: int | None = None, rope_theta: float = 5e5, norm_eps: float = RMS_EPS,
         weight_norm: bool = True, injection: bool = True, input_skip: bool = False, attention: str = "sdpa",
-        causal: bool = True, board: int | None = None,
+        causal: bool = True, board: int | None = None, post_norm: bool = False,
     ) -> None:  # fmt: skip
         function = None if attention == "sdpa" else AttentionFunction(attention)
         n_kv_head = n_head if n_kv_head is None else n_kv_head
@@ -149,12 +154,13 @@ class LlamaBackbone(Stack):
             raise ValueError(f"n_head must divide d_model = {d_model} into an even head dim, got {n_head}")
         if n_head % n_kv_head:
             raise ValueError(f"n_kv_head must divide n_head = {n_head}, got {n_kv_head}")
-        if d_inner < 2:
-            raise ValueError(f"d_inner must be at least 2, got {d_inner}")
+        check_hidden(d_inner=d_inner)
         if not rope_theta > 0:
             raise ValueError(f"rope_theta must be positive, got {rope_theta}")
-        if not isinstance(causal, bool):
-            raise ValueError(f"causal must be true or false, got {causal!r}")
+        check_flag("causal", causal)
+        check_flag("post_norm", post_norm)
+        if causal and post_norm:
+            raise ValueError("post_norm needs causal=False, got post_norm=True with causal=True")
         if not causal and function is not None:
             raise ValueError(f"attention must be 'sdpa' with causal=False, got {attention!r}")
         if board is not None:
@@ -167,9 +173,9 @@ class LlamaBackbone(Stack):
         blocks = []
         for _ in range(n_layer):
             mixer = Attention(d_model, n_head, n_kv_head, function, causal)
-            blocks.append(LlamaBlock(d_model, norm_eps, mixer, SwiGLU(d_model, d_inner)))
+            blocks.append(LlamaBlock(d_model, norm_eps, mixer, SwiGLU(d_model, d_inner), post_norm))
         width = (n_head + 2 * n_kv_head) * headdim
-        super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
+        super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip, post_norm)
         self.attention = function
         self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, still empty
         self.headdim = headdim

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deqseq import kernels
-from deqseq.backbone import Context, State, Trace
+from deqseq.backbone import State, Trace
 from deqseq.backbones.blocks import RMS_EPS, Block, Stack, ValueGateMLP, check_sizes, plain_weight, projection
 from deqseq.ops import advance, one_token
 from deqseq.ops.mixer import mix
@@ -62,7 +62,7 @@ class Mamba2Block(Block):
     def forward(
         self, stream: Tensor, added: Tensor | None, weights: tuple[MixerWeights, ValueGateWeights | None],
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
-    ) -> tuple[Tensor, Tensor, LayerTrace | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, LayerTrace | None]:  # fmt: skip
         """Returns the stream, the block's last output (to be added by the next block), and the trace."""
         sizes: MixerSizes = self.mixer.sizes
         if state is not None and sizes.norm_groups == 1 and one_token.applies(stream, state, choice):
@@ -135,10 +135,6 @@ class Mamba2Backbone(Stack):
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
         # The last inputs of the convolution, and the SSM state.
         self.state_shapes = (d_conv - 1, sizes.conv_width), (heads, headdim, d_state)
-
-    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        stream, injection = self.enter(z, context.tokens)
-        return self.through(stream, context, state, kernels.in_force(context.shared.choice), injection)
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         layers = advance.recurrent(state.layers, trace.blocks, count, trace.form)

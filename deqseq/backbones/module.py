@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
 from deqseq.backbones.blocks import check_sizes
+from deqseq.checks import check_flag
 
 
 class ModuleBackbone(Backbone):
@@ -31,8 +32,7 @@ class ModuleBackbone(Backbone):
         super().__init__()
         if not isinstance(injection, nn.Module | None):
             raise ValueError(f"injection must be a module, or None for the identity, got {injection!r}")
-        if not isinstance(causal, bool):
-            raise ValueError(f"causal must be true or false, got {causal!r}")
+        check_flag("causal", causal)
         self.module = module
         self.injection = nn.Identity() if injection is None else injection
         self.d_model = d_model

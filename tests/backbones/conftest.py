@@ -1,6 +1,7 @@
-"""Reference implementation of Mamba2's state-space recurrence."""
+"""A reference implementation of Mamba2's recurrence, and a backend that counts runs of compiled graphs."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,3 +27,23 @@ def recurrence(
 def ssd_naive() -> Callable[..., tuple[Tensor, Tensor]]:
     """``ssd_naive(x, a, b, c, state=None)``, with the arguments of :func:`deqseq.ops.mixer.ssd.ssd`."""
     return recurrence
+
+
+class Counting:
+    """A backend of torch.compile that runs graphs as they are, and counts the runs."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+@pytest.fixture
+def counting() -> Counting:
+    torch._dynamo.reset()
+    return Counting()

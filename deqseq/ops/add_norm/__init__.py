@@ -11,9 +11,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum ``stream + added`` (B, W, D) in the stream's type, and the RMSNorm of the sum.
 
-    The RMSNorm has the type that autocast gives the inputs of linear maps. Set ``last`` for the backbone's
-    final norm, whose result is f(z). The RMSNorm then has the stream's type. Do not use the returned sum
-    then: its value depends on ``form``.
+    The RMSNorm has the type that autocast gives the inputs of linear maps. Set ``last`` if the RMSNorm is
+    the next stream (post-norm blocks) or f(z) (the final norm). It then has the stream's type. Do not use the
+    returned sum then: its value depends on ``form``.
     """
     dtype = stream.dtype if last else kernels.autocast_dtype(stream)
     # Compiled code uses the plain form, which the compiler fuses with the operations around it.

@@ -2,6 +2,7 @@
 
 from deqseq.backbones.llama import LlamaBackbone
 from deqseq.backbones.mamba2 import Mamba2Backbone
+from deqseq.backbones.mixer import MixerBackbone
 from deqseq.backbones.module import ModuleBackbone
 
-__all__ = ["LlamaBackbone", "Mamba2Backbone", "ModuleBackbone"]
+__all__ = ["LlamaBackbone", "Mamba2Backbone", "MixerBackbone", "ModuleBackbone"]

@@ -140,11 +140,15 @@ class Stack(Backbone):
         self.injects = injection
         self.injection = Injection(d_model, width, norm_eps) if injection else None
         self.input_skip = InputSkip(d_model) if input_skip else None
+        self.initialise()
         if weight_norm:  # w = g v / ||v|| per output row (Salimans & Kingma, 2016); g starts at ||w||
             for module in self.modules():
                 if isinstance(module, (nn.Linear, nn.Conv1d)):
                     # On GPUs torch computes w in single precision, even for float64.
                     parametrizations.weight_norm(module)
+
+    def initialise(self) -> None:
+        """Set the initial weights, before weight normalisation. By default, keep those of torch's modules."""
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         tokens = () if self.injection is None else (self.injection(x),)

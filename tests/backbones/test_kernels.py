@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deqseq import FixedIterations, ImplicitSequenceLayer, Phantom, kernels
-from deqseq.backbones import LlamaBackbone, Mamba2Backbone
+from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone
 from deqseq.ops.add_norm import add_norm
 from deqseq.regularisation import jacobian_penalty
 
@@ -55,6 +55,22 @@ def twins(function: Callable[[], list[Tensor]]) -> None:
 def test_values_and_gradients(name: str, length: int) -> None:
     body = backbone(name)
     x, z, weight = (torch.randn(2, length, 16, device=DEVICE) for _ in range(3))
+
+    def run() -> list[Tensor]:
+        z_in, x_in = z.clone().requires_grad_(), x.clone().requires_grad_()
+        out = body(z_in, body.prepare(x_in))
+        return [out, *torch.autograd.grad((out * weight).sum(), [z_in, x_in, *body.parameters()])]
+
+    twins(run)
+
+
+@pytest.mark.parametrize("post_norm", [True, False])
+def test_values_and_gradients_of_a_mixer(post_norm: bool) -> None:
+    body = MixerBackbone(16, 2, tokens=9, post_norm=post_norm).to(DEVICE)
+    for parameter in body.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.5)
+    x, z, weight = torch.randn(3, 2, 9, 16, device=DEVICE)
 
     def run() -> list[Tensor]:
         z_in, x_in = z.clone().requires_grad_(), x.clone().requires_grad_()

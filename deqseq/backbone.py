@@ -190,6 +190,7 @@ backbones: Registry[Backbone] = Registry(
         "mamba2": "deqseq.backbones.mamba2:Mamba2Backbone",
         "llama": "deqseq.backbones.llama:LlamaBackbone",
         "mixer": "deqseq.backbones.mixer:MixerBackbone",
+        "recursion": "deqseq.backbones.recursion:RecursionBackbone",
     },
     base=Backbone,  # type: ignore[type-abstract]
     hint="; any module becomes a backbone as ModuleBackbone(module)",

@@ -16,7 +16,7 @@ from deqseq import (
     Unrolled,
 )
 from deqseq.backbone import backbones
-from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone
+from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone, RecursionBackbone
 from deqseq.gradient import gradients
 from deqseq.policy import policies
 from deqseq.registry import Registry
@@ -41,6 +41,7 @@ SIZES = {"d_model": 16, "n_layer": 1}
         (backbones, "mamba2", {**SIZES, "headdim": 8}, Mamba2Backbone),
         (backbones, "llama", {**SIZES, "n_head": 2}, LlamaBackbone),
         (backbones, "mixer", {**SIZES, "tokens": 9}, MixerBackbone),
+        (backbones, "recursion", {"map": {"name": "mixer", **SIZES, "tokens": 9}}, RecursionBackbone),
     ],
 )
 def test_known_names(registry: Registry[object], name: str, options: dict[str, object], kind: type) -> None:

@@ -4,5 +4,6 @@ from deqseq.backbones.llama import LlamaBackbone
 from deqseq.backbones.mamba2 import Mamba2Backbone
 from deqseq.backbones.mixer import MixerBackbone
 from deqseq.backbones.module import ModuleBackbone
+from deqseq.backbones.recursion import RecursionBackbone
 
-__all__ = ["LlamaBackbone", "Mamba2Backbone", "MixerBackbone", "ModuleBackbone"]
+__all__ = ["LlamaBackbone", "Mamba2Backbone", "MixerBackbone", "ModuleBackbone", "RecursionBackbone"]

@@ -1,0 +1,111 @@
+"""The recursion backbone: two latents that one map updates in turn, as one fixed-point variable.
+
+Shapes: B sequences, L tokens, D width of a latent.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqseq.backbone import Backbone, Context, State, Trace, backbones
+from deqseq.checks import check_count, check_damping
+from deqseq.solvers.picard import damped
+
+
+class RecursionBackbone(Backbone):
+    """f(z, x): one round of updates of two latents, z = [z_H, z_L], with x = [x_H, x_L].
+
+    (Hierarchical Reasoning Models, Wang et al., 2025, arXiv 2506.21734; Tiny Recursive Models,
+    Jolicoeur-Martineau, 2025, arXiv 2510.04871; Equilibrium Reasoners, arXiv 2605.21488.)
+
+    z and x have width 2 D and hold two halves of width D. A round does ``updates`` times
+
+        z_L <- (1 - damping) z_L + damping map(z_L + z_H + x_L),
+
+    then once
+
+        z_H <- (1 - damping) z_H + damping map(z_H + z_L + x_H).
+
+    This damping is part of f. A solver's damping comes on top.
+
+    :meth:`compile` compiles a whole round with :func:`torch.compile`. A copy of the backbone is not compiled.
+
+    The explicit twin is ``map`` alone, in an :class:`~deqseq.ExplicitSequenceLayer` of width D.
+
+    Args:
+        map: a backbone of width D without injection, as an object or as a mapping such as
+            ``{"name": "mixer", ...}``. In a mapping, ``injection`` is false by default. The recursion is
+            causal if ``map`` is.
+        updates: number of updates of z_L in a round.
+        damping: in (0, 1]; with 1, an update does not keep a part of the latent.
+        noise: in training mode, every update adds ``noise`` times a standard normal to the latent. The
+            residual of a search then stays at about the size of the noise.
+
+    Raises:
+        ValueError: ``map`` has an injection or no width, or a number breaks a rule above.
+    """
+
+    def __init__(
+        self, map: Backbone | Mapping[str, Any], updates: int = 6, damping: float = 0.95, noise: float = 0.0
+    ) -> None:
+        super().__init__()
+        check_count("updates", updates)
+        check_damping(damping)
+        if not (math.isfinite(noise) and noise >= 0):
+            raise ValueError(f"noise must be finite and at least 0, got {noise}")
+        if isinstance(map, Mapping) and backbones.takes(map, "injection"):
+            map = {"injection": False, **map}
+        self.map = backbones.create(map)
+        if self.map.injects:
+            raise ValueError(
+                "a recursion adds x to the latents, so its map must have injection=False, got "
+                f"{type(self.map).__name__} with injection"
+            )
+        if self.map.d_model is None:
+            raise ValueError(f"a recursion needs a map with a width d_model, got {type(self.map).__name__}")
+        self.d_model = 2 * self.map.d_model
+        self.causal = self.map.causal
+        self.updates = updates
+        self.damping = damping
+        self.noise = noise
+
+    def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        return _with_input(x, self.map.prepare(x.chunk(2, -1)[0], position_ids))
+
+    def hide_padding(self, context: Context, lengths: Tensor) -> Context:
+        x, inner = _input_and_rest(context)
+        return _with_input(x, self.map.hide_padding(inner, lengths))
+
+    def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
+        return self(z, context), None  # by __call__, which compile() compiles
+
+    def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
+        """f(z), (B, L, 2 D): one round."""
+        x, inner = _input_and_rest(context)
+        (high, low), (x_high, x_low) = z.chunk(2, -1), x.chunk(2, -1)
+        for _ in range(self.updates):
+            low = self._updated(low, high + x_low, inner)
+        high = self._updated(high, low + x_high, inner)
+        return torch.cat([high, low], -1)
+
+    def _updated(self, latent: Tensor, others: Tensor, context: Context) -> Tensor:
+        """The latent (B, L, D) after one update; ``others``: the other latent plus the input."""
+        new = damped(latent, self.map(latent + others, context).to(latent.dtype), self.damping)
+        return new + self.noise * torch.randn_like(new) if self.training and self.noise else new
+
+    def extra_repr(self) -> str:
+        return f"updates={self.updates}, damping={self.damping}, noise={self.noise}"
+
+
+def _with_input(x: Tensor, inner: Context) -> Context:
+    """The recursion's context: the map's context ``inner``, with x before its tokens."""
+    return replace(inner, tokens=(x, *inner.tokens))
+
+
+def _input_and_rest(context: Context) -> tuple[Tensor, Context]:
+    """x and the map's context; the inverse of :func:`_with_input`."""
+    return context.tokens[0], replace(context, tokens=context.tokens[1:])

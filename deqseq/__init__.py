@@ -1,4 +1,4 @@
-"""Deep-equilibrium sequence models with exchangeable backbone, solver, gradient and convergence policy.
+"""Deep-equilibrium sequence models with exchangeable backbone, solver, gradient, policy and guess.
 
 Start with :class:`ImplicitSequenceLayer`. Importing this package needs only torch and einops.
 """
@@ -6,7 +6,9 @@ Start with :class:`ImplicitSequenceLayer`. Importing this package needs only tor
 from deqseq.backbone import Backbone, Context, State
 from deqseq.gradient import GradientStrategy
 from deqseq.gradients import ImplicitDifferentiation, Phantom, Unrolled
-from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer, LayerOutput
+from deqseq.guess import Guess
+from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
+from deqseq.outputs import LayerOutput
 from deqseq.policies import Both, Either, Quantile, Residual
 from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
 from deqseq.problem import Problem, SolveOptions
@@ -19,7 +21,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Backbone", "Both", "Context", "ConvergencePolicy", "Either", "ExplicitSequenceLayer",
-    "FixedIterations", "GradientStrategy", "ImplicitDifferentiation", "ImplicitSequenceLayer",
+    "FixedIterations", "GradientStrategy", "Guess", "ImplicitDifferentiation", "ImplicitSequenceLayer",
     "Judgement", "LayerOutput", "Phantom", "Problem", "Progress", "Quantile", "Residual", "Solution",
     "SolveOptions", "Solver", "State", "Status", "Unrolled", "jacobian_penalty", "search",
     "spectral_radius", "steps",

@@ -12,10 +12,16 @@ def check_scope(scope: str) -> None:
         raise ValueError(f"scope must be 'token' or 'sequence', got {scope!r}")
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise ``ValueError`` unless ``value`` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise ``ValueError`` unless ``value`` is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless ``value`` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:

@@ -83,4 +83,5 @@ class Curriculum:
 def _options(
     before: SolveOptions, convergence: str | Mapping[str, Any] | None, window: int | None
 ) -> SolveOptions:
-    return SolveOptions(before.solver, before.convergence if convergence is None else convergence, window)
+    policy = before.convergence if convergence is None else convergence
+    return SolveOptions(before.solver, policy, window, before.guess)

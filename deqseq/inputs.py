@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deqseq.backbone import Backbone, State
+from deqseq.guess import Guess, propose
 
 
 class Inputs(NamedTuple):
@@ -147,35 +148,36 @@ def take_inputs(
     position_ids: Tensor | None = None,
     state: State | None = None,
     z0: Tensor | None = None,
+    guess: Guess | None = None,
+    number: int | None = None,
+    previous: Tensor | None = None,
 ) -> tuple[Inputs, Packing | None]:
-    """Check the arguments of a layer's call, pack the tokens and compute their positions.
+    """Check the arguments of a layer's call, pack the tokens, compute their positions and the initial guess.
+
+    Args:
+        guess: proposes the initial guess from the packed x, unless ``z0`` is given.
+        number, previous: arguments of :meth:`~deqseq.Guess.propose`.
 
     Returns:
         The inputs of the solve, and the packing. :meth:`Packing.unpack` moves results back to the caller's
         batch. The packing is ``None`` if there is no mask and every row is one sequence.
 
     Raises:
-        ValueError: wrong shapes, types or positions; a state with a backbone that is not causal.
+        ValueError: wrong shapes, types or positions; a state with a backbone that is not causal; ``previous``
+            or a state for rows with several sequences; a guess of a wrong shape or type.
     """
-    d_model = backbone.d_model
     if state is not None:
         check_causal(backbone, "a state")
-    if x.dim() != 3 or 0 in x.shape:
-        raise ValueError(f"x must have shape (B, L, D) with no size of 0, got {tuple(x.shape)}")
-    if d_model is not None and x.shape[-1] != d_model:
-        raise ValueError(f"x has width {x.shape[-1]}, but the backbone's d_model is {d_model}")
-    if not x.is_floating_point():
-        raise ValueError(f"x must be of a floating-point type, got {x.dtype}")
-    for name, value in (("attention_mask", attention_mask), ("position_ids", position_ids)):
-        if value is not None and value.shape != x.shape[:2]:
-            raise ValueError(
-                f"{name} must have x's shape (B, L) = {tuple(x.shape[:2])}, got {tuple(value.shape)}"
-            )
+    check_tokens(x, backbone.d_model, attention_mask=attention_mask, position_ids=position_ids)
     if z0 is not None and z0.shape != x.shape:
         raise ValueError(f"z0 must have x's shape {tuple(x.shape)}, got {tuple(z0.shape)}")
+    if previous is not None and previous.shape != x[:, 0].shape:
+        raise ValueError(
+            f"previous must have shape (B, D) = {tuple(x[:, 0].shape)}, got {tuple(previous.shape)}"
+        )
     if state is not None and state.batch_size != x.shape[0]:
         raise ValueError(f"state holds {state.batch_size} sequences, but x has {x.shape[0]}")
-    packing = _packing(x, attention_mask, position_ids, state)
+    packing = _packing(x, attention_mask, position_ids, state, previous)
     lengths = torch.full((x.shape[0],), x.shape[1], device=x.device)
     if packing is not None:
         x, lengths = packing.pack(x), packing.lengths
@@ -192,6 +194,8 @@ def take_inputs(
     lengths = torch.minimum(lengths, end)
     real = (place < lengths[:, None])[..., None]
     x = x.where(real, x.new_zeros(()))
+    if z0 is None and guess is not None:
+        z0 = propose(guess, x, number, previous)
     if z0 is not None:  # replace non-finite tokens of the guess by zero
         z0 = z0.to(x.dtype)
         z0 = z0.where(real & torch.isfinite(z0).all(-1, keepdim=True), z0.new_zeros(()))
@@ -202,8 +206,30 @@ def take_inputs(
     return Inputs(x, z0, position_ids, lengths, unsolvable, state), packing
 
 
+def check_tokens(x: Tensor, d_model: int | None, **per_token: Tensor | None) -> None:
+    """Raise ``ValueError`` unless x is (B, L, D), floating-point, and the other tensors are (B, L).
+
+    ``d_model``: the width that x must have; ``None``: any width.
+    """
+    if x.dim() != 3 or 0 in x.shape:
+        raise ValueError(f"x must have shape (B, L, D) with no size of 0, got {tuple(x.shape)}")
+    if d_model is not None and x.shape[-1] != d_model:
+        raise ValueError(f"x has width {x.shape[-1]}, but the backbone's d_model is {d_model}")
+    if not x.is_floating_point():
+        raise ValueError(f"x must be of a floating-point type, got {x.dtype}")
+    for name, value in per_token.items():
+        if value is not None and value.shape != x.shape[:2]:
+            raise ValueError(
+                f"{name} must have x's shape (B, L) = {tuple(x.shape[:2])}, got {tuple(value.shape)}"
+            )
+
+
 def _packing(
-    x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, state: State | None
+    x: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    state: State | None,
+    previous: Tensor | None,
 ) -> Packing | None:
     """The packing of a call's tokens; ``None`` if there is no mask and every row is one sequence."""
     real = None if attention_mask is None else real_tokens(attention_mask)
@@ -211,10 +237,11 @@ def _packing(
         tokens = torch.ones_like(position_ids, dtype=torch.bool) if real is None else real
         starts = sequence_starts(position_ids, tokens)
         if starts is not None:
-            if state is not None:
+            if state is not None or previous is not None:
+                shared = "a state" if state is not None else "previous"
                 raise ValueError(
                     "position_ids restart inside a row, so the row holds several sequences, which cannot "
-                    "share a state: pass no state, or one sequence per row"
+                    f"share {shared}: pass no state and no previous, or one sequence per row"
                 )
             return Packing.of_packed(tokens, starts)
         if state is not None and bool((tokens & (position_ids < state.seen[:, None])).any()):

@@ -1,10 +1,10 @@
-"""The implicit layer, which combines a backbone, a solver, a gradient strategy and a convergence policy."""
+"""The implicit layer, which combines a backbone, a solver, a gradient strategy, a policy and a guess."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Literal, TypeVar, cast
 
@@ -15,30 +15,20 @@ from torch import Tensor, nn
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, backbones
 from deqseq.gradient import GradientStrategy, gradients, solve_with_gradient
+from deqseq.guess import Guess, guesses, modules_of
 from deqseq.inputs import Inputs, check_causal, take_inputs
 from deqseq.loop import evaluate
+from deqseq.outputs import LayerOutput, finished, state_after
+from deqseq.policy import policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
 from deqseq.search import search
-from deqseq.solution import Solution, Status
-from deqseq.solver import Solver
+from deqseq.solution import Status
+from deqseq.solver import Solver, solvers
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
-
-
-@dataclass
-class LayerOutput:
-    """The output of a sequence layer. Shapes: B sequences, L tokens, D width.
-
-    Attributes:
-        z: (B, L, D); zero at padding.
-        state: the detached backbone state after the last token; ``None`` if the call had no ``state``.
-        solution: how every token was solved; ``None`` for an explicit layer.
-    """
-
-    z: Tensor
-    state: State | None = None
-    solution: Solution | None = None
+SolverSpec = Solver | str | Mapping[str, Any]
+GuessSpec = Guess | str | Mapping[str, Any]
 
 
 def _on_its_device(forward: Forward) -> Forward:
@@ -74,21 +64,22 @@ class ImplicitSequenceLayer(SequenceLayer):
 
     (Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
 
-    Every part can be an object, a registered name, or a mapping ``{"name": ..., **options}``.
+    Every part can be an object, a registered name, or a mapping ``{"name": ..., **options}``. ``solver``,
+    ``convergence`` and ``guess`` take one part, or a pair (training, evaluation).
 
     Args:
         backbone: the map f.
         solver: proposes iterates; ``"picard"``, ``"anderson"``, ``"broyden"``, ``"torchdeq:<name>"``.
         gradient: decides which evaluations autograd records; ``"phantom"``, ``"implicit"``, ``Unrolled(n)``.
-        convergence: one policy, or a pair (training, evaluation). Default: a relative residual of 5 % in at
-            most 32 iterations, the paper's setting for training language models.
+        convergence: decides when to stop. Default: a relative residual of 5 % in at most 32 iterations, the
+            paper's setting for training language models.
         window: number of tokens solved together. ``None``: all tokens (the paper's simultaneous mode). 1: one
             token after another (sequential mode). Other numbers: the window slides forward when its first
             tokens have converged or used up their iterations. The window changes the number of evaluations,
             not the fixed point. The search for the fixed point uses the window. In training, evaluations that
             autograd records run on all tokens at once.
-        causal: if true, training refuses solvers and policies that let a token's value depend on later
-            tokens. By default true if the backbone is causal.
+        causal: if true, training refuses parts that let a token's value depend on later tokens. By default
+            true if the backbone is causal.
         compact: once at least half of the sequences have settled, remove the settled sequences from the
             batch. A sequence has settled when each of its tokens has converged or used up its iterations.
             Later evaluations are then cheaper. Results change by rounding, because smaller matrix products
@@ -96,9 +87,10 @@ class ImplicitSequenceLayer(SequenceLayer):
             backbone or solver, the batch must be the first dimension of ``Context.tokens`` and of the
             solver's state.
         group: process group whose ranks all do the same number of evaluations, as FSDP requires.
+        guess: decides where the search starts; ``"zero"``, ``"noise"``, ``"previous"``, ``Proposal(module)``.
 
     Attributes:
-        train_solve: the :class:`~deqseq.SolveOptions` of training: solver, policy and window.
+        train_solve: the :class:`~deqseq.SolveOptions` of training: solver, policy, window and guess.
         eval_solve: the options of evaluation.
 
     Raises:
@@ -114,22 +106,20 @@ class ImplicitSequenceLayer(SequenceLayer):
     def __init__(
         self,
         backbone: Backbone | Mapping[str, Any],
-        solver: Solver | str | Mapping[str, Any] = "picard",
+        solver: SolverSpec | tuple[SolverSpec, SolverSpec] = "picard",
         gradient: GradientStrategy | str | Mapping[str, Any] = "phantom",
         convergence: PolicySpec | tuple[PolicySpec, PolicySpec] | None = None,
         window: int | None = None,
         causal: bool | None = None,
         compact: bool = False,
         group: dist.ProcessGroup | None = None,
+        guess: GuessSpec | tuple[GuessSpec, GuessSpec] = "zero",
     ) -> None:
         super().__init__(backbone)
         if not self.backbone.injects:
             raise ValueError("an implicit layer needs a backbone that injects x, got injection=False")
-        pair = convergence if isinstance(convergence, (tuple, list)) else (convergence, convergence)
-        if len(pair) != 2:
-            raise ValueError(f"convergence takes one policy or two, got {len(pair)}")
-        self.train_solve = SolveOptions(solver, pair[0], window)
-        self.eval_solve = SolveOptions(self.train_solve.solver, pair[1], window)
+        parts = zip(solvers.pair(solver), policies.pair(convergence), guesses.pair(guess), strict=True)
+        self.train_solve, self.eval_solve = (SolveOptions(s, p, window, g) for s, p, g in parts)
         self.gradient = gradients.create(gradient)
         if causal and not self.backbone.causal:
             raise ValueError(f"causal=True needs a causal backbone, got {type(self.backbone).__name__}")
@@ -137,6 +127,13 @@ class ImplicitSequenceLayer(SequenceLayer):
         self.compact = compact
         self.group = group
         self._recordings = Recordings()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Setting solve options also registers the modules of their guesses."""
+        super().__setattr__(name, value)
+        if isinstance(value, SolveOptions):
+            options = (vars(self).get("train_solve"), vars(self).get("eval_solve"))
+            self.guess_modules = modules_of(*(each.guess for each in options if each is not None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitSequenceLayer:
         """A copy that shares the process group, which cannot be copied."""
@@ -161,6 +158,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         z0: Tensor | None = None,
         window: int | Literal["layer"] | None = "layer",
         solve: SolveOptions | None = None,
+        previous: Tensor | None = None,
     ) -> LayerOutput:
         """Solve for the equilibrium of every token of ``x``.
 
@@ -171,12 +169,14 @@ class ImplicitSequenceLayer(SequenceLayer):
                 ``state.seen``. If positions restart at 0 inside a row, a new sequence begins there. All
                 sequences are solved independently.
             state: backbone state before the first token; the output then has the state after the last token.
-            z0: (B, L, D) initial guess; zero by default. Tokens of ``z0`` that are not finite become zero.
+            z0: (B, L, D) initial guess, instead of the guess of the solve options. Tokens of ``z0`` that are
+                not finite become zero.
             window: window of this call; ``"layer"``: the window of the solve options.
             solve: solve options of this call; by default the layer's.
+            previous: (B, D) equilibrium of the last token before ``x``, for guesses that use it.
 
         Raises:
-            ValueError: wrong shapes; in training, a solver or policy that is not causal.
+            ValueError: wrong shapes; in training, a solver, policy or guess that is not causal.
         """
         options = self.solve if solve is None else solve
         if window != "layer":
@@ -184,7 +184,10 @@ class ImplicitSequenceLayer(SequenceLayer):
         self._check_causal(options)
         if options.window is not None:
             check_causal(self.backbone, "a window")
-        inputs, packing = take_inputs(self.backbone, x, attention_mask, position_ids, state, z0)
+        inputs, packing = take_inputs(
+            self.backbone, x, attention_mask, position_ids, state, z0,
+            options.guess, None if self.training else 0, previous,
+        )  # fmt: skip
         # A call with one token may be recorded as a CUDA graph. The graph cannot enlarge the state, so
         # reserve capacity for the token now.
         one_token = state is not None and inputs.x.shape[1] == 1 and not torch.is_grad_enabled()
@@ -193,11 +196,11 @@ class ImplicitSequenceLayer(SequenceLayer):
         padded = packing is not None
         make = partial(self._problem, options=options, state_has_capacity=one_token, padded=padded)
         if torch.is_grad_enabled():
-            solution = _finished(solve_with_gradient(self.gradient, make(inputs)), inputs)
+            solution = finished(solve_with_gradient(self.gradient, make(inputs)), inputs)
         elif one_token:
-            solution = self._recordings.solve(self, options, inputs, make, _finished)
+            solution = self._recordings.solve(self, options, inputs, make, finished)
         else:
-            solution = _finished(search(make(inputs)), inputs)
+            solution = finished(search(make(inputs)), inputs)
         if packing is not None:
             for name in ("z", "residual", "iterations"):
                 setattr(solution, name, packing.unpack(getattr(solution, name)))
@@ -231,7 +234,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         if not (self.training and self.causal):
             return
         searching = self.gradient.searches or not torch.is_grad_enabled()
-        for part in (options.solver, options.convergence if searching else None):
+        for part in (options.solver, options.convergence if searching else None, options.guess):
             if part is not None and not part.causal:
                 raise ValueError(
                     f"{part} lets a token's value depend on later tokens, which leaks the future in causal "
@@ -277,7 +280,7 @@ class ExplicitSequenceLayer(SequenceLayer):
         z = z.masked_fill(inputs.unsolvable[..., None], torch.nan)
         if packing is not None:
             z = packing.unpack(z)
-        return LayerOutput(z, _state_after(state, inputs.unsolvable))
+        return LayerOutput(z, state_after(state, inputs.unsolvable))
 
 
 def _context(backbone: Backbone, inputs: Inputs, padded: bool) -> Context:
@@ -287,28 +290,3 @@ def _context(backbone: Backbone, inputs: Inputs, padded: bool) -> Context:
     """
     context = backbone.prepare(inputs.x, inputs.position_ids)
     return backbone.hide_padding(context, inputs.lengths) if padded and not backbone.causal else context
-
-
-def _finished(solution: Solution, inputs: Inputs) -> Solution:
-    """Set ``solution`` to NaN at the tokens that depend on a non-finite input, and return it."""
-    unsolvable = inputs.unsolvable
-    solution.z = solution.z.masked_fill(unsolvable[..., None], torch.nan)
-    solution.residual = solution.residual.masked_fill(unsolvable, torch.nan)
-    solution.status = solution.status.masked_fill(unsolvable, int(Status.NON_FINITE))
-    solution.state = _state_after(solution.state, unsolvable)
-    return solution
-
-
-def _state_after(state: State | None, unsolvable: Tensor) -> State | None:
-    """Set the state of sequences with ``unsolvable`` (B, L) tokens to NaN; count these tokens as seen."""
-    if state is None:
-        return None
-    affected = unsolvable.any(1)
-
-    def with_nan(values: Tensor) -> Tensor:
-        if not values.is_floating_point():  # integers have no NaN
-            return values
-        return values.masked_fill(affected.view(-1, *[1] * (values.dim() - 1)), torch.nan)
-
-    layers = tuple(tuple(map(with_nan, layer)) for layer in state.layers)
-    return State(state.seen + unsolvable.sum(1), layers)

@@ -110,13 +110,14 @@ class FixedIterations(ConvergencePolicy):
 
 
 class _Policies(Registry[ConvergencePolicy]):
-    def create(self, spec: ConvergencePolicy | str | Mapping[str, Any]) -> ConvergencePolicy:
-        policy = super().create(spec)
+    def create(self, spec: ConvergencePolicy | str | Mapping[str, Any] | None) -> ConvergencePolicy:
+        """As in :class:`~deqseq.registry.Registry`; ``None``: the paper's policy for training."""
+        policy = super().create({"name": "residual", "rtol": 0.05, "max_iter": 32} if spec is None else spec)
         check_count(f"max_iter of {policy}", getattr(policy, "max_iter", None))
         return policy
 
 
-policies: Registry[ConvergencePolicy] = _Policies(
+policies = _Policies(
     "convergence policy",
     "deqseq.policies",
     {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deqseq.backbone import Context, State, Trace
 from deqseq.checks import check_count
+from deqseq.guess import Guess, guesses
 from deqseq.policy import ConvergencePolicy, FixedIterations, policies
 from deqseq.solver import Solver, solvers
 
@@ -22,7 +23,7 @@ PolicySpec = ConvergencePolicy | str | Mapping[str, Any]
 
 @dataclass(frozen=True, init=False)
 class SolveOptions:
-    """How to solve: the solver, the convergence policy and the window.
+    """How to solve: the solver, the convergence policy, the window and the guess.
 
     ``dataclasses.replace(options, window=8)`` returns options with another window.
 
@@ -32,6 +33,7 @@ class SolveOptions:
             is the paper's setting for training language models: a relative residual of 5 % in at most 32
             iterations.
         window: number of tokens solved together; ``None``: all tokens.
+        guess: decides where the search starts; an object, a name or a mapping.
 
     Raises:
         ValueError: unknown names or options; a window below 1.
@@ -40,20 +42,21 @@ class SolveOptions:
     solver: Solver
     convergence: ConvergencePolicy
     window: int | None
+    guess: Guess
 
     def __init__(
         self,
         solver: Solver | str | Mapping[str, Any] = "picard",
         convergence: PolicySpec | None = None,
         window: int | None = None,
+        guess: Guess | str | Mapping[str, Any] = "zero",
     ) -> None:
-        if convergence is None:
-            convergence = {"name": "residual", "rtol": 0.05, "max_iter": 32}
         if window is not None:
             check_count("window", window)
         object.__setattr__(self, "solver", solvers.create(solver))
         object.__setattr__(self, "convergence", policies.create(convergence))
         object.__setattr__(self, "window", window)
+        object.__setattr__(self, "guess", guesses.create(guess))
 
 
 class Map(Protocol):

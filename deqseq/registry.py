@@ -1,4 +1,4 @@
-"""Names for interchangeable parts: solvers, gradient strategies, convergence policies, backbones.
+"""Names for interchangeable parts: solvers, guesses, gradient strategies, convergence policies, backbones.
 
 A part is given as an object, as a name (``"anderson"``), as a name with an argument
 (``"torchdeq:anderson"``, ``"picard:0.7"``), or as a mapping ``{"name": "anderson", "memory": 3}``.
@@ -88,6 +88,21 @@ class Registry(Generic[Part]):
                 f"{self.kind} must be a {self.base.__name__}, a name or a mapping, got {spec!r}{self.hint}"
             )
         return spec
+
+    def pair(self, specs: Any) -> tuple[Part, Part]:
+        """The parts for training and evaluation, from a tuple or list of two, or from one for both.
+
+        Raises:
+            ValueError: the number of parts is not two; the errors of :meth:`create`.
+        """
+        if not isinstance(specs, (tuple, list)):
+            part = self.create(specs)
+            return part, part
+        if len(specs) != 2:
+            raise ValueError(
+                f"{self.kind} takes one value or a pair (training, evaluation), got {len(specs)} values"
+            )
+        return self.create(specs[0]), self.create(specs[1])
 
     def check(self, spec: str | Mapping[str, Any]) -> None:
         """Check the name and options without building the part; the errors are those of :meth:`create`."""

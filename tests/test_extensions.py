@@ -1,4 +1,4 @@
-"""Solvers, policies, gradients and backbones of other packages work by name.
+"""Solvers, policies, gradients, guesses and backbones of other packages work by name.
 
 They work in the layer, in every task and in benchmarks/solvers.py. Each folder in extensions/ is such a
 package.
@@ -20,6 +20,7 @@ from torch import Tensor
 from deqseq import ImplicitSequenceLayer, Phantom, Residual, Status
 from deqseq.backbone import backbones
 from deqseq.gradient import gradients
+from deqseq.guess import guesses
 from deqseq.policy import policies
 from deqseq.registry import Registry
 from deqseq.solver import solvers
@@ -34,6 +35,7 @@ PARTS: list[tuple[Registry[object], str]] = [
     (solvers, "momentum"),
     (policies, "largest_change"),
     (gradients, "jfb"),
+    (guesses, "input"),
     (backbones, "pointwise"),
     (backbones, "memory"),
 ]
@@ -103,6 +105,14 @@ def test_a_gradient_strategy(make_layer: MakeLayer, gradients_of: GradientsOf) -
     x[0, 5] = torch.nan  # later than all tokens in the loss
     theirs(x).z[:, :5].sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in theirs.parameters() if p.grad is not None)
+
+
+def test_a_guess(make_layer: MakeLayer) -> None:
+    x = torch.randn(2, 8, 16)
+    layer = make_layer("mamba2", guess={"name": "input", "scale": 0.5}).eval()
+    with torch.no_grad():
+        expected = make_layer("mamba2").eval()(x, z0=0.5 * x)
+        assert torch.equal(layer(x).z, expected.z)
 
 
 @pytest.mark.parametrize("name", ["pointwise", "memory"])

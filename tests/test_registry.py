@@ -1,4 +1,4 @@
-"""Find solvers, policies, gradients and backbones by name, in this package and in other installed ones."""
+"""Find parts by name (solvers, policies, gradients, guesses, backbones), here and in other packages."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +18,8 @@ from deqseq import (
 from deqseq.backbone import backbones
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone, RecursionBackbone
 from deqseq.gradient import gradients
+from deqseq.guess import guesses
+from deqseq.guesses import Noise, Previous, Zero
 from deqseq.policy import policies
 from deqseq.registry import Registry
 from deqseq.solver import solvers
@@ -33,6 +35,9 @@ SIZES = {"d_model": 16, "n_layer": 1}
         (solvers, "anderson", {"memory": 3}, Anderson),
         (solvers, "broyden", {"memory": 3}, Broyden),
         (solvers, "torchdeq:anderson", {"m": 3}, TorchDEQ),
+        (guesses, "zero", {}, Zero),
+        (guesses, "noise", {"std": 0.5, "seed": 3}, Noise),
+        (guesses, "previous", {}, Previous),
         (gradients, "phantom", {"steps": 2}, Phantom),
         (gradients, "implicit", {"solver": "anderson"}, ImplicitDifferentiation),
         (gradients, "unrolled", {"iterations": 3}, Unrolled),
@@ -65,7 +70,7 @@ def test_the_callers_mapping_is_left_alone() -> None:
     assert spec == {"name": "anderson", "memory": 3}
 
 
-@pytest.mark.parametrize("registry", [solvers, gradients, policies, backbones], ids=lambda r: r.kind)
+@pytest.mark.parametrize("registry", [solvers, gradients, policies, guesses, backbones], ids=lambda r: r.kind)
 def test_unknown_names_list_the_known(registry: Registry[object]) -> None:
     for spec in ("nonesuch", "nonesuch:anderson", {"name": "nonesuch"}):
         with pytest.raises(ValueError, match="nonesuch") as caught:
@@ -83,6 +88,12 @@ def test_unknown_names_list_the_known(registry: Registry[object]) -> None:
         (solvers, "picard:fast", "fast"),
         (gradients, "unrolled", "iterations"),
         (gradients, {"name": "phantom", "step": 3}, "step"),
+        (guesses, "noise:-1", "std"),
+        (guesses, {"name": "noise", "std": float("inf")}, "std"),
+        (guesses, {"name": "noise", "seed": -1}, "seed"),
+        (guesses, {"name": "noise", "sdt": 1}, "sdt"),
+        (guesses, "proposal", "known: .*zero"),
+        (guesses, torch.nn.Identity(), "Proposal"),
         (policies, {"name": "fixed"}, "iterations"),
         (backbones, "mamba2", "d_model"),
     ],

@@ -20,6 +20,7 @@ from deqseq import (
     Backbone,
     FixedIterations,
     ImplicitSequenceLayer,
+    LayerOutput,
     Progress,
     Residual,
     SolveOptions,
@@ -29,7 +30,6 @@ from deqseq import (
     replay,
     trees,
 )
-from deqseq.layer import LayerOutput
 from deqseq.policies import Quantile
 from deqseq.problem import Problem
 from deqseq.solvers import Anderson, Broyden, Picard, TorchDEQ
@@ -101,6 +101,22 @@ def test_token_by_token(
     assert len(recorded) == 1
     for a, b in zip(found, expected, strict=True):  # later calls must not overwrite earlier results
         equal(a, b)
+
+
+@pytest.mark.parametrize("guess", ["noise", "previous"])
+def test_guesses(
+    guess: str, make_layer: MakeLayer, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer("mamba2", convergence=tight(max_iter=3), guess=guess).eval()
+    x, previous = torch.randn(2, 6, 16), torch.randn(2, 16)
+    start = layer.backbone.initial_state(2)
+    expected = plain(monkeypatch, lambda: tokens(layer, x, start, previous=previous))
+    found = tokens(layer, x, start, previous=previous)
+    assert len(recorded) == 1
+    for a, b in zip(found, expected, strict=True):
+        equal(a, b)
+    cold = tokens(layer, x[:, :1], start, solve=replace(layer.eval_solve, guess="zero"))[0]
+    assert not torch.allclose(cold.z, found[0].z)
 
 
 @pytest.mark.parametrize("name", BODIES)

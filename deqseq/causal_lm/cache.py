@@ -89,15 +89,6 @@ class StateLayer(CacheLayerMixin):
         self._called = real if self._called is None else torch.cat([self._called, real], 1)
         self.is_initialized = True
 
-    def guess(self, x: Tensor) -> Tensor | None:
-        """The initial guess (B, L, D) for a call on ``x``; ``None`` if the cache has no equilibrium.
-
-        Every token of a sequence gets the same guess: the equilibrium of the sequence's last cached token.
-        """
-        if self.equilibrium is None:
-            return None
-        return self.equilibrium[:, None].expand_as(x).contiguous()
-
     def get_seq_length(self) -> int:
         return self._earlier_columns + (0 if self._called is None else self._called.shape[1])
 

@@ -50,8 +50,8 @@ class ImplicitConfig(PreTrainedConfig):
         window: number of tokens solved together; by default all.
         causal: true: training raises an error if the solver or the policy could make a token depend on later
             tokens.
-        initial_guess: start of the search in calls that continue a cache, such as in generation. ``"zero"``
-            starts at zero, ``"previous"`` at the equilibrium of the last token in the cache.
+        guess: decides where the search starts. In calls that continue a cache, such as in generation,
+            ``"previous"`` starts at the equilibrium of the last token in the cache.
         initializer_range: standard deviation of the initial embeddings and output weights.
         use_cache: true: calls in evaluation mode return a cache by default.
         tie_word_embeddings: true: the output layer uses the embeddings as its weights.
@@ -67,14 +67,14 @@ class ImplicitConfig(PreTrainedConfig):
     vocab_size: int = 50277
     backbone: Any = None
     implicit: bool = True
-    # Like ``backbone``, each of the next four settings is a name or a mapping. Objects raise ``ValueError``.
+    # Like ``backbone``, each of the next five settings is a name or a mapping. Objects raise ``ValueError``.
     solver: Any = "picard"
     gradient: Any = "phantom"
     convergence: Any = None
     eval_convergence: Any = None
+    guess: Any = "zero"
     window: int | None = None
     causal: bool = True
-    initial_guess: str = "zero"
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     use_cache: bool = True
@@ -90,7 +90,7 @@ class ImplicitConfig(PreTrainedConfig):
                 'of a part belong in its mapping: backbone={"name": "llama", "d_model": 64, ...} or '
                 'convergence={"name": "residual", "rtol": 0.05, "max_iter": 64}'
             )
-        for name in ("backbone", "solver", "gradient", "convergence", "eval_convergence"):
+        for name in ("backbone", "solver", "gradient", "convergence", "eval_convergence", "guess"):
             if not isinstance(value := getattr(self, name), str | Mapping | None):
                 raise ValueError(
                     f'{name} must be a name or a mapping such as {{"name": "...", "option": 1}}, which '
@@ -106,8 +106,6 @@ class ImplicitConfig(PreTrainedConfig):
         if not isinstance(self.backbone.get("d_model"), int):
             raise ValueError(f"backbone needs a d_model, got {self.backbone}")
         check_count("vocab_size", self.vocab_size)
-        if self.initial_guess not in ("zero", "previous"):
-            raise ValueError(f"initial_guess must be 'zero' or 'previous', got {self.initial_guess!r}")
         if not 0 <= self.initializer_range < math.inf:
             raise ValueError(
                 f"initializer_range must be finite and not negative, got {self.initializer_range}"
@@ -116,7 +114,7 @@ class ImplicitConfig(PreTrainedConfig):
         backbones.check(self.backbone)
         gradients.create(self.gradient)
         for policy in (self.convergence, self.eval_convergence):
-            SolveOptions(self.solver, policy, self.window)
+            SolveOptions(self.solver, policy, self.window, self.guess)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     @PreTrainedConfig._attn_implementation.setter  # type: ignore[attr-defined, untyped-decorator]
@@ -149,7 +147,12 @@ class ImplicitConfig(PreTrainedConfig):
 
         Unknown settings in ``config_dict`` raise no error, because other packages also store settings in
         ``config.json``. The configuration keeps and saves unknown settings, and a warning names them.
+
+        In files of version 0.2.0 and earlier, ``guess`` has the name ``initial_guess``.
         """
+        config_dict = dict(config_dict)
+        if "initial_guess" in config_dict:
+            config_dict.setdefault("guess", config_dict.pop("initial_guess"))
         ours = set(cls.__annotations__) & set(kwargs)
         settings = {**config_dict, **{name: kwargs.pop(name) for name in ours}}
         follows = config_dict.get("eval_convergence") == config_dict.get("convergence")

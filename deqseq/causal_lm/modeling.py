@@ -122,6 +122,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
             self.layer = ImplicitSequenceLayer(
                 config.backbone, solver=config.solver, gradient=config.gradient, window=config.window,
                 convergence=(config.convergence, config.eval_convergence), causal=config.causal,
+                guess=config.guess,
             )  # fmt: skip
         else:
             self.layer = ExplicitSequenceLayer({**config.backbone, "injection": False})
@@ -149,10 +150,10 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 without a cache, the configuration decides, but there is no cache in training or if a row
                 holds several sequences.
             output_hidden_states: true: return ``hidden_states``. By default the configuration decides.
-            solve: solver, policy and window; by default the configuration's.
+            solve: solver, policy, window and guess; by default the configuration's.
             window: number of tokens solved together; ``None``: all; ``"layer"``: the window of ``solve`` or,
                 without ``solve``, of the configuration.
-            z0: (B, L, D) initial guess; by default ``initial_guess`` of the configuration decides.
+            z0: (B, L, D) initial guess, instead of the guess of ``solve`` or of the configuration.
 
         Raises:
             ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; a mask of another shape, or
@@ -189,9 +190,8 @@ class ImplicitModel(ImplicitPreTrainedModel):
             )
         options: dict[str, Any] = {}
         if isinstance(self.layer, ImplicitSequenceLayer):
-            if z0 is None and content is not None and self.config.initial_guess == "previous":
-                z0 = content.guess(inputs_embeds)
-            options = {"solve": solve, "window": window, "z0": z0}
+            previous = None if content is None else content.equilibrium
+            options = {"solve": solve, "window": window, "z0": z0, "previous": previous}
         elif window != "layer" or z0 is not None or solve is not None:
             raise ValueError("an explicit model is not solved: it takes no solve, window or z0")
         out = self.layer(inputs_embeds, attention_mask, position_ids=position_ids, state=state, **options)

@@ -4,13 +4,15 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from deqseq.guess import guesses
 from deqseq.solution import Status
 from deqseq.tasks.common import command_line
 from deqseq.tasks.common.figures import log_scale, save_figure
@@ -126,7 +128,7 @@ def generate(
     seed: int = 0,
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
-    initial_guess: Literal["zero", "previous"] | None = None,
+    guess: str | None = None,
     show_iterations: bool = False,
     plot: Path | None = None,
     device: str | None = None,
@@ -145,8 +147,8 @@ def generate(
         rtol: stop the search of a token at this relative residual; the model's by default. A smaller value
             may need a larger max_iter
         max_iter: maximum number of iterations per token; the model's by default
-        initial_guess: where a token's search starts: at zero, or at the previous token's equilibrium; the
-            model's by default
+        guess: where a token's search starts: zero, previous (the previous token's equilibrium), noise, or a
+            registered name; the model's by default
         show_iterations: colour each token by its iterations and print a summary below the text. If the
             output is not a terminal or NO_COLOR is set, print a line per token with its iterations instead
         plot: PNG file for a figure of every token's iterations and residual
@@ -178,7 +180,7 @@ def generate(
     network: Any = models.load_model(model, device)
     vocabulary = load_tokenizer(model, tokenizer)
     solve = models.solve_options(network, rtol=rtol, max_iter=max_iter)
-    if solve is None and (initial_guess or show_iterations or plot):
+    if solve is None and (guess or show_iterations or plot):
         raise ValueError(f"{model} is explicit: it has no iterations to set or to show")
     tokens = vocabulary(prompt, return_tensors="pt").to(network.device)
     if tokens.input_ids.shape[1] == 0:
@@ -187,8 +189,8 @@ def generate(
     watch: Any = None
     streamer: Any = TextStreamer(vocabulary)
     if solve is not None:
-        if initial_guess:
-            network.config.initial_guess = initial_guess
+        if guess:
+            solve = replace(solve, guess=guesses.create(guess))
         watch = _Watch()
         network.register_forward_hook(watch)
         budget = solve.convergence.max_iter

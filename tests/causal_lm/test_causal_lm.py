@@ -122,7 +122,7 @@ def test_settings_of_others_are_kept(tmp_path: Path) -> None:
     assert loaded.config.window == loaded.model.layer.solve.window == 3
     for wrong, said in (
         ({"window": 0}, "window"),
-        ({"initial_guess": "nope"}, "nope"),
+        ({"guess": "nope"}, "nope"),
         ({"solver": "x"}, "x"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import DynamicCache, TextIteratorStreamer
 from deqseq import Backbone, Context, State
 from deqseq.backbone import backbones
 from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM
+from deqseq.guesses import Previous
 
 V = 40
 BODIES: dict[str, dict[str, Any]] = {
@@ -88,7 +90,7 @@ def test_greedy_generation_is_the_argmax_of_the_full_forward(make: Make, body: s
 @pytest.mark.parametrize("guess", ["zero", "previous"])
 @pytest.mark.parametrize("body", BODIES)
 def test_left_padded_prompts_equal_each_alone(make: Make, body: str, guess: str) -> None:
-    model = make(body, initial_guess=guess)
+    model = make(body, guess=guess)
     ids, mask = prompts(4), torch.ones(4, 12, dtype=torch.int64)
     for row, length in enumerate([12, 7, 1, 4]):
         mask[row, : 12 - length] = 0
@@ -242,17 +244,32 @@ def test_wrong_caches(make: Make) -> None:
 
 def test_the_previous_equilibrium_as_a_guess(make: Make) -> None:
     """Starting from the previous equilibrium changes the residuals, but not the logits."""
-    model, ids = make("llama"), prompts(1, 6)
+    model, warm_model, ids = make("llama"), make("llama", guess="previous"), prompts(1, 6)
     with torch.no_grad():
         cache = model(ids[:, :5], use_cache=True).past_key_values
-        again = copy.deepcopy(cache)
+        caches = [copy.deepcopy(cache) for _ in range(3)]
         zero = model(ids[:, 4:5], past_key_values=cache)
-        model.config.initial_guess = "previous"
-        warm = model(ids[:, 4:5], past_key_values=again)
+        warm = warm_model(ids[:, 4:5], past_key_values=caches[0])
+        z0 = caches[1].content.equilibrium[:, None]
+        given = model(ids[:, 4:5], past_key_values=caches[1], z0=z0)
+        solve = replace(model.model.layer.eval_solve, guess=Previous())
+        chosen = model(ids[:, 4:5], past_key_values=caches[2], solve=solve)
     torch.testing.assert_close(zero.logits, warm.logits, rtol=1e-4, atol=1e-4)
     assert not torch.equal(zero.solution.residual, warm.solution.residual)
-    with pytest.raises(ValueError, match="initial_guess"):
-        make("llama", initial_guess="last")
+    for same in (given, chosen):
+        assert torch.equal(same.solution.residual, warm.solution.residual)
+        assert torch.equal(same.logits, warm.logits)
+    for wrong in ("last", Previous(), None):
+        with pytest.raises(ValueError, match="guess"):
+            make("llama", guess=wrong)
+
+
+def test_a_configuration_of_version_0_2_names_the_guess_otherwise(make: Make) -> None:
+    settings = make("llama", guess="previous").config.to_dict()
+    settings["initial_guess"] = settings.pop("guess")
+    old = ImplicitConfig.from_dict(settings)
+    assert old.guess == "previous" and "initial_guess" not in old.to_dict()
+    assert ImplicitConfig.from_dict(settings, guess="noise").guess == "noise"
 
 
 @pytest.mark.parametrize("layout", ["left", "right"])

@@ -82,7 +82,7 @@ def test_iterations_are_coloured_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert main([model, "the cat sat", *SHOW, "--initial-guess", "previous"]) == 0
+    assert main([model, "the cat sat", *SHOW, "--guess", "previous"]) == 0
     shades, *text, summary = capsys.readouterr().out.strip().splitlines()
     assert shades == legend(7)
     # Three prompt tokens and three of the four new tokens are solved. The last new token is never an input.

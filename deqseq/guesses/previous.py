@@ -1,0 +1,19 @@
+"""The search starts at the equilibrium of an earlier token."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deqseq.guess import Guess
+
+
+@dataclass(frozen=True)
+class Previous(Guess):
+    """Every token starts at ``previous``, the equilibrium of the last token before the call.
+
+    Without ``previous``, every token starts at zero. The language models pass ``previous`` in calls that
+    continue a cache, as in generation. In a call of the layer, it is an argument.
+    """
+
+    def propose(self, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor | None:
+        return None if previous is None else previous[:, None].expand_as(x).contiguous()

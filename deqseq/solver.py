@@ -76,12 +76,15 @@ class Solver(ABC):
         windowed: true if the solver works with a window. Its state must then be a :data:`SolverState`.
         capturable: true if a CUDA graph can record ``step``: it never makes the host wait for the device, and
             the state holds only tensors.
+        random: true if ``step`` draws random numbers. The backward system of ``ImplicitDifferentiation``
+            refuses such a solver.
     """
 
     causal: bool = True
     differentiable: bool = False
     windowed: bool = True
     capturable: bool = False
+    random: bool = False
 
     @abstractmethod
     def init(self, z: Tensor) -> SolverState:
@@ -102,6 +105,7 @@ solvers: Registry[Solver] = Registry(
         "anderson": "deqseq.solvers.anderson:Anderson",
         "broyden": "deqseq.solvers.broyden:Broyden",
         "best": "deqseq.solvers.best:BestIterate",
+        "noisy": "deqseq.solvers.noisy:Noisy",
         "torchdeq": "deqseq.solvers.torchdeq:TorchDEQ",
     },
     base=Solver,  # type: ignore[type-abstract]

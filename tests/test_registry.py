@@ -23,7 +23,7 @@ from deqseq.guesses import Noise, Previous, Zero
 from deqseq.policy import policies
 from deqseq.registry import Registry
 from deqseq.solver import solvers
-from deqseq.solvers import Anderson, Broyden, Picard, TorchDEQ
+from deqseq.solvers import Anderson, Broyden, Noisy, Picard, TorchDEQ
 
 SIZES = {"d_model": 16, "n_layer": 1}
 
@@ -35,6 +35,7 @@ SIZES = {"d_model": 16, "n_layer": 1}
         (solvers, "anderson", {"memory": 3}, Anderson),
         (solvers, "broyden", {"memory": 3}, Broyden),
         (solvers, "torchdeq:anderson", {"m": 3}, TorchDEQ),
+        (solvers, "noisy", {"std": 0.1}, Noisy),
         (guesses, "zero", {}, Zero),
         (guesses, "noise", {"std": 0.5, "seed": 3}, Noise),
         (guesses, "previous", {}, Previous),
@@ -88,6 +89,7 @@ def test_unknown_names_list_the_known(registry: Registry[object]) -> None:
         (solvers, "picard:fast", "fast"),
         (gradients, "unrolled", "iterations"),
         (gradients, {"name": "phantom", "step": 3}, "step"),
+        (solvers, {"name": "noisy", "std": 0}, "std"),
         (guesses, "noise:-1", "std"),
         (guesses, {"name": "noise", "std": float("inf")}, "std"),
         (guesses, {"name": "noise", "seed": -1}, "seed"),

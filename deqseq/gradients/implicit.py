@@ -43,6 +43,9 @@ class ImplicitDifferentiation(GradientStrategy):
         solver: solver of the backward system; a name or an object. ``None``: the layer's solver.
         convergence: policy of the backward system. ``None``: a relative residual of 1e-4 (in bfloat16 and
             float16: 8 times the dtype's eps), and the layer's ``max_iter`` or 64, whichever is larger.
+
+    Raises:
+        ValueError: unknown names or options; in a call, the solver of the backward system adds noise.
     """
 
     def __init__(
@@ -55,6 +58,12 @@ class ImplicitDifferentiation(GradientStrategy):
         return f"ImplicitDifferentiation(solver={self.solver}, convergence={self.convergence})"
 
     def solve(self, problem: Problem) -> Solution:
+        solver = self.solver or problem.solver
+        if solver.random:
+            raise ValueError(
+                f"{solver} would add noise to the gradient: give the backward system another solver, such as "
+                'ImplicitDifferentiation(solver="anderson")'
+            )
         found = search(problem)
         z = found.z.detach().requires_grad_()
         solution = steps(problem, 1, replace(found, z=z), "picard")
@@ -64,7 +73,7 @@ class ImplicitDifferentiation(GradientStrategy):
             map=_Adjoint(solution.z, z, problem.valid, problem.causal),
             context=Context(),
             z0=found.z.detach(),
-            options=SolveOptions(self.solver or problem.solver, policy),
+            options=SolveOptions(solver, policy),
             group=problem.group,
         )
         solution.z = _ImplicitFunction.apply(solution.z, backward, solution)  # type: ignore[no-untyped-call]

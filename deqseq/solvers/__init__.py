@@ -3,7 +3,8 @@
 from deqseq.solvers.anderson import Anderson
 from deqseq.solvers.best import BestIterate
 from deqseq.solvers.broyden import Broyden
+from deqseq.solvers.noisy import Noisy
 from deqseq.solvers.picard import Picard
 from deqseq.solvers.torchdeq import TorchDEQ
 
-__all__ = ["Anderson", "BestIterate", "Broyden", "Picard", "TorchDEQ"]
+__all__ = ["Anderson", "BestIterate", "Broyden", "Noisy", "Picard", "TorchDEQ"]

@@ -41,6 +41,7 @@ class BestIterate(Solver):
         self.scope: Scope = scope
         self.causal = self.solver.causal and scope == "token"
         self.windowed = self.solver.windowed
+        self.random = self.solver.random
 
     def __repr__(self) -> str:
         return f"BestIterate({self.solver}, scope={self.scope!r})"

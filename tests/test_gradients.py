@@ -414,6 +414,32 @@ def test_unrolled_is_the_plain_iteration(make_layer: MakeLayer, assert_close: Cl
     assert out.solution.nfe == 3
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_unrolled_before_truncates_the_gradient(
+    make_layer: MakeLayer, assert_close: Close, backbone: str, checkpoint: bool
+) -> None:
+    """The result is that of all iterations. The gradient is that of the last two, from a detached iterate."""
+    gradient = Unrolled(2, before=3, checkpoint=checkpoint)
+    layer = make_layer(backbone, solver=Picard(damping=0.6), gradient=gradient)
+    x, z0 = torch.randn(2, 6, D, requires_grad=True), torch.randn(2, 6, D, requires_grad=True)
+    context, z = layer.backbone.prepare(x), z0
+    for step in range(5):
+        z = z.detach() if step == 3 else z
+        z = z + 0.6 * (layer.backbone(z, context) - z)
+    out = layer(x, z0=z0)
+    assert_close(out.z, z, 1e-6)
+    assert out.solution.nfe == 5 and (out.solution.iterations == 5).all()
+    wanted = [x, *layer.parameters()]
+    expected = torch.autograd.grad(z.square().sum(), wanted)
+    for a, b in zip(torch.autograd.grad(out.z.square().sum(), wanted), expected, strict=True):
+        assert_close(a, b, 1e-5)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(layer(x, z0=z0).z.sum(), x, create_graph=True)
+    layer(x, z0=z0).z.sum().backward()
+    assert z0.grad is None
+
+
 @pytest.mark.parametrize("policy", [FixedIterations(3), Residual(rtol=0.05)])
 def test_phantom_steps_follow_the_search(make_layer: MakeLayer, assert_close: Close, policy: object) -> None:
     layer = make_layer("mamba2", gradient=Phantom(steps=2, damping=0.8), convergence=policy)
@@ -437,6 +463,7 @@ def test_phantom_steps_follow_the_search(make_layer: MakeLayer, assert_close: Cl
         lambda: Phantom(damping=1.5),
         lambda: Unrolled(0),
         lambda: Unrolled(2.5),
+        lambda: Unrolled(2, before=-1),
         lambda: ImplicitDifferentiation(solver="newtom"),
         lambda: ImplicitDifferentiation(convergence={"name": "residual", "rtol": -1}),
     ],

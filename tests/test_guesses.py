@@ -205,7 +205,7 @@ def test_replaced_options_register_their_proposal(make_layer: MakeLayer) -> None
     assert layer.guess_modules is None and len(list(layer.children())) == 1
 
 
-@pytest.mark.parametrize("gradient", [Unrolled(3), Phantom(2)], ids=repr)
+@pytest.mark.parametrize("gradient", [Unrolled(3), Unrolled(3, before=1), Phantom(2)], ids=repr)
 def test_gradients_reach_a_proposal_only_when_unrolled(make_layer: MakeLayer, gradient: Any) -> None:
     module = nn.Linear(D, D)
     layer = make_layer("module", guess=Proposal(module), gradient=gradient)

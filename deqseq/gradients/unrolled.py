@@ -1,6 +1,8 @@
-"""Back-propagation through every iteration."""
+"""Back-propagation through every iteration, or through the last ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from deqseq.checks import check_count
 from deqseq.gradient import GradientStrategy
@@ -11,29 +13,43 @@ from deqseq.solution import Solution
 
 @dataclass(frozen=True)
 class Unrolled(GradientStrategy):
-    """Back-propagation through ``iterations`` steps of the layer's solver from the initial guess.
+    """Back-propagation through ``iterations`` steps of the layer's solver.
+
+    The steps begin at the initial guess. With ``before``, they begin at the iterate after ``before`` steps
+    without a graph, so gradients are truncated and do not reach the initial guess. If the detached result of
+    an optimiser step is the ``z0`` of the next one, this is deep supervision in segments, as in HRM (arXiv
+    2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488).
 
     While gradients are enabled, the layer does not search for the fixed point. It then uses neither its
     policy nor its window. With Anderson and Broyden, second derivatives raise ``RuntimeError``: they would be
-    wrong, because autograd treats the coefficients of these solvers as constants.
+    wrong, because autograd treats the coefficients of these solvers as constants. They also raise it with
+    ``before``.
 
     Args:
         iterations: number of iterations that autograd records. Each evaluates f once on all tokens.
         checkpoint: store no activations of the iterations, and recompute them in the backward pass.
+        before: number of iterations without a graph, which come first. The solver then starts anew.
 
     Raises:
-        ValueError: ``iterations`` below 1.
+        ValueError: ``iterations`` below 1; ``before`` below 0.
     """
 
     iterations: int
     checkpoint: bool = False
+    before: int = 0
     searches = False
 
     def __post_init__(self) -> None:
         check_count("iterations", self.iterations)
+        check_count("before", self.before, least=0)
 
     def solve(self, problem: Problem) -> Solution:
-        return steps(problem, self.iterations, checkpoint=self.checkpoint)
+        if self.before == 0:
+            return steps(problem, self.iterations, checkpoint=self.checkpoint)
+        with torch.no_grad():
+            start = steps(replace(problem, returns_state=False), self.before)
+        found = steps(replace(problem, z0=start.z), self.iterations, checkpoint=self.checkpoint)
+        return replace(found, iterations=start.iterations + found.iterations, nfe=start.nfe + found.nfe)
 
     def exact(self, problem: Problem) -> bool:
-        return problem.solver.differentiable
+        return self.before == 0 and problem.solver.differentiable

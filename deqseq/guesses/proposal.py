@@ -8,9 +8,9 @@ from deqseq.guess import Guess
 class Proposal(Guess):
     """Every token starts where a module proposes.
 
-    The layer registers the module as a submodule. Gradients reach the module only through ``Unrolled``. The
-    other gradient strategies do not differentiate the start of a search: train the module by a loss of your
-    own, such as the distance from its result to the equilibrium.
+    The layer registers the module as a submodule. Gradients reach the module only through ``Unrolled`` with
+    ``before=0``. The other gradient strategies do not differentiate the start of a search: train the module
+    by a loss of your own, such as the distance from its result to the equilibrium.
 
     Args:
         module: maps the input (B, L, D) to the initial iterate (B, L, D). A proposal is given as an object,

@@ -4,6 +4,7 @@ Start with :class:`ImplicitSequenceLayer`. Importing this package needs only tor
 """
 
 from deqseq.backbone import Backbone, Context, State
+from deqseq.breadth import solve_many
 from deqseq.gradient import GradientStrategy
 from deqseq.gradients import ImplicitDifferentiation, Phantom, Unrolled
 from deqseq.guess import Guess
@@ -24,5 +25,5 @@ __all__ = [
     "FixedIterations", "GradientStrategy", "Guess", "ImplicitDifferentiation", "ImplicitSequenceLayer",
     "Judgement", "LayerOutput", "Phantom", "Problem", "Progress", "Quantile", "Residual", "Solution",
     "SolveOptions", "Solver", "State", "Status", "Unrolled", "jacobian_penalty", "search",
-    "spectral_radius", "steps",
+    "solve_many", "spectral_radius", "steps",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ class Guess(ABC):
                 return x
 
     Attributes:
-        varies: true if different numbers give different guesses.
+        varies: true if different numbers give different guesses, as :func:`~deqseq.solve_many` requires.
         causal: true if the guess for token t depends only on tokens up to t. Causal training requires it.
         module: a module that the guess uses, or ``None``. The layer registers the module as a submodule, so
             optimisers, ``layer.to`` and state dicts find its parameters.

@@ -1,0 +1,204 @@
+"""Breadth: solve every sequence from several starts, and keep the best solution.
+
+A search can fail from one start and succeed from another. If f has several fixed points, different starts can
+also find different ones.
+
+Shapes: B sequences, L tokens, D width.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deqseq.checks import check_count
+from deqseq.guess import Guess, propose
+from deqseq.inputs import check_tokens, real_tokens
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.outputs import LayerOutput
+from deqseq.problem import SolveOptions
+from deqseq.solution import Solution
+
+_PER_TOKEN = ("z", "residual", "iterations", "status")
+
+
+def solve_starts(
+    layer: ImplicitSequenceLayer,
+    x: Tensor,
+    starts: int,
+    *,
+    attention_mask: Tensor | None = None,
+    chunk: int | None = None,
+    solve: SolveOptions | None = None,
+) -> Iterator[LayerOutput]:
+    """Solve ``x`` from the starts 0, 1, ..., ``starts - 1``, and yield their outputs in this order.
+
+    The guess of the solve options proposes the starts. Start 0 is that of ``layer(x)``. Gradients flow as in
+    a call of the layer, so call this function under ``torch.no_grad()`` if you need none.
+
+    Args:
+        layer: a layer in evaluation mode.
+        x: (B, L, D) input.
+        starts: number of starts.
+        attention_mask: (B, L), non-zero for real tokens; padding may be anywhere.
+        chunk: maximum number of sequences that are solved together; each start has B sequences. ``None``: all
+            starts together. A start's result depends on ``chunk`` only by rounding.
+        solve: solve options; by default the layer's options of evaluation.
+
+    Returns:
+        One output per start, as of ``layer(x)``. Its ``solution.nfe`` counts the evaluations of every batch
+        that contained some of its sequences.
+
+    Raises:
+        ValueError: the layer is in training mode; the guess does not vary; ``starts`` or ``chunk`` below 1;
+            inputs that the layer rejects.
+    """
+    return (out for out, _ in _outputs(layer, x, starts, attention_mask, chunk, solve))
+
+
+def solve_many(
+    layer: ImplicitSequenceLayer,
+    x: Tensor,
+    starts: int,
+    *,
+    attention_mask: Tensor | None = None,
+    chunk: int | None = None,
+    solve: SolveOptions | None = None,
+) -> LayerOutput:
+    """Solve ``x`` from several starts, and keep for each sequence the start with the smallest residual.
+
+    The residual of a sequence is the root mean square of the relative residuals of its real tokens. A start
+    with a non-finite token loses. Of equally good starts, the first is kept. Without gradients, only the best
+    solutions so far and those of one chunk are in memory.
+
+    Args:
+        layer, x, starts, attention_mask, chunk, solve: as in :func:`solve_starts`.
+
+    Returns:
+        z (B, L, D) and ``solution`` of the chosen starts. ``solution.nfe`` is the number of evaluations of
+        all batches.
+
+    Raises:
+        ValueError: as in :func:`solve_starts`.
+
+    Example::
+
+        layer = ImplicitSequenceLayer(backbone, guess="noise").eval()
+        with torch.no_grad():
+            out = solve_many(layer, x, starts=16, chunk=64)
+    """
+    outputs = _outputs(layer, x, starts, attention_mask, chunk, solve)
+    out, evaluations = next(outputs)
+    best = _solution(out)
+    least = _residual(best, attention_mask)
+    for out, total in outputs:
+        found, evaluations = _solution(out), total
+        residual = _residual(found, attention_mask)
+        better = residual < least
+        least = torch.where(better, residual, least)
+        best = _with(best, {name: _where(better, found, best, name) for name in _PER_TOKEN})
+    best.nfe = evaluations
+    return LayerOutput(best.z, None, best)
+
+
+def _outputs(
+    layer: ImplicitSequenceLayer,
+    x: Tensor,
+    starts: int,
+    attention_mask: Tensor | None,
+    chunk: int | None,
+    solve: SolveOptions | None,
+) -> Iterator[tuple[LayerOutput, int]]:
+    """Check the arguments. Yields the output of each start, and the number of evaluations of all batches."""
+    options = layer.eval_solve if solve is None else solve
+    if layer.training:
+        raise ValueError("several starts are for evaluation: call layer.eval() first")
+    check_count("starts", starts)
+    if chunk is not None:
+        check_count("chunk", chunk)
+    if not options.guess.varies:
+        raise ValueError(
+            f"the guess {options.guess} is the same for every start: use one that varies, such as 'noise'"
+        )
+    check_tokens(x, layer.backbone.d_model, attention_mask=attention_mask)
+    return _solved(layer, x, starts, attention_mask, chunk or starts * x.shape[0], options)
+
+
+def _solved(
+    layer: ImplicitSequenceLayer,
+    x: Tensor,
+    starts: int,
+    attention_mask: Tensor | None,
+    chunk: int,
+    options: SolveOptions,
+) -> Iterator[tuple[LayerOutput, int]]:
+    """Solve the pairs (start, sequence) in batches of ``chunk``; the arguments are checked."""
+    batch, total, parts = x.shape[0], 0, list[Solution]()
+    for first in range(0, starts * batch, chunk):
+        pairs = range(first, min(first + chunk, starts * batch))
+        rows = torch.arange(pairs.start, pairs.stop, device=x.device) % batch
+        # The numbers of the starts in this batch, and how many sequences of each the batch has.
+        numbers = range(first // batch, pairs[-1] // batch + 1)
+        counts = [min(pairs.stop, (n + 1) * batch) - max(first, n * batch) for n in numbers]
+        mask = None if attention_mask is None else attention_mask[rows]
+        guess = _Starts(options.guess, numbers, counts)
+        found = _solution(layer(x[rows], mask, solve=replace(options, guess=guess)))
+        total += found.nfe
+        end = 0
+        for number, count in zip(numbers, counts, strict=True):
+            parts.append(found[end : end + count])
+            end += count
+            if (first + end) == (number + 1) * batch:  # these were the last sequences of this start
+                whole = _joined(parts)
+                parts.clear()
+                yield LayerOutput(whole.z, None, whole), total
+
+
+class _Starts(Guess):
+    """Proposes several starts for one batch: ``counts[i]`` sequences get the guess of ``numbers[i]``."""
+
+    def __init__(self, guess: Guess, numbers: Sequence[int], counts: Sequence[int]) -> None:
+        self._guess, self._numbers, self._counts = guess, numbers, counts
+
+    def propose(self, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor:
+        proposals = []
+        for part, own in zip(x.split(list(self._counts)), self._numbers, strict=True):
+            proposed = propose(self._guess, part, own, previous)
+            proposals.append(torch.zeros_like(part) if proposed is None else proposed.to(x.dtype))
+        return torch.cat(proposals)
+
+
+def _solution(out: LayerOutput) -> Solution:
+    assert out.solution is not None  # implicit layers always return one
+    return out.solution
+
+
+def _joined(parts: Sequence[Solution]) -> Solution:
+    """The solution of all sequences of ``parts``, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = _with(parts[0], {name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_TOKEN})
+    whole.nfe = sum(part.nfe for part in parts)
+    return whole
+
+
+def _with(solution: Solution, values: dict[str, Any]) -> Solution:
+    return replace(solution, **values)
+
+
+def _residual(solution: Solution, attention_mask: Tensor | None) -> Tensor:
+    """(B,) root mean square over each sequence's real tokens; infinite if a token is not finite."""
+    residual = solution.residual
+    real = torch.ones_like(residual, dtype=torch.bool)
+    real = real if attention_mask is None else real_tokens(attention_mask)
+    finite = torch.isfinite(solution.z.detach()).all(-1) & torch.isfinite(residual)
+    mean = residual.square().where(real, 0.0).sum(1) / real.sum(1).clamp_min(1)
+    return mean.sqrt().where((finite | ~real).all(1), torch.inf)
+
+
+def _where(better: Tensor, found: Solution, best: Solution, name: str) -> Tensor:
+    """The tensor ``name`` of ``found`` for the sequences where ``better`` (B,) is true, else of ``best``."""
+    value: Tensor = getattr(found, name)
+    return torch.where(better.view(-1, *[1] * (value.dim() - 1)), value, getattr(best, name))

@@ -1,0 +1,158 @@
+"""Several starts: ``solve_starts`` and ``solve_many``."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deqseq import FixedIterations, Guess, ImplicitSequenceLayer, Residual, SolveOptions, Status, solve_many
+from deqseq.backbones import LlamaBackbone, ModuleBackbone
+from deqseq.breadth import solve_starts
+from deqseq.guesses import Noise
+
+D = 4
+
+
+class Bistable(nn.Module):
+    """Contracts to 1 + u[1:] / 4 where the first channel of the first token is positive, else never settles.
+
+    The map is of u = z + x; x is 0 in the first channel.
+    """
+
+    def __init__(self, bad: float = -3.0) -> None:
+        super().__init__()
+        self.bad = bad
+
+    def forward(self, u: Tensor) -> Tensor:
+        good = u[:, :1, :1] > 0
+        cycles = (self.bad - u).clamp(-2.9, -0.1)  # z -> -3 - z has period 2
+        return torch.where(good, 0.5 * u + 0.5, cycles if self.bad == -3 else torch.full_like(u, self.bad))
+
+
+def layer(bad: float = -3.0, **options: Any) -> ImplicitSequenceLayer:
+    options = {"guess": Noise(), "convergence": Residual(rtol=1e-5, max_iter=60), **options}
+    return ImplicitSequenceLayer(ModuleBackbone(Bistable(bad)), **options).eval()
+
+
+def inputs(batch: int = 3, length: int = 5) -> Tensor:
+    x = 0.1 * torch.randn(batch, length, D)
+    x[..., 0] = 0
+    return x
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("bad", [-3.0, torch.nan, torch.inf])
+def test_the_best_start_wins(bad: float) -> None:
+    """Some starts fail: they never converge or are not finite. A start that converges beats them."""
+    solve, x = layer(bad), inputs()
+    starts = list(solve_starts(solve, x, 8))
+    worked = torch.tensor([bool((out.solution.status == Status.CONVERGED).all()) for out in starts])
+    assert worked.any() and not worked.all()
+    assert not worked[torch.tensor([bool(out.z.isnan().any()) for out in starts])].any()
+    best = solve_many(solve, x, 8)
+    assert (best.solution.status == Status.CONVERGED).all()
+    least = (
+        torch.stack([out.solution.residual.square().mean(1).sqrt() for out in starts]).nan_to_num(1e9).amin(0)
+    )
+    torch.testing.assert_close(best.solution.residual.square().mean(1).sqrt(), least)
+    assert best.state is None and best.z is best.solution.z
+
+
+def test_each_sequence_keeps_its_own_start() -> None:
+    """The first sequence converges to 2 from start 0 only, the second to -2 from start 1 only."""
+
+    class Sides(nn.Module):
+        def forward(self, u: Tensor) -> Tensor:
+            return torch.where(u.abs() > 10, 2 * u.sign(), -u - u.sign())  # the second case has period 2
+
+    class Numbered(Guess):
+        varies = True
+
+        def propose(self, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor:
+            assert number is not None
+            return torch.full_like(x, [5.0, -5.0, 5.0, -5.0][number])
+
+    x = torch.tensor([10.0, -10.0])[:, None, None]
+    tight = Residual(rtol=1e-3, max_iter=20)
+    solve = ImplicitSequenceLayer(ModuleBackbone(Sides()), convergence=tight, guess=Numbered()).eval()
+    statuses = [out.solution.status.flatten().tolist() for out in solve_starts(solve, x, 2)]
+    assert statuses == [
+        [Status.CONVERGED, Status.BUDGET_EXHAUSTED],
+        [Status.BUDGET_EXHAUSTED, Status.CONVERGED],
+    ]
+    for starts in (2, 4):
+        assert solve_many(solve, x, starts).z.flatten().tolist() == [2, -2]
+    assert solve_many(solve, x, 1).z.flatten().tolist() != [2, -2]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7, 100])
+def test_chunks_change_nothing(chunk: int) -> None:
+    solve, x, mask = layer(), inputs(), torch.ones(3, 5)
+    mask[0, :2] = 0
+    mask[2, 3:] = 0
+    whole = list(solve_starts(solve, x, 5, attention_mask=mask))
+    parts = list(solve_starts(solve, x, 5, attention_mask=mask, chunk=chunk))
+    assert len(whole) == len(parts) == 5
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a.z, b.z)
+        assert torch.equal(a.solution.iterations, b.solution.iterations)
+    best, again = (solve_many(solve, x, 5, attention_mask=mask, chunk=c) for c in (None, chunk))
+    torch.testing.assert_close(best.z, again.z)
+    torch.testing.assert_close(best.solution.residual, again.solution.residual)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_start_0_is_a_plain_call(side: str) -> None:
+    x, mask = torch.randn(3, 6, 8), torch.ones(3, 6)
+    mask[1, slice(0, 2) if side == "left" else slice(4, 6)] = 0
+    solve = ImplicitSequenceLayer(
+        LlamaBackbone(d_model=8, n_layer=1, n_head=2), convergence=FixedIterations(5), guess="noise"
+    ).eval()
+    plain = solve(x, mask)
+    first, second = solve_starts(solve, x, 2, attention_mask=mask, chunk=3)
+    assert torch.equal(first.z, plain.z) and first.solution.nfe == plain.solution.nfe
+    assert not torch.equal(second.z, plain.z)
+    for row in range(3):  # a sequence's starts do not depend on its batch and padding
+        alone = list(solve_starts(solve, x[row : row + 1, mask[row].bool()], 2))[1]
+        torch.testing.assert_close(second.z[row, mask[row].bool()], alone.z[0], rtol=1e-4, atol=1e-5)
+
+
+def test_evaluations_are_counted(count_calls: Any) -> None:
+    solve, x = layer(), inputs()
+    calls = count_calls(solve.backbone)
+    for chunk in (None, 2, 3):
+        calls.clear()
+        assert solve_many(solve, x, 4, chunk=chunk).solution.nfe == len(calls)
+        assert all(shape[0] <= (chunk or 12) for shape in calls)
+    calls.clear()
+    next(solve_starts(solve, x, 4, chunk=3))
+    assert all(shape[0] == 3 for shape in calls) and len(calls) <= 60  # later starts wait
+
+
+def test_solve_options_of_the_call() -> None:
+    solve, x = layer(guess="zero"), inputs()
+    options = replace(solve.eval_solve, guess=Noise(seed=5), convergence=FixedIterations(3))
+    best = solve_many(solve, x, 2, solve=options)
+    assert (best.solution.iterations == 3).all()
+
+
+def test_wrong_arguments() -> None:
+    solve, x = layer(), inputs()
+    for call in (solve_many, solve_starts):  # errors are raised at the call, not at the first output
+        with pytest.raises(ValueError, match="starts must be a whole number >= 1, got 0"):
+            call(solve, x, 0)
+        with pytest.raises(ValueError, match="chunk must be a whole number >= 1, got 0"):
+            call(solve, x, 2, chunk=0)
+        with pytest.raises(ValueError, match="Zero"):
+            call(solve, x, 2, solve=SolveOptions())
+        with pytest.raises(ValueError, match="attention_mask"):
+            call(solve, x, 2, attention_mask=torch.ones(2, 5))
+        with pytest.raises(ValueError, match="eval"):
+            call(layer().train(), x, 2)

@@ -14,12 +14,12 @@ USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: help demo pretrain-demo test docs check format-check lint types format venv clean
+.PHONY: help demo pretrain-demo reason-demo test docs check format-check lint types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo '  ARGS="..." is passed on by demo, pretrain-demo and test; PYTHON=... and VENV=... choose the environment.'
+	@echo '  ARGS="..." is passed on by the demos and test; PYTHON=... and VENV=... choose the environment.'
 
 # OpenMP's threads spin while they wait for each other. Beside a busy process that makes training four times slower.
 demo: $(STAMP) ## train and show a small state-tracking model
@@ -28,6 +28,9 @@ demo: $(STAMP) ## train and show a small state-tracking model
 # Models this small lose more by threads that wait for each other than they gain.
 pretrain-demo: $(STAMP) ## pretrain small language models on a text (ARGS="--text FILE")
 	@OMP_NUM_THREADS=1 $(BIN)/python -m deqseq.tasks.pretrain demo $(ARGS)
+
+reason-demo: $(STAMP) ## train a small model that solves mazes (ARGS="--task sudoku" for Sudokus)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m deqseq.tasks.reasoning demo $(ARGS)
 
 # Two workers with one thread each: they would otherwise fight over the same cores.
 test: $(STAMP) ## run the tests

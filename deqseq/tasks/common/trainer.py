@@ -32,6 +32,14 @@ class Stream(Protocol):
     def __iter__(self) -> Iterator[dict[str, Tensor]]: ...
 
 
+class Part(Protocol):
+    """Something with tensors that every checkpoint saves."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path, device: torch.device) -> None: ...
+
+
 class CurriculumCallback(TrainerCallback, ExportableState):
     """Applies a curriculum to every implicit layer of the model. Checkpoints save the curriculum.
 
@@ -186,6 +194,9 @@ class AlignedTrainer(CurriculumTrainer):
 
     Trains on one device, on a stream of whole batches.
 
+    Attributes:
+        parts: what checkpoints save besides model, optimiser and progress.
+
     Args:
         label_smoothing: share of the target probability that is spread over the whole vocabulary.
         options: passed to transformers' ``Trainer``.
@@ -203,6 +214,8 @@ class AlignedTrainer(CurriculumTrainer):
         super().__init__(args=args, train_dataset=stream, **options)
         self.stream = stream
         self.label_smoothing = label_smoothing
+        self.parts: list[Part] = []
+        self._resumed: Path | None = None  # the checkpoint, until the first step
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         # If a run resumes after its last step, Trainer would still take a step. An empty list prevents this.
@@ -220,6 +233,14 @@ class AlignedTrainer(CurriculumTrainer):
         loss = self.cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
         return (loss, outputs) if return_outputs else loss
 
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        if (
+            self._resumed is not None
+        ):  # with ``ignore_data_skip``, transformers does not restore random states
+            self._load_rng_state(str(self._resumed))
+            self._resumed = None
+        return super().training_step(*args, **options)
+
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy over the labels that are not -100.
 
@@ -227,12 +248,19 @@ class AlignedTrainer(CurriculumTrainer):
         """
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
+    def complete(self, checkpoint: Path) -> None:
+        for part in self.parts:
+            part.save(checkpoint)
+        super().complete(checkpoint)
+
     def train_in(self, folder: RunFolder) -> None:
         """Train to the end, from the last complete checkpoint if any. Write the model and the record."""
         checkpoint = folder.last_checkpoint()
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
-            self.stream.start = step_of(checkpoint)
+            self.stream.start, self._resumed = step_of(checkpoint), checkpoint
+            for part in self.parts:
+                part.load(checkpoint, self.args.device)
         record = self.train_from(checkpoint)
         with writing(folder.path):
             self.save_model(str(folder.path))

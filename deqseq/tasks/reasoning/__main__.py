@@ -1,15 +1,27 @@
-"""The command line: ``python -m deqseq.tasks.reasoning {data}``."""
+"""The command line: ``python -m deqseq.tasks.reasoning {data,train,evaluate,solve,demo}``."""
 
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 from deqseq.tasks.common import command_line
-from deqseq.tasks.common.settings import NonNegativeInt, PositiveInt, Seed
+from deqseq.tasks.common.models import quiet_transformers, solve_options
+from deqseq.tasks.common.results import ResultFolder, table
+from deqseq.tasks.common.runs import read_record
+from deqseq.tasks.common.settings import NonNegativeInt, PositiveInt, Seed, build_changed, read_yaml
 from deqseq.tasks.reasoning import mazes, sudoku
+from deqseq.tasks.reasoning.data import read
+from deqseq.tasks.reasoning.demo import demo
+from deqseq.tasks.reasoning.evaluate import ADAPTIVE, COLUMNS, adaptive, evaluate, load
 from deqseq.tasks.reasoning.files import read_csv, write_csv
-from deqseq.tasks.reasoning.puzzles import Task
+from deqseq.tasks.reasoning.plots import plot_accuracy, plot_training
+from deqseq.tasks.reasoning.puzzles import Puzzles, Task
+from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
+from deqseq.tasks.reasoning.solve import solve
+from deqseq.tasks.reasoning.train import train
 from deqseq.tasks.reasoning.verify import verify
 
 _ABOUT = """\
@@ -19,11 +31,93 @@ the solution depends on cells all over the board."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    commands: dict[str, command_line.Command] = {"data": _data}
+    quiet_transformers()
+    commands: dict[str, command_line.Command] = {
+        "data": _data, "train": _train, "evaluate": _evaluate, "solve": solve, "demo": demo,
+    }  # fmt: skip
     return command_line.main(
         "python -m deqseq.tasks.reasoning", _ABOUT, commands, arguments,
-        interrupted="run the same command again", log_level=logging.INFO,
+        interrupted="train resumes from its last checkpoint with the same command", log_level=logging.INFO,
     )  # fmt: skip
+
+
+def _train(
+    run: str,
+    *,
+    output: Path,
+    save_steps: PositiveInt = 1000,
+    settings: Annotated[dict[str, Any], TrainSettings],
+) -> None:
+    """Train a model in a folder.
+
+    RUN is a YAML file with settings, or a shipped one. The settings below override it; --data is always
+    needed. To resume after an interruption, run the same command again.
+
+      python -m deqseq.tasks.reasoning data sudoku --size 4 --count 20000 --output sudoku4.csv
+      python -m deqseq.tasks.reasoning train sudoku-small --data sudoku4.csv --output runs/sudoku4
+
+    Args:
+        run: run file, or the name of a shipped one: sudoku, maze, sudoku-small, maze-small
+        output: folder of the run
+        save_steps: steps between checkpoints
+    """
+    train(build_changed(TrainSettings, read_yaml(run, RUNS), settings), output, save_steps=save_steps)
+    record = read_record(output)
+    plot_training(record["log"], output / "training.png")
+    print(f"trained in {record['seconds']:.0f} s; model, log and figure in {output}")
+
+
+def _evaluate(
+    run: Path,
+    puzzles: Path,
+    *,
+    depth: list[PositiveInt] = [1, 2, 4, 8, 16, 32, 64],  # noqa: B006
+    starts: PositiveInt = 1,
+    count: PositiveInt | None = None,
+    rtol: float | None = None,
+    max_iter: PositiveInt | None = None,
+    batch_size: PositiveInt = 512,
+    output: Path | None = None,
+    force: bool = False,
+) -> None:
+    """Test a trained model at any depth, and with several starts. Writes JSON and a figure.
+
+    A depth is a number of evaluations of the map. With several starts, the answer of the start with the
+    smallest residual counts; the column vote is for the most frequent answer. A second table is for searches
+    whose depth adapts: they end when the residual of the board meets the tolerance.
+
+    Args:
+        run: folder of a trained model
+        puzzles: CSV file, or a folder with the published arrays of mazes
+        depth: depths, in increasing order
+        starts: maximum number of starts of each puzzle
+        count: use only the first COUNT puzzles
+        rtol: tolerance of searches whose depth adapts; the run's by default
+        max_iter: maximum number of evaluations of these searches; the run's by default
+        batch_size: puzzles solved together
+        output: folder for results, by default RUN/evaluation
+        force: overwrite results with other settings
+    """
+    model, settings = load(run)
+    tests = Puzzles(*(column[:count] for column in read(puzzles, settings.task)))
+    if tests.questions.shape[1] != settings.size**2:
+        raise ValueError(
+            f"the model solves boards of {settings.size} x {settings.size} cells, {puzzles} has boards of "
+            f"{tests.questions.shape[1]} cells"
+        )
+    asked = {"puzzles": str(puzzles), "count": len(tests.ratings), "depth": depth, "starts": starts}
+    asked |= {"rtol": rtol, "max_iter": max_iter}
+    solve = solve_options(model, rtol=rtol, max_iter=max_iter)
+    folder = ResultFolder(output or run / "evaluation", "evaluation", str(run), asked, force)
+    found = evaluate(model, tests, depth, starts, batch_size, progress=True)
+    print(table(COLUMNS, found))
+    adapted = []
+    if solve is not None:
+        adapted = [adaptive(model, tests, replace(solve, window=None), batch_size)]
+        print(f"\nsearches that end at a tolerance:\n{table(ADAPTIVE, adapted)}")
+    folder.write(found, model, adaptive=[asdict(row) for row in adapted])
+    plot_accuracy({"explicit" if solve is None else "implicit": found}, folder.figure)
+    print(f"wrote {folder.json} and {folder.figure}")
 
 
 def _data(

@@ -1,0 +1,184 @@
+"""Solvers and gradient strategies on puzzles, where f is not causal.
+
+Solvers: every solver solves the same test puzzles with one trained model. The columns:
+
+    tolerance       relative residual of a board at which its search ends
+    evaluations     mean number of evaluations of f per puzzle
+    converged       share of the puzzles whose search met the tolerance
+    exact           share of the puzzles whose answer is right in every cell
+    seconds         time for all puzzles, solved together; boards that have converged leave the batch
+
+Gradient strategies: every strategy trains the same model for --seconds. The script first measures how long a
+step takes, and then sets the number of steps.
+
+    persistent      a few iterations in each step, from where the step before stopped
+    segments        the same, with a graph of the last of three iterations only, as in HRM, TRM and EqR
+    unrolled-16     16 iterations from a random board, all with a graph
+    phantom-4       a search from a random board, then 4 iterations with a graph
+    implicit        a search from a random board, then implicit differentiation
+    explicit        f is applied once; with 4 blocks, it has four times the parameters
+
+The columns:
+
+    evaluations     evaluations of f in a step
+    exact           share of the test puzzles that are solved at depth --depth, from random boards
+    raw             the same with the weights of the last step instead of their average
+
+Every row is written as soon as it is measured, so the same command resumes an interrupted run.
+
+    python benchmarks/puzzles.py                               # trains on 9 x 9 mazes; an hour on two cores
+    python benchmarks/puzzles.py --quick
+    python benchmarks/puzzles.py --device cuda --run sudoku --data train.csv --tests test.csv --model RUN
+"""
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import common
+from common import Row
+
+from deqseq import Residual, SolveOptions
+from deqseq.tasks.common.models import quiet_transformers
+from deqseq.tasks.common.runs import read_record
+from deqseq.tasks.common.settings import build, read_yaml
+from deqseq.tasks.reasoning import mazes
+from deqseq.tasks.reasoning.data import read
+from deqseq.tasks.reasoning.evaluate import accuracy, adaptive, load
+from deqseq.tasks.reasoning.files import write_csv
+from deqseq.tasks.reasoning.puzzles import Puzzles
+from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
+from deqseq.tasks.reasoning.train import train
+
+SOLVERS: dict[str, str | dict[str, Any]] = {
+    **{f"picard-{damping}": f"picard:{damping}" for damping in (1.0, 0.95, 0.7)},
+    **{f"anderson-{memory}": f"anderson:{memory}" for memory in (2, 5)},
+    "broyden-8": "broyden:8",
+    "anderson-5-sequence": {"name": "anderson", "memory": 5, "scope": "sequence"},
+    "broyden-8-sequence": {"name": "broyden", "memory": 8, "scope": "sequence"},
+    **{f"torchdeq-{name}": f"torchdeq:{name}" for name in ("fixed_point_iter", "anderson", "broyden")},
+}
+FRESH = {"budget": 1}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "persistent": {},
+    "segments": {"gradient": {"name": "unrolled", "iterations": 1, "before": 2}},
+    "unrolled-16": {"gradient": {"name": "unrolled", "iterations": 16}, **FRESH},
+    "phantom-4": {"gradient": {"name": "phantom", "steps": 4, "damping": 0.95}, **FRESH},
+    "implicit": {
+        "gradient": {"name": "implicit", "convergence": {"name": "fixed", "iterations": 16}},
+        **FRESH,
+    },
+    "explicit": {"explicit": True},
+    "explicit-4-blocks": {"explicit": True, "n_layer": 4},
+}
+
+
+def settings(options: argparse.Namespace, **changes: Any) -> TrainSettings:
+    """The settings of the run file, with ``changes``."""
+    fields = read_yaml(options.run, RUNS)
+    if "n_layer" in changes:
+        fields["backbone"] = {**fields["backbone"], "n_layer": changes.pop("n_layer")}
+    return build(TrainSettings, {**fields, "data": str(options.data), "test": str(options.tests), **changes})
+
+
+def make_puzzles(options: argparse.Namespace) -> None:
+    """Unless files are given, write the mazes of the demo."""
+    if options.data is not None:
+        return
+    folder = options.output / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    options.data, options.tests = folder / "train.csv", folder / "test.csv"
+    if not options.tests.exists():
+        found = mazes.generate(21_000, size=9, seed=1, progress=True)
+        write_csv(options.data, "maze", Puzzles(*(column[:20_000] for column in found)))
+        write_csv(options.tests, "maze", Puzzles(*(column[20_000:] for column in found)))
+
+
+def solve(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
+    """Solve the test puzzles with one solver."""
+    model, run = load(options.model)
+    tests = Puzzles(*(column[: options.count] for column in read(options.tests, run.task)))
+    policy = Residual(rtol=key["tolerance"], max_iter=options.max_iter, scope="sequence")
+    guess = model.layer.eval_solve.guess
+    how = SolveOptions(SOLVERS[key["solver"]], policy, guess=guess)
+    found = adaptive(model, tests, how)
+    return {
+        "evaluations": found.iterations, "converged": found.converged, "exact": found.exact,
+        "seconds": found.seconds,
+    }  # fmt: skip
+
+
+def learn(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
+    """Train with one strategy for ``options.seconds``."""
+    changes = {**STRATEGIES[key["strategy"]], "seed": key["seed"], "eval_steps": 0}
+    with tempfile.TemporaryDirectory() as place:
+        few = 5
+        train(settings(options, **changes, steps=few), Path(place) / "few")
+        train(settings(options, **changes, steps=5 * few), Path(place) / "more")
+        first, second = (read_record(Path(place) / name)["seconds"] for name in ("few", "more"))
+        steps = max(few, round(options.seconds * 4 * few / max(second - first, 1e-3)))
+        asked = settings(
+            options, **{**changes, "eval_steps": steps, "eval_depth": options.depth}, steps=steps
+        )
+        model = train(asked, Path(place) / "run", save_steps=steps)
+        record = read_record(Path(place) / "run")
+    tests = Puzzles(*(column[: options.count] for column in read(options.tests, asked.task)))
+    log = record["log"]
+    evaluations = [entry["nfe"] for entry in log if "nfe" in entry]
+    return {
+        "steps": steps, "seconds": record["seconds"],
+        "evaluations": sum(evaluations) / len(evaluations) if evaluations else 1.0,
+        "exact": accuracy(model, tests, options.depth),
+        "raw": next(entry["raw_accuracy"] for entry in reversed(log) if "raw_accuracy" in entry),
+    }  # fmt: skip
+
+
+def main() -> int:
+    made = common.parser(__doc__, "puzzles")
+    made.add_argument("--quick", action="store_true", help="shorter training, fewer rows")
+    made.add_argument("--run", default="maze-small", help="run file of the training (default: maze-small)")
+    made.add_argument("--data", type=Path, help="CSV file of training puzzles (default: new 9 x 9 mazes)")
+    made.add_argument("--tests", type=Path, help="CSV file of test puzzles")
+    made.add_argument("--model", type=Path, help="folder of a trained run (default: trained here)")
+    made.add_argument("--solvers", nargs="*", default=list(SOLVERS), help="default: all")
+    made.add_argument("--strategies", nargs="*", default=list(STRATEGIES), help="default: all")
+    made.add_argument("--tolerances", type=float, nargs="+", default=[1e-2, 1e-3])
+    made.add_argument("--max-iter", type=int, default=256, help="maximum number of evaluations per puzzle")
+    made.add_argument("--depth", type=int, default=32, help="evaluations in the test of a strategy")
+    made.add_argument("--count", type=int, default=1000, help="number of test puzzles")
+    made.add_argument("--seconds", type=float, help="training time of each strategy (default: 240)")
+    made.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds of the strategies")
+    options = made.parse_args()
+    options.seconds = options.seconds or (20 if options.quick else 240)
+    if (options.data is None) != (options.tests is None):
+        raise ValueError("give both --data and --tests, or neither")
+    for chosen, known in ((options.solvers, SOLVERS), (options.strategies, STRATEGIES)):
+        if unknown := sorted(set(chosen) - set(known)):
+            raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    quiet_transformers()
+    make_puzzles(options)
+    if options.model is None:
+        options.model = options.output / "model"
+        train(settings(options, **({"steps": 100} if options.quick else {})), options.model)
+    keys = [
+        dict(zip(("solver", "tolerance"), key, strict=True))
+        for key in product(options.solvers, options.tolerances)
+    ]
+    solved = common.measure_grid(options.output / "solvers.jsonl", keys, partial(solve, options))
+    common.print_table(f"solvers, {options.count} puzzles", solved)
+    keys = [
+        dict(zip(("strategy", "seed"), key, strict=True))
+        for key in product(options.strategies, options.seeds)
+    ]
+    learned = common.measure_grid(options.output / "strategies.jsonl", keys, partial(learn, options))
+    common.print_table(f"strategies, {options.seconds:g} s of training each", learned)
+    common.write_results(options.output / "puzzles.json", options, solvers=solved, strategies=learned)
+    return 0
+
+
+if __name__ == "__main__":
+    common.run(main)

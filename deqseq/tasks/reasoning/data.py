@@ -1,0 +1,91 @@
+"""Training batches of puzzles, with random symmetries.
+
+Shapes: B puzzles of a batch, C cells of a board.
+"""
+
+from collections.abc import Iterator
+from math import isqrt
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from deqseq.tasks.reasoning import sudoku
+from deqseq.tasks.reasoning.files import read_arrays, read_csv
+from deqseq.tasks.reasoning.puzzles import Puzzles, Task
+
+_TENTH = 10
+
+
+def read(path: str | Path, task: Task) -> Puzzles:
+    """The puzzles in a CSV file, or in a folder with the published arrays of mazes.
+
+    Raises:
+        ValueError: the file is malformed, or a folder is given for Sudokus.
+    """
+    if not Path(path).is_dir():
+        return read_csv(path, task)
+    if task != "maze":
+        raise ValueError(f"{path} is a folder, and only published mazes come as folders: name a CSV file")
+    return read_arrays(path)
+
+
+def split(puzzles: Puzzles) -> tuple[Puzzles, Puzzles]:
+    """All puzzles but the last tenth, and the last tenth, which has at least one."""
+    count = len(puzzles.ratings)
+    if count < 2:
+        raise ValueError(f"a split needs at least 2 puzzles, got {count}: name a file of test puzzles")
+    tests = max(1, count // _TENTH)
+    return Puzzles(*(column[:-tests] for column in puzzles)), Puzzles(
+        *(column[-tests:] for column in puzzles)
+    )
+
+
+class PuzzleStream(IterableDataset[dict[str, Tensor]]):
+    """An endless stream of batches, drawn with replacement. Batch ``i`` depends only on ``i`` and the seed.
+
+    Args:
+        augment: apply a random symmetry to every puzzle: for Sudokus, see
+            :func:`deqseq.tasks.reasoning.sudoku.augment`; mazes are rotated and reflected.
+
+    Attributes:
+        start: number of the first batch to yield.
+    """
+
+    def __init__(
+        self, task: Task, puzzles: Puzzles, batch_size: int, *, augment: bool, seed: int, device: torch.device
+    ) -> None:
+        self.start = 0
+        self._task, self._batch_size, self._augment = task, batch_size, augment
+        self._boards = [board.long().to(device) for board in puzzles[:2]]
+        self._seed = seed
+        self._generator = torch.Generator(device)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        number = self.start
+        while True:
+            yield self.batch(number)
+            number += 1
+
+    def batch(self, number: int) -> dict[str, Tensor]:
+        """``{"input_ids": (B, C), "labels": (B, C)}``, both int64."""
+        generator = self._generator.manual_seed((self._seed << 32) + number)
+        questions, answers = self._boards
+        rows = torch.randint(
+            len(questions), (self._batch_size,), generator=generator, device=questions.device
+        )
+        boards = questions[rows], answers[rows]
+        if self._augment:
+            boards = (sudoku.augment if self._task == "sudoku" else _turn)(*boards, generator)
+        return dict(zip(("input_ids", "labels"), boards, strict=True))
+
+
+def _turn(questions: Tensor, answers: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Apply one of the eight rotations and reflections of the square to each board (B, C)."""
+    n = isqrt(questions.shape[1])
+    cells = torch.arange(n * n, device=questions.device).view(n, n)
+    turns = [torch.rot90(board, k).flatten() for board in (cells, cells.T) for k in range(4)]
+    choice = torch.randint(8, (len(questions),), generator=generator, device=questions.device)
+    places = torch.stack(turns)[choice]
+    return questions.gather(1, places), answers.gather(1, places)

@@ -1,0 +1,282 @@
+"""Evaluation on puzzles: at any depth (evaluations of f) and breadth (starts).
+
+Shapes: P puzzles, B puzzles of a batch, C cells of a board, V tokens in the vocabulary, D width of z.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from deqseq.checks import check_count
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.policy import FixedIterations
+from deqseq.problem import SolveOptions
+from deqseq.tasks.common.results import Column, column
+from deqseq.tasks.common.runs import check_model, read_record, read_settings
+from deqseq.tasks.common.settings import build
+from deqseq.tasks.reasoning.model import BoardModel
+from deqseq.tasks.reasoning.puzzles import Puzzles
+from deqseq.tasks.reasoning.settings import TrainSettings
+
+
+@dataclass
+class Evaluation:
+    """The result of a model on a set of puzzles, at one depth and breadth. Shares are in [0, 1].
+
+    Attributes:
+        depth: evaluations of f for each start; ``None`` for an explicit model.
+        starts: number of starts.
+        exact: share of puzzles whose answer is right in every cell. With several starts, the
+            answer of the start with the smallest residual counts.
+        vote: share of puzzles for which the most frequent answer of all starts is right.
+        cells: share of right cells.
+        residual: median over the puzzles of the relative residual of the board.
+        auroc: probability that a right answer has a smaller residual than a wrong one; ``None`` if all
+            answers are right or all are wrong.
+    """
+
+    depth: int | None
+    starts: int
+    exact: float
+    vote: float
+    cells: float
+    residual: float | None
+    auroc: float | None
+
+
+@dataclass
+class Adaptive:
+    """The result of searches that end when the residual of a board meets a tolerance.
+
+    Attributes:
+        tolerance: relative residual of the board at which a search ends.
+        max_iter: maximum number of evaluations.
+        exact: share of puzzles whose answer is right in every cell.
+        converged: share of puzzles whose search met the tolerance.
+        trusted: share of right answers among those whose search met the tolerance.
+        iterations: mean number of evaluations.
+        seconds: duration.
+    """
+
+    tolerance: float
+    max_iter: int
+    exact: float
+    converged: float
+    trusted: float | None
+    iterations: float
+    seconds: float
+
+
+COLUMNS: tuple[Column, ...] = (
+    column("depth"), column("starts"), column("exact", ".4f"), column("vote", ".4f"), column("cells", ".4f"),
+    column("residual", ".2e"), column("auroc", ".4f"),
+)  # fmt: skip
+ADAPTIVE: tuple[Column, ...] = (
+    column("tolerance", "g"), column("max_iter"), column("exact", ".4f"), column("converged", ".4f"),
+    column("trusted", ".4f"), column("iterations", ".1f"), column("seconds", ".1f"),
+)  # fmt: skip
+
+
+def load(path: str | Path) -> tuple[BoardModel, TrainSettings]:
+    """A trained model, on the GPU if there is one, and the settings of its run.
+
+    Raises:
+        ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read.
+    """
+    try:
+        settings = build(TrainSettings, read_settings(path))
+    except ValueError as error:
+        raise ValueError(f"{path} holds no run of this task: {error}") from error
+    read_record(path)
+    check_model(path)
+    try:
+        model: Any = BoardModel.from_pretrained(path)
+    except Exception as error:  # transformers and safetensors raise many classes of errors
+        raise ValueError(f"the model in {path} cannot be read: {error}") from error
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.eval(), settings
+
+
+class Solved(NamedTuple):
+    """The boards of a batch at one depth of one start.
+
+    Attributes:
+        depth: evaluations of f so far.
+        answers: (B, C) uint8.
+        residual: (B,) relative residual of the last evaluation, over the whole board; zeros for an explicit
+            model.
+        z: (B, C, D).
+    """
+
+    depth: int
+    answers: Tensor
+    residual: Tensor
+    z: Tensor
+
+
+@torch.no_grad()
+def by_depth(
+    model: BoardModel, questions: Tensor, depths: Sequence[int], number: int = 0
+) -> Iterator[Solved]:
+    """Solve ``questions`` (B, C) from start ``number``. Yields the boards at the ``depths``, which increase.
+
+    The search goes on from depth to depth, with the solver of evaluation. Anderson and Broyden begin a new
+    history at every depth. An explicit model ignores ``depths`` and yields once.
+    """
+    layer = model.layer
+    if not isinstance(layer, ImplicitSequenceLayer):
+        out = model(questions)
+        answers = out.logits.argmax(-1).to(torch.uint8)
+        yield Solved(1, answers, torch.zeros(len(questions), device=answers.device), out.z)
+        return
+    x = model.inputs(questions)
+    z, done = model.start(x, number), 0
+    for depth in depths:
+        out = layer(x, z0=z, solve=replace(layer.eval_solve, convergence=FixedIterations(depth - done)))
+        z, done = out.z, depth
+        answers = model.answers(z).argmax(-1).to(torch.uint8)
+        yield Solved(depth, answers, out.solution.residual.square().mean(1).sqrt(), z)
+
+
+@torch.no_grad()
+def accuracy(model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512) -> float:
+    """The share of puzzles that one start solves after ``depth`` evaluations. Sets evaluation mode."""
+    model.eval()
+    right = []
+    for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
+        with model.precision():
+            (found,) = by_depth(model, questions.long().to(model.device), [depth])
+        right.append((found.answers == answers.to(model.device)).all(1))
+    return torch.cat(right).double().mean().item()
+
+
+@torch.no_grad()
+def evaluate(
+    model: BoardModel, puzzles: Puzzles, depths: Sequence[int], starts: int = 1, batch_size: int = 512,
+    progress: bool = False,
+) -> list[Evaluation]:  # fmt: skip
+    """Solve the puzzles at every depth and with 1, 2, 4, ... up to ``starts`` starts.
+
+    Args:
+        depths: numbers of evaluations, increasing.
+        starts: maximum number of starts; start n begins at the guess with number n.
+        batch_size: puzzles solved together; memory grows with it.
+
+    Raises:
+        ValueError: depths that do not increase, numbers below 1, or several starts that would all be equal.
+    """
+    depths = list(depths)
+    if not depths or depths[0] < 1 or depths != sorted(set(depths)):
+        raise ValueError(f"depths must increase and be at least 1, got {depths}")
+    check_count("starts", starts)
+    check_count("batch_size", batch_size)
+    layer = model.layer
+    explicit = not isinstance(layer, ImplicitSequenceLayer)
+    varies = isinstance(layer, ImplicitSequenceLayer) and layer.eval_solve.guess.varies
+    if starts > 1 and not varies:
+        raise ValueError(f"{starts} starts would all be equal: several starts need the guess noise")
+    depths = depths[:1] if explicit else depths
+    model.eval()
+    answers = torch.empty(len(depths), starts, *puzzles.answers.shape, dtype=torch.uint8)
+    residuals = torch.empty(len(depths), starts, len(puzzles.ratings))
+    rows = torch.arange(len(puzzles.ratings)).split(batch_size)
+    bar = tqdm(total=starts * len(rows), desc="solves", leave=False, disable=None if progress else True)
+    for part in rows:
+        questions = puzzles.questions[part].long().to(model.device)
+        for number in range(starts):
+            with model.precision():
+                for place, found in enumerate(by_depth(model, questions, depths, number)):
+                    answers[place, number, part] = found.answers.cpu()
+                    residuals[place, number, part] = found.residual.float().cpu()
+            bar.update()
+    bar.close()
+    counts = [2**i for i in range(starts.bit_length()) if 2**i < starts] + [starts]
+    return [
+        _judged(None if explicit else depth, answers[i, :n], residuals[i, :n], puzzles.answers)
+        for i, depth in enumerate(depths)
+        for n in counts
+    ]
+
+
+def _judged(depth: int | None, answers: Tensor, residuals: Tensor, right: Tensor) -> Evaluation:
+    """Judge the answers (S, P, C) of S starts with residuals (S, P)."""
+    starts, puzzles = residuals.shape
+    residual, best = residuals.nan_to_num(torch.inf).min(0)
+    chosen = answers[best, torch.arange(puzzles)]
+    cells = chosen == right
+    exact = cells.all(1)
+    voted = exact
+    if starts > 1:
+        votes = torch.stack([_vote(answers[:, p]) for p in range(puzzles)])
+        voted = (votes == right).all(1)
+    return Evaluation(
+        depth, starts, exact.double().mean().item(), voted.double().mean().item(),
+        cells.double().mean().item(), None if depth is None else residual.median().item(),
+        None if depth is None else auroc(residual, exact),
+    )  # fmt: skip
+
+
+def _vote(answers: Tensor) -> Tensor:
+    """The most frequent of the answers (S, C) of a puzzle; of several, the one that came first."""
+    first = Counter(row.numpy().tobytes() for row in answers).most_common(1)[0][0]
+    return torch.frombuffer(bytearray(first), dtype=torch.uint8)
+
+
+def auroc(residual: Tensor, right: Tensor) -> float | None:
+    """Probability that a ``right`` (P,) answer has a smaller ``residual`` (P,) than a wrong one.
+
+    Equal residuals count half. ``None`` if all answers are right or all are wrong.
+    """
+    good, bad = residual[right].double(), residual[~right].double()
+    if not len(good) or not len(bad):
+        return None
+    smaller = torch.searchsorted(
+        bad.sort().values, good, right=True
+    )  # wrong answers with at most its residual
+    equal = smaller - torch.searchsorted(bad.sort().values, good)
+    return float((len(bad) - smaller + 0.5 * equal).sum() / (len(good) * len(bad)))
+
+
+@torch.no_grad()
+def adaptive(
+    model: BoardModel, puzzles: Puzzles, solve: SolveOptions | None = None, batch_size: int = 512
+) -> Adaptive:
+    """Solve each puzzle until its residual meets the tolerance of ``solve``; by default the model's options.
+
+    Boards leave the batch when they have converged, so easy boards cost less.
+
+    Raises:
+        ValueError: the model is explicit.
+    """
+    layer = model.layer
+    if not isinstance(layer, ImplicitSequenceLayer):
+        raise ValueError("an explicit model is not solved, so its depth cannot adapt")
+    check_count("batch_size", batch_size)
+    model.eval()
+    solve = solve or layer.eval_solve
+    policy: Any = solve.convergence
+    before, layer.compact = layer.compact, True
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    begin = time.perf_counter()
+    try:
+        for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
+            with model.precision():
+                out = model(questions.long().to(model.device), solve=solve)
+            right = (out.logits.argmax(-1) == answers.to(model.device)).all(1)
+            found = out.solution
+            parts.append((right.cpu(), (found.status[:, 0] == 1).cpu(), found.iterations[:, 0].cpu()))
+    finally:
+        layer.compact = before
+    right, converged, iterations = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Adaptive(
+        policy.rtol, policy.max_iter, right.double().mean().item(), converged.double().mean().item(),
+        right[converged].double().mean().item() if converged.any() else None,
+        iterations.double().mean().item(), time.perf_counter() - begin,
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""A model of boards: embeddings of the cells, an implicit or explicit layer, and an output layer.
+
+Shapes: B boards, C cells of a board, V tokens in the vocabulary, D width of z.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from deqseq import kernels
+from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
+from deqseq.problem import SolveOptions
+from deqseq.solution import Solution
+from deqseq.tasks.reasoning.puzzles import CHARACTERS, Task, check_task, size_of
+
+
+class BoardConfig(PretrainedConfig):
+    """The configuration of a :class:`BoardModel`.
+
+    The parts are names or mappings, as for :class:`~deqseq.ImplicitSequenceLayer`. A pair of solvers or
+    policies is one for training and one for evaluation.
+
+    Attributes:
+        task: ``"sudoku"`` or ``"maze"``.
+        size: cells along a side of a board.
+        implicit: false: an explicit layer, which applies the map once.
+        backbone: the map. It must not be causal.
+        solver, gradient, convergence, guess: parts of the implicit layer.
+        bf16: evaluate in bfloat16 on GPUs.
+    """
+
+    model_type = "board"
+
+    task: str = "sudoku"
+    size: int = 9
+    implicit: bool = True
+    backbone: Any = None
+    solver: Any = "picard"
+    gradient: Any = "phantom"
+    convergence: Any = None
+    guess: Any = "zero"
+    bf16: bool = False
+
+
+@dataclass
+class BoardOutput(ModelOutput):
+    """The output of a :class:`BoardModel`.
+
+    Attributes:
+        logits: (B, C, V).
+        z: (B, C, D) the last iterates; for an explicit model, the output of its layer.
+        solution: how every cell was solved; ``None`` for an explicit model.
+    """
+
+    logits: Tensor | None = None
+    z: Tensor | None = None
+    solution: Solution | None = None
+
+
+class BoardModel(PreTrainedModel):
+    """Predicts the token of each cell of the answer from all cells of the question.
+
+    With a :class:`~deqseq.backbones.RecursionBackbone`, the output layer reads the latent z_H only, and only
+    the update of z_L sees the question, as in TRM (arXiv 2510.04871).
+
+    Raises:
+        ValueError: the task, the size or a part is unknown, or the backbone is causal.
+    """
+
+    config_class = BoardConfig
+    config: BoardConfig
+    main_input_name = "input_ids"
+
+    def __init__(self, config: BoardConfig) -> None:
+        super().__init__(config)
+        check_task(config.task)
+        size_of(self.task, config.size**2)
+        self.layer: ImplicitSequenceLayer | ExplicitSequenceLayer
+        if config.implicit:
+            pairs = {name: _pair(getattr(config, name)) for name in ("solver", "convergence", "guess")}
+            self.layer = ImplicitSequenceLayer(config.backbone, gradient=config.gradient, **pairs)
+        else:
+            self.layer = ExplicitSequenceLayer(explicit(config.backbone))
+        backbone = self.layer.backbone
+        if backbone.causal or backbone.d_model is None:
+            raise ValueError(
+                f"boards need a backbone that has a width and is not causal, got {config.backbone}"
+            )
+        width: Any = getattr(backbone, "map", backbone).d_model
+        self.d_read = int(width)  # width of the latent that is the answer
+        vocabulary = config.size + 1 if config.task == "sudoku" else len(CHARACTERS["maze"])
+        self.embed = nn.Embedding(vocabulary, self.d_read)
+        self.head = nn.Linear(self.d_read, vocabulary, bias=False)
+        nn.init.normal_(self.embed.weight)
+        nn.init.trunc_normal_(self.head.weight, std=1 / math.sqrt(self.d_read))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Does nothing: keeps the initial weights that the parts choose."""
+
+    @property
+    def task(self) -> Task:
+        return self.config.task  # type: ignore[return-value]
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Within the block, the model computes as in its evaluation."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self.config.bf16 and self.device.type == "cuda")
+
+    def inputs(self, input_ids: Tensor) -> Tensor:
+        """The layer's input x (B, C, D) for the boards ``input_ids`` (B, C) int64.
+
+        If D is larger than the embedding (two latents), the first channels of x are zero.
+        """
+        x = F.pad(self.embed(input_ids), (int(self.layer.backbone.d_model or 0) - self.d_read, 0))
+        return x.to(kernels.autocast_dtype(x))
+
+    def answers(self, z: Tensor) -> Tensor:
+        """Logits (B, C, V) of the iterates ``z`` (B, C, D)."""
+        logits: Tensor = self.head(z[..., : self.d_read])
+        return logits
+
+    def forward(
+        self, input_ids: Tensor, z0: Tensor | None = None, fresh: Tensor | None = None,
+        solve: SolveOptions | None = None,
+    ) -> BoardOutput:  # fmt: skip
+        """Predict the answers of boards.
+
+        Args:
+            input_ids: (B, C) int64 tokens of the questions.
+            z0: (B, C, D) where the search starts; by default at the layer's guess.
+            fresh: (B,) bool, boards that start at the layer's guess although there is a ``z0``.
+            solve: solver, policy and guess; by default the layer's.
+        """
+        x = self.inputs(input_ids)
+        if not isinstance(self.layer, ImplicitSequenceLayer):
+            out = self.layer(x)
+            return BoardOutput(self.answers(out.z), out.z)
+        if z0 is not None and fresh is not None:
+            z0 = torch.where(fresh[:, None, None], self.start(x, None), z0)
+        out = self.layer(x, z0=z0, solve=solve)
+        return BoardOutput(self.answers(out.z), out.z, out.solution)
+
+    def start(self, x: Tensor, number: int | None) -> Tensor:
+        """Where a search starts: (B, C, D). ``number``: of the start; ``None``: a new one for each board."""
+        assert isinstance(self.layer, ImplicitSequenceLayer)
+        found = self.layer.solve.guess.propose(x, number, None)
+        return torch.zeros_like(x) if found is None else found
+
+
+def explicit(backbone: Mapping[str, Any]) -> dict[str, Any]:
+    """The map that an explicit model applies once: ``backbone`` without rounds and without injection."""
+    return {**backbone.get("map", backbone), "injection": False}
+
+
+def _pair(part: Any) -> Any:
+    """JSON has lists instead of tuples."""
+    return tuple(part) if isinstance(part, list) else part

@@ -1,0 +1,157 @@
+"""Figures of puzzles: a board being solved (a GIF and a still), accuracy by depth and starts, residuals."""
+
+from collections.abc import Mapping, Sequence
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from deqseq.tasks.common.figures import log_scale, save_figure
+from deqseq.tasks.reasoning.evaluate import Evaluation
+from deqseq.tasks.reasoning.puzzles import FREE, GOAL, PATH, START, WALL, Task
+
+_COLOURS = {WALL: "#2b2b2b", FREE: "#ffffff", START: "#2a9d4a", GOAL: "#d1495b", PATH: "#4c8bf5"}
+_WRONG = "#e8a33d"
+
+
+def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Write a PNG of a run's log: the loss, and the shares of solved puzzles in training and in tests."""
+
+    def draw(axes: list[Any]) -> None:
+        top, bottom = axes
+        curves = (
+            (top, "loss", "loss"), (bottom, "solved", "training puzzles that leave the batch"),
+            (bottom, "accuracy", "test, averaged weights"), (bottom, "raw_accuracy", "test, raw weights"),
+        )  # fmt: skip
+        for axis, name, label in curves:
+            found = [(entry["step"], entry[name]) for entry in log if name in entry]
+            axis.plot(*zip(*found, strict=True), label=label) if found else None
+        top.set(ylabel="loss", yscale="log")
+        bottom.set(xlabel="step", ylabel="solved", ylim=(-0.02, 1.02))
+        bottom.legend()
+
+    save_figure(path, draw, 2, 1, (8, 6), sharex=True)
+
+
+def plot_accuracy(curves: Mapping[str, Sequence[Evaluation]], path: Path) -> None:
+    """Write a PNG: the share of solved puzzles by depth. One curve for each model and number of starts."""
+
+    def draw(axes: list[Any]) -> None:
+        (axis,) = axes
+        deepest = max((e.depth or 1 for rows in curves.values() for e in rows), default=1)
+        for name, rows in curves.items():
+            if rows[0].depth is None:
+                axis.axhline(rows[0].exact, linestyle="--", color="grey", label=name)
+                continue
+            for starts in sorted({e.starts for e in rows}):
+                found = [e for e in rows if e.starts == starts]
+                label = name if starts == 1 else f"{name}, best of {starts} starts"
+                axis.plot([e.depth for e in found], [e.exact for e in found], marker="o", label=label)
+        if deepest > 1:
+            log_scale(axis.xaxis, 2)
+        axis.set(xlabel="depth (evaluations of f)", ylabel="solved puzzles", ylim=(-0.02, 1.02))
+        axis.legend()
+
+    save_figure(path, draw)
+
+
+def plot_residuals(residual: Tensor, right: Tensor, path: Path, depth: int) -> None:
+    """Write a PNG: histograms of the residuals (P,) of right and wrong answers; ``right`` (P,) bool."""
+
+    def draw(axes: list[Any]) -> None:
+        (axis,) = axes
+        values = residual.clamp_min(1e-8).cpu().numpy()
+        edges = np.geomspace(values.min() / 1.1, values.max() * 1.1, 40)
+        mask = right.cpu().numpy()
+        axis.hist(values[mask], edges, alpha=0.7, label=f"right ({int(mask.sum())})")
+        axis.hist(values[~mask], edges, alpha=0.7, label=f"wrong ({int((~mask).sum())})")
+        log_scale(axis.xaxis)
+        axis.set(xlabel=f"residual of the board at depth {depth}", ylabel="puzzles")
+        axis.legend()
+
+    save_figure(path, draw)
+
+
+def plot_solving(
+    task: Task,
+    question: Tensor,
+    boards: Sequence[tuple[int, Tensor, float]],
+    answer: Tensor | None,
+    path: Path,
+) -> bool:
+    """Write a PNG of a board being solved, and a GIF beside it; returns whether matplotlib is installed.
+
+    Args:
+        question: (C,) tokens of the question.
+        boards: depth, predicted tokens (C,) and residual of the board, in order of depth.
+        answer: (C,) the right answer, to mark wrong cells; ``None`` if it is unknown.
+        path: the PNG file; the GIF has the same name with the suffix .gif.
+    """
+    few = [boards[i] for i in sorted({round(i * (len(boards) - 1) / 3) for i in range(4)})]
+
+    def still(axes: list[Any]) -> None:
+        for axis, (depth, cells, residual) in zip(axes, few, strict=True):
+            _draw(axis, task, question, cells, answer)
+            axis.set_title(f"depth {depth}\nresidual {residual:.1e}", fontsize=9)
+
+    if not save_figure(path, still, 1, len(few), (2.6 * len(few), 3.0)):
+        return False
+    _animate(task, question, boards, answer, path.with_suffix(".gif"))
+    return True
+
+
+def _animate(
+    task: Task,
+    question: Tensor,
+    boards: Sequence[tuple[int, Tensor, float]],
+    answer: Tensor | None,
+    path: Path,
+) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    frames = []
+    for depth, cells, residual in boards:
+        figure = Figure(figsize=(3.4, 3.8), dpi=90, layout="constrained")
+        axis: Any = figure.subplots()
+        _draw(axis, task, question, cells, answer)
+        axis.set_title(f"depth {depth}, residual {residual:.1e}", fontsize=10)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("P"))
+    times = [300] * (len(frames) - 1) + [2500]  # milliseconds; the last board stays longer
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=times, loop=0)
+
+
+def _draw(axis: Any, task: Task, question: Tensor, cells: Tensor, answer: Tensor | None) -> None:
+    """Draw a board: what the question gives in black, the prediction in colour, wrong cells in orange."""
+    n = isqrt(len(question))
+    given, predicted = question.view(n, n).tolist(), cells.view(n, n).tolist()
+    right = predicted if answer is None else answer.view(n, n).tolist()
+    axis.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xticks=[], yticks=[])
+    axis.grid(False)
+    places = [(row, column) for row in range(n) for column in range(n)]
+    if task == "maze":
+        from matplotlib.patches import Rectangle
+
+        for r, c in places:
+            token = given[r][c] if given[r][c] != FREE else predicted[r][c]
+            wrong = given[r][c] == FREE and predicted[r][c] != right[r][c]
+            colour = _WRONG if wrong else _COLOURS.get(token, _WRONG)
+            axis.add_patch(Rectangle((c, r), 1, 1, facecolor=colour, linewidth=0))
+        return
+    box = isqrt(n)
+    for line in range(n + 1):
+        width = 1.6 if line % box == 0 else 0.4
+        axis.axhline(line, color="black", linewidth=width)
+        axis.axvline(line, color="black", linewidth=width)
+    for r, c in places:
+        clue = given[r][c]
+        colour = "black" if clue else (_COLOURS[PATH] if predicted[r][c] == right[r][c] else _WRONG)
+        axis.text(
+            c + 0.5, r + 0.53, str(clue or predicted[r][c]), ha="center", va="center", color=colour,
+            fontsize=90 / n, fontweight="bold" if clue else "normal",
+        )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Settings of a run on puzzles."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from deqseq.tasks.common.settings import (
+    BelowOne,
+    NonNegativeFinite,
+    NonNegativeInt,
+    PositiveFinite,
+    PositiveInt,
+    Seed,
+    check_types,
+)
+from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
+from deqseq.tasks.reasoning.puzzles import Task, size_of
+
+RUNS = Path(__file__).parent / "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """All settings of a run; saved in the folder of the run as ``settings.json``.
+
+    A step of training does a few iterations for each puzzle of its batch, from where the step before stopped.
+    A puzzle leaves the batch when it is solved, or after ``budget`` steps.
+
+    Args:
+        data: CSV file of the training puzzles, see the command data
+        test: CSV file of the puzzles on which accuracy is logged during training; by default the last tenth
+            of the training puzzles, which are then not trained on
+        task: sudoku or maze
+        size: cells along a side of a board
+        explicit: train the explicit twin, which applies the map once
+        backbone: the map, as a mapping {name: NAME, option: value}. It must not be causal
+        solver: solver, or a list of two: in training and in evaluation
+        gradient: gradient strategy; unrolled with 1 iteration does one iteration in every step of training
+        guess: where the search starts: zero, noise, or any installed guess
+        tolerance: relative residual of a board at which a search in evaluation ends
+        max_iter: maximum number of evaluations of a board in evaluation
+        train_max_iter: maximum number of evaluations of a search in training, for gradient strategies that
+            search
+        budget: maximum number of steps for which a puzzle stays in the batch
+        loss: stablemax grows more slowly than softmax, and keeps logits small
+        augment: apply random symmetries to every training puzzle
+        steps: optimiser steps
+        batch_size: puzzles per optimiser step
+        learning_rate: highest learning rate, after a warm-up over 5 % of the steps; decays over the last 30 %
+        weight_decay: weight decay of matrices
+        max_grad_norm: gradients are clipped to this norm; 0 means no clipping
+        average: decay of the average of the weights; the average is the trained model
+        eval_steps: steps between two tests; 0 means no tests
+        eval_depth: evaluations of f in these tests
+        eval_puzzles: maximum number of puzzles in these tests
+        bf16: autocast to bfloat16, in evaluation on GPUs only; weights stay float32
+        compile: compile the map with torch.compile; on GPUs only
+        seed: seed of weights and data
+
+    Raises:
+        ValueError: a value is out of range; the message states the rule.
+    """
+
+    data: str
+    test: str | None = None
+    task: Task = "sudoku"
+    size: PositiveInt = 9
+    explicit: bool = False
+    backbone: dict[str, Any]
+    solver: Any = "picard"
+    gradient: str | dict[str, Any]
+    guess: str | dict[str, Any] = "noise"
+    tolerance: PositiveFinite = 1e-3
+    max_iter: PositiveInt = 256
+    train_max_iter: PositiveInt = 16
+    budget: PositiveInt = 32
+    loss: Literal["stablemax", "softmax"] = "stablemax"
+    augment: bool = True
+    steps: PositiveInt
+    batch_size: PositiveInt
+    learning_rate: PositiveFinite
+    weight_decay: NonNegativeFinite = 1.0
+    max_grad_norm: NonNegativeFinite = 1.0
+    average: BelowOne = 0.999
+    eval_steps: NonNegativeInt = 500
+    eval_depth: PositiveInt = 64
+    eval_puzzles: PositiveInt = 512
+    bf16: bool = False
+    compile: bool = False
+    seed: Seed = 1
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        size_of(self.task, self.size**2)
+        with torch.device("meta"):  # checks the parts and sizes
+            self.model()
+
+    def model(self) -> BoardModel:
+        """A new model with random weights."""
+        policies = [
+            {"name": "residual", "rtol": self.tolerance, "max_iter": most, "scope": "sequence"}
+            for most in (self.train_max_iter, self.max_iter)
+        ]
+        return BoardModel(BoardConfig(
+            task=self.task, size=self.size, implicit=not self.explicit, backbone=self.backbone,
+            solver=self.solver, gradient=self.gradient, convergence=policies, guess=self.guess,
+            bf16=self.bf16,
+        ))  # fmt: skip

@@ -1,0 +1,249 @@
+"""Solves puzzles with a trained model, and says which answers to trust."""
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from deqseq.breadth import solve_many
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.solution import Status
+from deqseq.tasks.common.command_line import check_folder
+from deqseq.tasks.common.files import PART
+from deqseq.tasks.common.models import solve_options
+from deqseq.tasks.reasoning.evaluate import by_depth, load
+from deqseq.tasks.reasoning.model import BoardModel
+from deqseq.tasks.reasoning.plots import plot_solving
+from deqseq.tasks.reasoning.puzzles import CHARACTERS, GOAL, PATH, START, Puzzles, Task, broken_rules
+
+_BATCH = 256  # boards solved together
+_COLUMNS = ("source", "question", "answer", "residual", "evaluations", "trust")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to a puzzle.
+
+    Attributes:
+        board: the answer as text, in reading order.
+        residual: relative residual of the whole board in its last evaluation; ``None`` for an explicit model.
+        evaluations: evaluations of f of the start that was chosen; ``None`` for an explicit model.
+        fault: why the answer should not be trusted; ``None`` if nothing speaks against it. The answer breaks
+            a rule of the puzzle, or the search did not converge.
+    """
+
+    board: str
+    residual: float | None
+    evaluations: int | None
+    fault: str | None
+
+
+def solve(
+    model: Path,
+    puzzle: str,
+    *,
+    output: Path | None = None,
+    starts: int = 1,
+    rtol: float | None = None,
+    max_iter: int | None = None,
+    figure: Path | None = None,
+) -> None:
+    """Solve a puzzle, a CSV file of puzzles, or a folder of such files.
+
+    A puzzle is text: the characters of its board in reading order, with or without line breaks. Sudokus have
+    digits, and dots for empty cells. Mazes have # for walls, spaces for free cells, S for the start and G for
+    the goal; the answer marks the path with o. A CSV file has a column question, as in the data set
+    sapientinc/sudoku-extreme: source,question,answer,rating. Its other columns are not used.
+
+    For every answer the program says whether to trust it. It checks the rules that need no search (digits in
+    rows, columns and boxes; clues), and whether the search converged.
+
+    Args:
+        model: folder of a trained run
+        puzzle: text of a puzzle, or a CSV file, or a folder with CSV files
+        output: CSV file to which the answers are written; by default they are printed
+        starts: random starts; the answer of the start with the smallest residual counts
+        rtol: relative residual of the board at which a search ends; the run's by default
+        max_iter: maximum number of evaluations; the run's by default
+        figure: PNG file for a figure of the first puzzle being solved; a GIF is written beside it
+    """
+    if output is not None and output.suffix.lower() != ".csv":
+        raise ValueError(f"--output must end in .csv, got {output}")
+    if figure is not None and figure.suffix.lower() != ".png":
+        raise ValueError(f"--figure must end in .png, got {figure}")
+    for path in (output, figure):
+        if path is not None:
+            check_folder(path.parent)
+    if starts < 1:
+        raise ValueError(f"--starts must be at least 1, got {starts}")
+    network, settings = load(model)
+    found = list(questions(puzzle, settings.task, settings.size))
+    answers = answer(
+        network, [question for _, question in found], starts=starts, rtol=rtol, max_iter=max_iter,
+        progress=True,
+    )  # fmt: skip
+    if figure is not None:
+        _draw(network, found[0][1], figure)
+    if output is not None:
+        _write(output, found, answers, settings.task)
+        trusted = sum(a.fault is None for a in answers)
+        print(f"wrote {len(answers)} answers to {output}; {trusted} can be trusted")
+        return
+    for (source, _), one in zip(found, answers, strict=True):
+        print(_shown(source, one, settings.size))
+
+
+def questions(puzzle: str, task: Task, size: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tokens (C,) uint8 of each question in a text, a CSV file or a folder.
+
+    Raises:
+        ValueError: a file cannot be read or has no column question, a folder has no CSV files, or a board has
+            another size or other characters than the puzzles of ``task``.
+    """
+    path = Path(puzzle) if len(puzzle) < 1024 and "\n" not in puzzle else None
+    if path is not None and (path.is_dir() or path.suffix.lower() == ".csv"):
+        files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
+        if not files:
+            raise ValueError(f"{path} has no CSV files")
+        for file in files:
+            yield from _in_file(file, task, size)
+        return
+    yield "", board(puzzle, task, size)
+
+
+def _in_file(file: Path, task: Task, size: int) -> Iterator[tuple[str, Tensor]]:
+    with file.open(newline="", encoding="latin-1") as lines:
+        reader = csv.DictReader(lines)
+        if "question" not in (reader.fieldnames or ()):
+            raise ValueError(f"{file} must have a column question, got {reader.fieldnames}")
+        count = 0
+        for row in reader:
+            count += 1
+            try:
+                yield f"{file.name}, puzzle {count}", board(row["question"] or "", task, size)
+            except ValueError as error:
+                raise ValueError(f"{file}, line {reader.line_num}: {error}") from error
+    if not count:
+        raise ValueError(f"{file} has no puzzles")
+
+
+def board(text: str, task: Task, size: int) -> Tensor:
+    """The tokens (C,) uint8 of a board; ``ValueError`` if it has another size or other characters."""
+    cells = text.replace("\r", "").replace("\n", "")
+    if task == "sudoku":
+        cells = "".join(cells.split()).replace("0", ".").replace("_", ".")
+    allowed = CHARACTERS[task].lstrip("\0")
+    if len(cells) != size * size:
+        raise ValueError(
+            f"the model solves boards of {size} x {size} = {size * size} cells, got {len(cells)} characters"
+        )
+    known = allowed[: size + 1] if task == "sudoku" else allowed.replace("o", "")
+    if wrong := sorted(set(cells) - set(known)):
+        raise ValueError(f"a board must have the characters {known!r} only, got {wrong[0]!r}")
+    return torch.tensor([CHARACTERS[task].index(c) for c in cells], dtype=torch.uint8)
+
+
+@torch.no_grad()
+def answer(
+    model: BoardModel, boards: Sequence[Tensor], *, starts: int = 1, rtol: float | None = None,
+    max_iter: int | None = None, progress: bool = False,
+) -> list[Answer]:  # fmt: skip
+    """Answers to the questions ``boards``, each (C,) uint8.
+
+    Args:
+        starts: see :func:`solve`.
+        rtol, max_iter: limits of the search; the model's by default.
+
+    Raises:
+        ValueError: a limit is out of range, or is given for an explicit model.
+    """
+    layer, options = model.layer, solve_options(model, rtol=rtol, max_iter=max_iter)
+    if starts > 1 and not isinstance(layer, ImplicitSequenceLayer):
+        raise ValueError("several starts are for implicit models, but this model is explicit")
+    found: list[Answer] = []
+    chunk = max(1, _BATCH // starts)
+    rows = torch.stack(list(boards)).split(chunk)
+    for part in tqdm(rows, desc="puzzles", leave=False, disable=None if progress else True):
+        tokens = part.long().to(model.device)
+        with model.precision():
+            if starts > 1 and isinstance(layer, ImplicitSequenceLayer):
+                many = solve_many(layer, model.inputs(tokens), starts, chunk=_BATCH, solve=options)
+                logits, solution = model.answers(many.z), many.solution
+            else:
+                out = model(tokens, solve=options)
+                logits, solution = out.logits, out.solution
+        answers = logits.argmax(-1).to(torch.uint8).cpu()
+        faults = _faults(model.task, part, answers)
+        for i, cells in enumerate(answers):
+            residual = evaluations = None
+            fault = faults.get(i)
+            if solution is not None:
+                residual = float(solution.residual[i].square().mean().sqrt())
+                evaluations = int(solution.iterations[i].max())
+                status = Status(int(solution.status[i].max()))
+                if fault is None and status != Status.CONVERGED:
+                    fault = "the search did not converge"
+            text = "".join(CHARACTERS[model.task][c] if c else "?" for c in cells.tolist())
+            found.append(Answer(text, residual, evaluations, fault))
+    return found
+
+
+def _faults(task: Task, questions: Tensor, answers: Tensor) -> dict[int, str]:
+    """The first broken rule of each answer that breaks one, by its row."""
+    marked = Puzzles(questions, answers, torch.zeros(len(questions), dtype=torch.int64))
+    return dict(broken_rules(task, marked)) | (_gaps(questions, answers) if task == "maze" else {})
+
+
+def _gaps(questions: Tensor, answers: Tensor) -> dict[int, str]:
+    """Rows of mazes whose path does not lead from start to goal."""
+    n, found = isqrt(questions.shape[1]), {}
+    for row, (question, answer) in enumerate(zip(questions.tolist(), answers.tolist(), strict=True)):
+        ends = {i for i, token in enumerate(question) if token in (START, GOAL)}
+        path = {i for i, token in enumerate(answer) if token == PATH} | ends
+        degrees = [
+            sum(i + step in path for step in _steps(i, n)) == (1 if i in ends else 2) for i in sorted(path)
+        ]
+        if not all(degrees):
+            found[row] = "the marked cells are not a path from start to goal"
+    return found
+
+
+def _steps(cell: int, n: int) -> list[int]:
+    """Steps to the neighbours of a cell in a board of size n."""
+    column = cell % n
+    return [-n, n, *([-1] if column else []), *([1] if column < n - 1 else [])]
+
+
+def _shown(source: str, one: Answer, size: int) -> str:
+    lines = [one.board[i : i + size] for i in range(0, len(one.board), size)]
+    said = "trust it: it keeps the rules" if one.fault is None else f"do not trust it: {one.fault}"
+    if one.residual is not None:
+        said += f" (residual {one.residual:.1e} after {one.evaluations} evaluations)"
+    return "\n".join([*([source] if source else []), *lines, said, ""])
+
+
+def _write(path: Path, found: Sequence[tuple[str, Tensor]], answers: Sequence[Answer], task: Task) -> None:
+    part = path.with_name(path.name + PART)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        for (source, question), one in zip(found, answers, strict=True):
+            text = "".join(CHARACTERS[task][c] for c in question.tolist())
+            residual = "" if one.residual is None else f"{one.residual:.3e}"
+            writer.writerow([source, text, one.board, residual, one.evaluations or "", one.fault or "yes"])
+    part.replace(path)
+
+
+def _draw(model: BoardModel, question: Tensor, path: Path) -> None:
+    """Draw the boards of a search at depths 1 to 8, and then at growing distances up to 64."""
+    depths = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64]
+    steps = by_depth(model, question[None].long().to(model.device), depths)
+    boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]
+    if plot_solving(model.task, question, boards, None, path):
+        print(f"wrote {path} and {path.with_suffix('.gif')}")

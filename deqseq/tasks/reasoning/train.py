@@ -1,0 +1,117 @@
+"""Training on puzzles, with transformers' Trainer, iterates that persist and averaged weights."""
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, set_seed
+
+from deqseq.tasks.common.averaging import Averaging
+from deqseq.tasks.common.persistent import PersistentTrainer
+from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.trainer import short_run_arguments
+from deqseq.tasks.reasoning.data import PuzzleStream, read, split
+from deqseq.tasks.reasoning.evaluate import accuracy, load
+from deqseq.tasks.reasoning.model import BoardModel
+from deqseq.tasks.reasoning.puzzles import Puzzles
+from deqseq.tasks.reasoning.settings import TrainSettings
+
+logger = logging.getLogger(__name__)
+
+
+def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -> BoardModel:
+    """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
+
+    Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
+    (``config.json``, ``model.safetensors``) with averaged weights, and ``training.json`` with the duration
+    and a log. A finished run is loaded, not trained again.
+
+    Raises:
+        ValueError: ``output`` holds another run, or the puzzles cannot be read or have another size.
+    """
+    folder = RunFolder(output, asdict(settings))
+    with folder.locked():
+        if folder.finished():
+            logger.info("%s is trained already", folder.path)
+            return load(folder.path)[0]
+        puzzles, tests = _puzzles(settings)
+        folder.start()
+        set_seed(settings.seed)
+        model = settings.model()
+        arguments = short_run_arguments(settings, folder.path, save_steps)
+        if settings.compile and arguments.device.type != "cpu":
+            model.layer.backbone.compile()
+        stream = PuzzleStream(
+            settings.task, puzzles, settings.batch_size, augment=settings.augment, seed=settings.seed,
+            device=arguments.device,
+        )  # fmt: skip
+        _Trainer(settings, tests, arguments, stream, model=model).train_in(folder)
+    return load(folder.path)[0]
+
+
+def _puzzles(settings: TrainSettings) -> tuple[Puzzles, Puzzles]:
+    """The puzzles of training and those of the tests."""
+    found = read(settings.data, settings.task)
+    puzzles, tests = split(found) if settings.test is None else (found, read(settings.test, settings.task))
+    for name, part in (("data", puzzles), ("test", tests)):
+        cells = part.questions.shape[1]
+        if cells != settings.size**2:
+            raise ValueError(f"the boards of {name} must have size = {settings.size}, got {cells} cells")
+    return puzzles, Puzzles(*(column[: settings.eval_puzzles] for column in tests))
+
+
+class _Trainer(PersistentTrainer):
+    """Averages the weights, and logs the accuracy on ``tests`` with raw and with averaged weights."""
+
+    def __init__(self, settings: TrainSettings, tests: Puzzles, *args: Any, **options: Any) -> None:
+        super().__init__(*args, budget=1 if settings.explicit else settings.budget, **options)
+        self.settings, self.tests = settings, tests
+        self.average = Averaging(options["model"], settings.average)
+        self.parts.append(self.average)
+        self.add_callback(self.average)
+        self.add_callback(_Tests(self))
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self.settings.loss == "softmax":
+            return super().cross_entropy(logits, labels)
+        return stablemax_cross_entropy(logits, labels)
+
+    def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
+        record = super().train_from(checkpoint)
+        assert self.model is not None
+        self.model.load_state_dict(self.average.model.state_dict())
+        return record
+
+    def test(self) -> None:
+        """Log the share of ``tests`` that are solved from fresh starts."""
+        raw: Any = self.model
+        models = {"accuracy": self.average.model, "raw_accuracy": raw}
+        depth = self.settings.eval_depth
+        found = {name: accuracy(model, self.tests, depth) for name, model in models.items()}
+        raw.train()
+        self.log({name: round(value, 4) for name, value in found.items()})
+
+
+class _Tests(TrainerCallback):
+    def __init__(self, trainer: _Trainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        every = self._trainer.settings.eval_steps
+        if every and (state.global_step % every == 0 or state.global_step == state.max_steps):
+            self._trainer.test()
+
+
+def stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy with stable-max in place of softmax (Prieto et al., 2025, arXiv 2501.04697).
+
+    Stable-max divides s(logit) by its sum over the vocabulary. s(x) is x + 1 for x >= 0, and 1 / (1 - x)
+    otherwise. ``logits`` (N, V), ``labels`` (N,).
+    """
+    # Clamp, so that both branches are finite: a NaN gradient of the branch not taken would pass torch.where.
+    s = torch.where(logits < 0, 1 / (1 - logits.clamp(max=0)), logits.clamp(min=0) + 1)
+    share = s.gather(-1, labels[:, None])[:, 0] / s.sum(-1)
+    return -share.log().mean()

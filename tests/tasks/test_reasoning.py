@@ -1,0 +1,274 @@
+"""Puzzles: training with persistent iterates, evaluation by depth and starts, solving, on tiny models."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deqseq.tasks.common.persistent import Iterates
+from deqseq.tasks.common.settings import build, read_yaml
+from deqseq.tasks.common.trainer import AlignedTrainer
+from deqseq.tasks.reasoning import sudoku
+from deqseq.tasks.reasoning.__main__ import main
+from deqseq.tasks.reasoning.data import PuzzleStream
+from deqseq.tasks.reasoning.evaluate import _judged, adaptive, auroc, by_depth, evaluate, load
+from deqseq.tasks.reasoning.files import read_csv, write_csv
+from deqseq.tasks.reasoning.mazes import generate as generate_mazes
+from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
+from deqseq.tasks.reasoning.puzzles import Puzzles, broken_rules
+from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
+from deqseq.tasks.reasoning.solve import answer, board
+from deqseq.tasks.reasoning.train import stablemax_cross_entropy, train
+
+pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
+
+MIXER = {"name": "mixer", "d_model": 8, "n_layer": 1, "tokens": 16, "weight_norm": False}
+RECURSION = {"name": "recursion", "updates": 1, "noise": 0.01, "map": MIXER}
+SMALL: dict[str, Any] = {
+    "size": 4, "backbone": RECURSION, "gradient": {"name": "unrolled", "iterations": 1}, "budget": 3,
+    "steps": 12, "batch_size": 8, "learning_rate": 3e-3, "eval_steps": 6, "eval_depth": 2, "average": 0.9,
+    "tolerance": 0.05, "max_iter": 24,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def puzzles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with 60 Sudokus of size 4."""
+    path = tmp_path_factory.mktemp("puzzles") / "sudoku.csv"
+    write_csv(path, "sudoku", sudoku.generate(60, size=4, seed=3))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(puzzles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that solves most Sudokus of size 4 from several starts."""
+    folder = tmp_path_factory.mktemp("run") / "small"
+    train(small(puzzles), folder, save_steps=100)
+    return folder
+
+
+def small(data: Path, **changes: Any) -> TrainSettings:
+    return build(TrainSettings, {**SMALL, "data": str(data), **changes})
+
+
+def model(**changes: Any) -> BoardModel:
+    torch.manual_seed(0)
+    options = {"size": 4, "backbone": RECURSION, "guess": "noise", "gradient": SMALL["gradient"], **changes}
+    return BoardModel(BoardConfig(**options)).eval()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_run(
+    puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Iterates, noise and averaged weights continue where the checkpoint was written."""
+    whole = train(small(puzzles), tmp_path / "whole", save_steps=100)
+    original, calls = AlignedTrainer.compute_loss, 0
+
+    def interrupted(self: AlignedTrainer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AlignedTrainer, "compute_loss", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(small(puzzles), tmp_path / "cut", save_steps=5)
+    resumed = train(small(puzzles), tmp_path / "cut", save_steps=5)
+    assert json.loads((tmp_path / "cut" / "training.json").read_text())["resumed"]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+def test_the_trained_model_is_the_average(puzzles: Path, tmp_path: Path) -> None:
+    raw = train(small(puzzles, average=0.0), tmp_path / "raw", save_steps=100).state_dict()
+    averaged = train(small(puzzles, average=0.9), tmp_path / "averaged", save_steps=100).state_dict()
+    assert any(not torch.equal(raw[name], averaged[name]) for name in raw)
+    log = json.loads((tmp_path / "raw" / "training.json").read_text())["log"]
+    tests = [entry for entry in log if "accuracy" in entry]
+    assert [entry["step"] for entry in tests] == [6, 12]
+    assert all(entry["accuracy"] == entry["raw_accuracy"] for entry in tests)
+
+
+def test_iterates_persist_until_a_sequence_leaves() -> None:
+    """Row i of the fresh batch n has the label 10 n + i."""
+    iterates = Iterates(budget=3)
+
+    def fresh(n: int) -> dict[str, torch.Tensor]:
+        return {"labels": 10 * n + torch.arange(3)[:, None]}
+
+    first = iterates.take(fresh(0))
+    assert "z0" not in first
+    iterates.put(torch.zeros(3, 1, 2), torch.tensor([False, False, True]))  # budgets were 1, 2, 3
+    second = iterates.take(fresh(1))
+    assert second["labels"].flatten().tolist() == [10, 1, 12]
+    assert second["fresh"].tolist() == [True, False, True]
+    assert torch.equal(second["z0"], torch.zeros(3, 1, 2))
+    iterates.put(torch.ones(3, 1, 2), torch.tensor([False, False, False]))
+    assert iterates.take(fresh(2))["labels"].flatten().tolist() == [10, 21, 12]
+
+
+def test_the_model_continues_from_its_iterates() -> None:
+    """Two calls with one iteration each are one call with two. Fresh boards start at the guess."""
+    made, x = model(guess="zero", gradient={"name": "unrolled", "iterations": 2}), torch.ones(2, 16).long()
+    both = made.train().layer
+    made.layer.backbone.noise = 0.0
+    twice = made(x).z
+    both.gradient = type(both.gradient)(1)
+    once = made(x).z
+    torch.testing.assert_close(made(x, z0=once).z, twice)
+    mixed = made(x, z0=once, fresh=torch.tensor([True, False])).z
+    torch.testing.assert_close(mixed[0], once[0])
+    torch.testing.assert_close(mixed[1], twice[1])
+
+
+def test_depths_go_on_from_each_other() -> None:
+    """Depth 5 after depth 2 is depth 5; start 1 differs from start 0; the batch does not matter."""
+    made = model()
+    boards = torch.randint(0, 5, (3, 16))
+    direct = next(by_depth(made, boards, [5]))
+    stepwise = list(by_depth(made, boards, [2, 5]))[1]
+    torch.testing.assert_close(direct.z, stepwise.z)
+    torch.testing.assert_close(direct.residual, stepwise.residual)
+    alone = next(by_depth(made, boards[1:2], [5]))
+    torch.testing.assert_close(alone.z, direct.z[1:2])
+    assert not torch.allclose(next(by_depth(made, boards, [5], number=1)).z, direct.z)
+
+
+def test_explicit_models_apply_the_map_once() -> None:
+    made, boards = model(implicit=False), torch.randint(0, 5, (3, 16))
+    found = list(by_depth(made, boards, [4, 8]))
+    assert len(found) == 1
+    x = made.inputs(boards)
+    backbone = made.layer.backbone
+    torch.testing.assert_close(found[0].z, backbone(x, backbone.prepare(x)))
+    assert made.d_read == 8 and made(boards).solution is None
+
+
+def test_the_start_with_the_smallest_residual_and_the_vote() -> None:
+    right = torch.tensor([[1, 1], [2, 2]], dtype=torch.uint8)
+    wrong = torch.zeros(2, 2, dtype=torch.uint8)
+    answers = torch.stack([right, wrong, wrong])
+    residuals = torch.tensor([[0.1, 0.3], [0.2, 0.1], [0.3, torch.nan]])
+    found = _judged(4, answers, residuals, right)
+    assert (found.exact, found.vote, found.starts) == (0.5, 0.0, 3)
+    assert found.cells == 0.5
+
+
+def test_auroc_is_the_share_of_ordered_pairs() -> None:
+    residual = torch.tensor([0.1, 0.2, 0.2, 0.4])
+    right = torch.tensor([True, True, False, False])
+    assert auroc(residual, right) == (1 + 1 + 0.5 + 1) / 4
+    assert auroc(residual, ~right) == (0 + 0 + 0.5 + 0) / 4
+    assert auroc(residual, torch.ones(4, dtype=torch.bool)) is None
+
+
+def test_stablemax_is_a_distribution_with_finite_gradients() -> None:
+    logits = torch.tensor([[1.0, -3.0, 0.0], [1e6, -1e6, 1.0]], dtype=torch.float64, requires_grad=True)
+    losses = [stablemax_cross_entropy(logits, torch.full((2,), c)) for c in range(3)]
+    first = [
+        float((-stablemax_cross_entropy(logits[:1].detach(), torch.tensor([c]))).exp()) for c in range(3)
+    ]
+    assert first == pytest.approx([2 / 3.25, 0.25 / 3.25, 1 / 3.25])
+    (grad,) = torch.autograd.grad(torch.stack(losses).sum(), logits)
+    assert torch.isfinite(grad).all()
+
+
+def test_mazes_are_turned_with_their_answers(tmp_path: Path) -> None:
+    found = generate_mazes(5, size=7, seed=1)
+    stream = PuzzleStream("maze", found, 64, augment=True, seed=1, device=torch.device("cpu"))
+    batch = stream.batch(0)
+    boards = Puzzles(batch["input_ids"].byte(), batch["labels"].byte(), torch.zeros(64, dtype=torch.int64))
+    assert broken_rules("maze", boards) == []
+    known = {tuple(row) for row in found.questions.tolist()}
+    assert len({tuple(row) for row in batch["input_ids"].tolist()} - known) > 5
+    assert torch.equal(stream.batch(3)["labels"], stream.batch(3)["labels"])
+    assert not torch.equal(stream.batch(3)["labels"], stream.batch(4)["labels"])
+
+
+def test_boards_that_converge_early_cost_less(trained: Path, puzzles: Path) -> None:
+    """Searches that end at a tolerance give the answers of the full depth, with fewer evaluations."""
+    made, settings = load(trained)
+    tests = read_csv(puzzles, "sudoku")
+    found = adaptive(made, tests)
+    assert found.iterations < settings.max_iter
+    solve = made.layer.eval_solve
+    alone = made(tests.questions[:1].long(), solve=solve).solution
+    assert 1 <= int(alone.iterations[0, 0]) <= settings.max_iter
+    with pytest.raises(ValueError, match="explicit"):
+        adaptive(model(implicit=False), tests)
+
+
+def test_evaluation_refuses_what_makes_no_sense(puzzles: Path) -> None:
+    tests = read_csv(puzzles, "sudoku")
+    for depths in ([], [0], [3, 2]):
+        with pytest.raises(ValueError, match="depths"):
+            evaluate(model(), tests, depths)
+    with pytest.raises(ValueError, match="starts would all be equal"):
+        evaluate(model(guess="zero"), tests, [2], starts=2)
+    with pytest.raises(ValueError, match="not causal"):
+        model(backbone={"name": "llama", "d_model": 8, "n_layer": 1, "n_head": 2})
+
+
+def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Evaluate and solve: text, CSV and a folder; the answers are those of the model."""
+    assert main(["evaluate", str(trained), str(puzzles), "--depth", "2", "8", "--starts", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "starts" in out and "tolerance" in out
+    written = json.loads((trained / "evaluation" / "evaluation.json").read_text())
+    assert [(row["depth"], row["starts"]) for row in written["rows"]] == [(2, 1), (2, 2), (8, 1), (8, 2)]
+    question = read_csv(puzzles, "sudoku").questions[0]
+    text = "".join(".1234"[c] for c in question.tolist())
+    assert main(["solve", str(trained), text, "--figure", str(tmp_path / "board.png")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert (tmp_path / "board.gif").stat().st_size > 1000
+    made, _ = load(trained)
+    (one,) = answer(made, [question])
+    rows = [line for line in shown if len(line) == 4]
+    assert "".join(rows) == one.board
+    assert main(["solve", str(trained), str(puzzles.parent), "--output", str(tmp_path / "a.csv")]) == 0
+    with (tmp_path / "a.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 60 and lines[0]["answer"] == one.board
+    for row in lines:  # an answer that is trusted keeps the rules
+        if row["trust"] == "yes":
+            answers = torch.tensor([[int(c) for c in row["answer"]]], dtype=torch.uint8)
+            asked = board(row["question"], "sudoku", 4)[None]
+            assert broken_rules("sudoku", Puzzles(asked, answers, torch.zeros(1))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [("1234", "4 x 4 = 16 cells, got 4"), ("5" + 15 * ".", "characters '.1234' only, got '5'")],
+)
+def test_wrong_boards_are_refused(
+    trained: Path, text: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["solve", str(trained), text]) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_a_board_with_two_solutions_or_none_is_not_trusted_blindly(trained: Path) -> None:
+    """No answer to a board without solution keeps the rules, so none is trusted."""
+    made, _ = load(trained)
+    none = board("11..............", "sudoku", 4)
+    assert all(a.fault for a in answer(made, [none], starts=1))
+
+
+def test_shipped_runs_are_valid(puzzles: Path) -> None:
+    for file in RUNS.glob("*.yaml"):
+        settings = build(TrainSettings, {**read_yaml(file.stem, RUNS), "data": str(puzzles)})
+        with torch.device("meta"):
+            assert sum(p.numel() for p in settings.model().parameters()) > 1000
+
+
+def test_softmax_loss_is_torchs() -> None:
+    settings = build(TrainSettings, {**SMALL, "data": "x", "loss": "softmax"})
+    assert settings.loss == "softmax"
+    logits, labels = torch.randn(6, 5), torch.randint(0, 5, (6,))
+    assert stablemax_cross_entropy(logits, labels) != F.cross_entropy(logits, labels)

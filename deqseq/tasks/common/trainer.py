@@ -305,6 +305,7 @@ def short_run_arguments(settings: Any, output: Path, save_steps: int) -> Trainin
         lr_scheduler_kwargs={"num_decay_steps": round(0.3 * settings.steps), "decay_type": "linear"},
         warmup_steps=round(0.05 * settings.steps),
         logging_steps=50,
+        logging_nan_inf_filter=False,  # the filter hides losses that are not finite, and waits for the GPU
         save_steps=save_steps,
         save_total_limit=2,
         report_to="none",

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from deqseq.backbone import take_tokens
 from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
@@ -250,6 +251,21 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
     return mask[:, -length:]
 
 
+def _last_real(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """``hidden`` (B, L, D) of the last real token of each row: (B, 1, D).
+
+    In a row without real tokens, that of the last column. ``attention_mask``: (B, C + L); its last L columns
+    are those of ``hidden``.
+    """
+    length = hidden.shape[1]
+    if length == 1:
+        return hidden
+    real = attention_mask[:, -length:].bool()
+    number = torch.arange(1, length + 1, device=hidden.device)
+    last = torch.where(real.any(1), (real * number).argmax(1), length - 1)
+    return take_tokens(hidden, last[:, None])
+
+
 def aligned_linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T``, padded with zero columns to a multiple of 64, because GPUs compute this faster."""
     return F.linear(x, F.pad(weight, (0, 0, 0, -weight.shape[0] % 64)))
@@ -331,7 +347,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
 
         Args:
             logits_to_keep: number of last tokens to compute logits for (0: all tokens), or indices of the
-                tokens.
+                tokens. With 1, the last real token of each row counts, so ``generate`` takes prompts with
+                padding at any place.
             skip_logits: true: with ``labels``, return the loss and no logits. This saves memory, because
                 mixed-precision wrappers copy returned logits to float32.
             loss_options: ``num_items_in_batch``, which transformers' trainer passes. The method ignores
@@ -354,7 +371,10 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep must not be negative, got {logits_to_keep}; 0 keeps all")
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, padded = self._logits(out.last_hidden_state[:, keep])
+        hidden = out.last_hidden_state[:, keep]
+        if isinstance(logits_to_keep, int) and logits_to_keep == 1 and attention_mask is not None:
+            hidden = _last_real(out.last_hidden_state, attention_mask)
+        logits, padded = self._logits(hidden)
         loss = None
         if labels is not None:
             if not isinstance(logits_to_keep, int) or logits_to_keep or logits.shape[:2] != labels.shape:
@@ -381,6 +401,18 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             return logits, logits
         padded = aligned_linear(hidden, head.weight)
         return padded[..., : head.weight.shape[0]], padded
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: Any) -> Tensor:
+        """Positions (B, L) that count real tokens only; padding gets the position of the token before it.
+
+        ``generate`` continues the numbering of the last column. transformers numbers padding 0, so the first
+        token after padding would get position 1.
+        """
+        mask = model_kwargs.get("attention_mask")
+        if mask is None or mask.dim() != 2:
+            found: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+            return found
+        return (real_tokens(mask).long().cumsum(-1) - 1).clamp_min(0)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

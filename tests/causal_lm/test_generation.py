@@ -88,17 +88,34 @@ def test_greedy_generation_is_the_argmax_of_the_full_forward(make: Make, body: s
 
 
 @pytest.mark.parametrize("guess", ["zero", "previous"])
+@pytest.mark.parametrize("layout", ["left", "right", "inside"])
 @pytest.mark.parametrize("body", BODIES)
-def test_left_padded_prompts_equal_each_alone(make: Make, body: str, guess: str) -> None:
+def test_padded_prompts_equal_each_alone(make: Make, body: str, layout: str, guess: str) -> None:
+    """Padding may be on the left, on the right or between the tokens of a prompt."""
     model = make(body, guess=guess)
     ids, mask = prompts(4), torch.ones(4, 12, dtype=torch.int64)
     for row, length in enumerate([12, 7, 1, 4]):
-        mask[row, : 12 - length] = 0
-        ids[row, : 12 - length] = 0
-    together = greedy(model, ids, 8, attention_mask=mask)
-    for row in range(4):
-        alone = greedy(model, ids[row : row + 1, mask[row].bool()], 8)
-        assert torch.equal(together[row, 12:], alone[0, -8:])
+        first = {"left": 0, "right": length, "inside": length // 2}[layout]
+        mask[row, first : first + 12 - length] = 0
+    ids = ids * mask
+    for cached in (True, False):
+        together = greedy(model, ids, 8, attention_mask=mask, use_cache=cached)
+        for row in range(4):
+            alone = greedy(model, ids[row : row + 1, mask[row].bool()], 8)
+            assert torch.equal(together[row, 12:], alone[0, -8:])
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_sampling_and_beams_with_padding_on_the_right(make: Make, body: str) -> None:
+    model, ids = make(body, False), prompts(1, 5)
+    padded = torch.nn.functional.pad(ids, (0, 3))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])
+    for options in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 5}):
+        torch.manual_seed(1)
+        alone = model.generate(ids, max_new_tokens=6, min_new_tokens=6, **options)
+        torch.manual_seed(1)
+        found = model.generate(padded, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, **options)
+        assert torch.equal(found[0, 8:], alone[0, 5:])
 
 
 @pytest.mark.parametrize(("body", "implicit"), MODELS)

@@ -6,6 +6,7 @@ Shapes: B sequences, L tokens, D width, V vocabulary.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -137,7 +138,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         position_ids: Tensor | None = None, past_key_values: EquilibriumCache | None = None,
         inputs_embeds: Tensor | None = None, use_cache: bool | None = None,
         output_hidden_states: bool | None = None, solve: SolveOptions | None = None,
-        window: int | Literal["layer"] | None = "layer", z0: Tensor | None = None,
+        window: int | Literal["layer"] | None = "layer", z0: Tensor | None = None, **unused: Any,
     ) -> ImplicitModelOutput:  # fmt: skip
         """Solve for the equilibria of a batch.
 
@@ -155,12 +156,17 @@ class ImplicitModel(ImplicitPreTrainedModel):
             window: number of tokens solved together; ``None``: all; ``"layer"``: the window of ``solve`` or,
                 without ``solve``, of the configuration.
             z0: (B, L, D) initial guess, instead of the guess of ``solve`` or of the configuration.
+            unused: arguments that tokenizers, collators and ``generate`` may add, and that have no effect
+                here: ``token_type_ids``, ``cache_position``, ``output_attentions=False``, and the sequence
+                boundaries of flattened batches, which ``position_ids`` gives too.
 
         Raises:
             ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; a mask of another shape, or
                 one that differs from the masks of earlier calls; a cache of another model; ``solve``,
-                ``window`` or ``z0`` for an explicit model; inputs that the layer rejects.
+                ``window`` or ``z0`` for an explicit model; inputs that the layer rejects; other
+                arguments.
         """
+        _check_unused(unused)
         if getattr(self, "_is_replica", False):
             raise ValueError(
                 "nn.DataParallel cannot gather the solutions: start one process per GPU (accelerate launch, "
@@ -273,8 +279,16 @@ def aligned_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 _UNUSED_ARGUMENTS = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx",
-    "token_type_ids",
+    "output_attentions", "token_type_ids",
 }  # fmt: skip
+
+
+def _check_unused(arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for arguments other than those that tokenizers and collators add."""
+    if arguments.get("output_attentions"):
+        raise ValueError("output_attentions: these models keep no attention weights")
+    if unknown := set(arguments) - _UNUSED_ARGUMENTS:
+        raise ValueError(f"unknown arguments {sorted(unknown)}")
 
 
 class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
@@ -343,7 +357,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         """Logits (B, L, V) and, with ``labels`` (B, L), the loss of predicting the next token.
 
         As in transformers, pass the input ids as ``labels``. This method shifts the labels and ignores -100.
-        If your labels are already shifted, compute the loss from the logits.
+        Pass labels that are shifted already as ``shift_labels``.
 
         Args:
             logits_to_keep: number of last tokens to compute logits for (0: all tokens), or indices of the
@@ -351,18 +365,16 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
                 padding at any place.
             skip_logits: true: with ``labels``, return the loss and no logits. This saves memory, because
                 mixed-precision wrappers copy returned logits to float32.
-            loss_options: ``num_items_in_batch``, which transformers' trainer passes. The method ignores
-                arguments that tokenizers, collators and ``generate`` may add: ``token_type_ids``,
-                ``cache_position``, and the sequence boundaries of flattened batches, which
-                ``position_ids`` gives too.
+            loss_options: ``num_items_in_batch``, which transformers' trainer passes; and ``shift_labels``
+                (B, L), labels that are shifted already, which then count instead of ``labels``. Other
+                arguments are ignored or refused as in :meth:`ImplicitModel.forward`.
 
         The other arguments are those of :meth:`ImplicitModel.forward`.
         """
-        loss_options = {name: value for name, value in loss_options.items() if name not in _UNUSED_ARGUMENTS}
-        if loss_options.pop("output_attentions", None):
-            raise ValueError("output_attentions: these models keep no attention weights")
-        if unknown := set(loss_options) - {"num_items_in_batch"}:
-            raise ValueError(f"unknown arguments {sorted(unknown)}")
+        options = {"num_items_in_batch", "shift_labels"}
+        _check_unused({name: value for name, value in loss_options.items() if name not in options})
+        loss_options = {name: value for name, value in loss_options.items() if name in options}
+        shifted = loss_options.get("shift_labels")
         out = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache,
@@ -376,14 +388,17 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             hidden = _last_real(out.last_hidden_state, attention_mask)
         logits, padded = self._logits(hidden)
         loss = None
-        if labels is not None:
-            if not isinstance(logits_to_keep, int) or logits_to_keep or logits.shape[:2] != labels.shape:
-                raise ValueError(
-                    f"labels must have the shape of the logits, {tuple(logits.shape[:2])}, got "
-                    f"{tuple(labels.shape)}; the loss needs the logits of all tokens (logits_to_keep=0)"
-                )
+        if labels is not None or shifted is not None:
+            whole = isinstance(logits_to_keep, int) and not logits_to_keep
+            for name, given in (("labels", labels), ("shift_labels", shifted)):
+                if given is not None and not (whole and logits.shape[:2] == given.shape):
+                    raise ValueError(
+                        f"{name} must have the shape of the logits, {tuple(logits.shape[:2])}, got "
+                        f"{tuple(given.shape)}; the loss needs the logits of all tokens (logits_to_keep=0)"
+                    )
             vocab_size = self.config.vocab_size
-            if self.loss_function is ForCausalLMLoss and logits.shape[-1] == vocab_size:
+            ours = self.loss_function is ForCausalLMLoss and shifted is None
+            if ours and labels is not None and logits.shape[-1] == vocab_size:
                 loss = next_token_loss(padded, labels, vocab_size, **loss_options)
             else:  # the user set a loss or resized the output layer
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_options)
@@ -410,8 +425,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         """
         mask = model_kwargs.get("attention_mask")
         if mask is None or mask.dim() != 2:
-            found: Tensor = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
-            return found
+            return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)  # type: ignore[no-any-return, no-untyped-call]
         return (real_tokens(mask).long().cumsum(-1) - 1).clamp_min(0)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
@@ -420,7 +434,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         """Give ``generate`` an :class:`EquilibriumCache` instead of transformers' cache."""
         refused = {"cache_implementation": "one kind of cache", "assistant_early_exit": "no early exit"}
         for option, reason in refused.items():
-            if (value := getattr(generation_config, option)) is not None:
+            value = getattr(generation_config, option)
+            if value is not None and value != "dynamic":  # "dynamic": a cache that grows, as ours does
                 raise ValueError(f"these models have {reason}: leave {option} unset, got {value!r}")
         if model_kwargs.get("past_key_values") is not None:
             super()._prepare_cache_for_generation(  # type: ignore[misc]

@@ -216,6 +216,7 @@ def test_speculative_decoding(make: Make) -> None:
         greedy(make("mamba2"), ids, 8, prompt_lookup_num_tokens=3)
     with pytest.raises(ValueError, match="cache_implementation"):
         greedy(model, ids, 8, cache_implementation="static")
+    assert torch.equal(greedy(model, ids, 8, cache_implementation="dynamic"), greedy(model, ids, 8))
     with pytest.raises(ValueError, match="assistant_early_exit"):
         greedy(model, ids, 8, assistant_early_exit=1)
     cache = make("mamba2")(ids, use_cache=True).past_key_values

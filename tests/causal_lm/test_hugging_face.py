@@ -117,7 +117,23 @@ def test_outputs(make: Make) -> None:
         model(tokens, colour="red")
     with pytest.raises(ValueError, match="attention weights"):
         model(tokens, output_attentions=True)
-    assert torch.equal(model(tokens, token_type_ids=torch.zeros_like(tokens)).logits, out.logits)
+    for part in (model, model.model):  # what tokenizers and collators add has no effect
+        plain, added = (
+            part(tokens, **more)[0]
+            for more in (
+                {},
+                {"token_type_ids": tokens, "cu_seq_lens_q": tokens[0], "output_attentions": False},
+            )
+        )
+        assert torch.equal(plain, added)
+        with pytest.raises(ValueError, match="colour"):
+            part(tokens, colour="red")
+    shifted = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
+    expected = model(tokens, labels=tokens).loss
+    torch.testing.assert_close(model(tokens, shift_labels=shifted).loss, expected)
+    torch.testing.assert_close(model(tokens, labels=tokens * 0, shift_labels=shifted).loss, expected)
+    with pytest.raises(ValueError, match="shift_labels"):
+        model(tokens, shift_labels=shifted[:1])
 
 
 @pytest.fixture

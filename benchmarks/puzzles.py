@@ -63,15 +63,13 @@ SOLVERS: dict[str, str | dict[str, Any]] = {
     **{f"torchdeq-{name}": f"torchdeq:{name}" for name in ("fixed_point_iter", "anderson", "broyden")},
 }
 FRESH = {"budget": 1}
+FIXED = {"name": "fixed", "iterations": 16}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "persistent": {},
     "segments": {"gradient": {"name": "unrolled", "iterations": 1, "before": 2}},
     "unrolled-16": {"gradient": {"name": "unrolled", "iterations": 16}, **FRESH},
     "phantom-4": {"gradient": {"name": "phantom", "steps": 4, "damping": 0.95}, **FRESH},
-    "implicit": {
-        "gradient": {"name": "implicit", "convergence": {"name": "fixed", "iterations": 16}},
-        **FRESH,
-    },
+    "implicit": {"gradient": {"name": "implicit", "solver": "picard:0.95", "convergence": FIXED}, **FRESH},
     "explicit": {"explicit": True},
     "explicit-4-blocks": {"explicit": True, "n_layer": 4},
 }

@@ -112,6 +112,8 @@ def _outputs(
     solve: SolveOptions | None,
 ) -> Iterator[tuple[LayerOutput, int]]:
     """Check the arguments. Yields the output of each start, and the number of evaluations of all batches."""
+    if not isinstance(layer, ImplicitSequenceLayer):
+        raise ValueError(f"several starts are for implicit layers, got {type(layer).__name__}")
     options = layer.eval_solve if solve is None else solve
     if layer.training:
         raise ValueError("several starts are for evaluation: call layer.eval() first")

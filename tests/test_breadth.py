@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deqseq import FixedIterations, Guess, ImplicitSequenceLayer, Residual, SolveOptions, Status, solve_many
+from deqseq import (
+    ExplicitSequenceLayer,
+    FixedIterations,
+    Guess,
+    ImplicitSequenceLayer,
+    Residual,
+    SolveOptions,
+    Status,
+    solve_many,
+)
 from deqseq.backbones import LlamaBackbone, ModuleBackbone
 from deqseq.breadth import solve_starts
 from deqseq.guesses import Noise
@@ -156,3 +165,5 @@ def test_wrong_arguments() -> None:
             call(solve, x, 2, attention_mask=torch.ones(2, 5))
         with pytest.raises(ValueError, match="eval"):
             call(layer().train(), x, 2)
+        with pytest.raises(ValueError, match="implicit layers, got ExplicitSequenceLayer"):
+            call(ExplicitSequenceLayer(LlamaBackbone(4, 1, 2, injection=False)), x, 2)

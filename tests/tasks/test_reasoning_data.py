@@ -415,6 +415,12 @@ class TestFiles:
             with pytest.raises(ValueError, match=said):
                 read_arrays(tmp_path)
 
+        np.savez(tmp_path / "archive.npz", questions)
+        for content in (b"", b"text", b"PK\x03\x04", (tmp_path / "archive.npz").read_bytes()):
+            (tmp_path / "all__inputs.npy").write_bytes(content)
+            with pytest.raises(ValueError, match=r"all__inputs\.npy cannot be read"):
+                read_arrays(tmp_path)
+
 
 class TestCommand:
     @pytest.mark.parametrize(

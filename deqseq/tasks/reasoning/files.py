@@ -32,7 +32,11 @@ from deqseq.tasks.reasoning.puzzles import (
 
 _HEADER = ["source", "question", "answer", "rating"]
 _LINES = 2**16  # lines checked at a time
+BOM = "\u00ef\u00bb\u00bf"  # the byte order mark of UTF-8, read as Latin-1
 _NONE = 255  # the table's entry for characters that have no token
+
+BROKEN = (csv.Error, EOFError, zlib.error, gzip.BadGzipFile)
+"""The errors of files that are not CSV, or are not compressed although they should be."""
 
 Line = tuple[int, str, str, int]
 """A line of a CSV file: line number, question, answer and rating."""
@@ -57,17 +61,23 @@ def read_csv(path: str | Path, task: Task) -> Puzzles:
     return Puzzles(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
+def open_csv(path: Path) -> IO[str]:
+    """Open a CSV file for reading. It is compressed if its name ends in .gz."""
+    return cast(
+        IO[str],
+        (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", encoding="latin-1"),
+    )
+
+
 def _lines(path: Path, task: Task) -> Iterator[Line]:
     """Yield the lines of a file. Checks the format of each line, and that all boards have the same size."""
     cells = None
     number = 1  # the line at which the record starts
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(
-            path, "rt", newline="", encoding="latin-1"
-        ) as file:
-            reader = csv.reader(cast(IO[str], file), strict=True)
+        with open_csv(path) as file:
+            reader = csv.reader(file, strict=True)
             header = next(reader, None)
-            if header != _HEADER:
+            if header is None or [name.removeprefix(BOM) for name in header] != _HEADER:
                 raise ValueError(f"the header must be {','.join(_HEADER)}, got {header}")
             number = 2
             for fields in reader:
@@ -85,7 +95,7 @@ def _lines(path: Path, task: Task) -> Iterator[Line]:
                     raise ValueError(f"the rating must be a whole number >= 0, got {rating!r}")
                 yield number, question, answer, int(rating)
                 number = reader.line_num + 1
-    except (ValueError, csv.Error, EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (ValueError, *BROKEN) as error:
         raise ValueError(f"{path}, line {number}: {error}") from error
 
 
@@ -150,7 +160,8 @@ def read_arrays(folder: str | Path) -> Puzzles:
     for name in ("all__inputs.npy", "all__labels.npy"):
         path = Path(folder) / name
         try:
-            found = np.load(path, allow_pickle=False)
+            with path.open("rb") as file:
+                found = np.lib.format.read_array(file, allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         if found.ndim != 2 or found.dtype.kind not in "iu" or not len(found):

@@ -16,6 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from deqseq import kernels
+from deqseq.backbones import LlamaBackbone
+from deqseq.guesses import Previous
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.problem import SolveOptions
 from deqseq.solution import Solution
@@ -72,7 +74,7 @@ class BoardModel(PreTrainedModel):
     the update of z_L sees the question, as in TRM (arXiv 2510.04871).
 
     Raises:
-        ValueError: the task, the size or a part is unknown, or the backbone is causal.
+        ValueError: the task, the size or a part is unknown, or a part is not for such boards.
     """
 
     config_class = BoardConfig
@@ -87,6 +89,8 @@ class BoardModel(PreTrainedModel):
         if config.implicit:
             pairs = {name: _pair(getattr(config, name)) for name in ("solver", "convergence", "guess")}
             self.layer = ImplicitSequenceLayer(config.backbone, gradient=config.gradient, **pairs)
+            if isinstance(self.layer.train_solve.guess, Previous):
+                raise ValueError("the guess of a board must not be previous: a board has no token before it")
         else:
             self.layer = ExplicitSequenceLayer(explicit(config.backbone))
         backbone = self.layer.backbone
@@ -94,8 +98,10 @@ class BoardModel(PreTrainedModel):
             raise ValueError(
                 f"boards need a backbone that has a width and is not causal, got {config.backbone}"
             )
-        width: Any = getattr(backbone, "map", backbone).d_model
-        self.d_read = int(width)  # width of the latent that is the answer
+        inner: Any = getattr(backbone, "map", backbone)
+        if isinstance(inner, LlamaBackbone) and inner.board not in (None, config.size):
+            raise ValueError(f"the backbone's board must be size = {config.size}, got {inner.board}")
+        self.d_read = int(inner.d_model)  # width of the latent that is the answer
         vocabulary = config.size + 1 if config.task == "sudoku" else len(CHARACTERS["maze"])
         self.embed = nn.Embedding(vocabulary, self.d_read)
         self.head = nn.Linear(self.d_read, vocabulary, bias=False)
@@ -157,7 +163,8 @@ class BoardModel(PreTrainedModel):
 
 def explicit(backbone: Mapping[str, Any]) -> dict[str, Any]:
     """The map that an explicit model applies once: ``backbone`` without rounds and without injection."""
-    return {**backbone.get("map", backbone), "injection": False}
+    found = backbone.get("map", backbone)
+    return {**(found if isinstance(found, Mapping) else {"name": found}), "injection": False}
 
 
 def _pair(part: Any) -> Any:

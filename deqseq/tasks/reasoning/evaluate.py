@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from deqseq.checks import check_count
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.policies import Residual
 from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
 from deqseq.tasks.common.results import Column, column
@@ -170,7 +172,8 @@ def evaluate(
         batch_size: puzzles solved together; memory grows with it.
 
     Raises:
-        ValueError: depths that do not increase, numbers below 1, or several starts that would all be equal.
+        ValueError: depths that do not increase, numbers below 1, several starts that would all be
+            equal, or answers that do not fit into the memory.
     """
     depths = list(depths)
     if not depths or depths[0] < 1 or depths != sorted(set(depths)):
@@ -183,6 +186,12 @@ def evaluate(
     if starts > 1 and not varies:
         raise ValueError(f"{starts} starts would all be equal: several starts need the guess noise")
     depths = depths[:1] if explicit else depths
+    size, memory = len(depths) * starts * puzzles.answers.numel(), psutil.virtual_memory().total
+    if size > memory:
+        raise ValueError(
+            f"the answers of {starts} starts take {size / 2**30:,.0f} GiB, and this machine has "
+            f"{memory / 2**30:,.0f} GiB of memory: choose fewer starts, depths or puzzles"
+        )
     model.eval()
     answers = torch.empty(len(depths), starts, *puzzles.answers.shape, dtype=torch.uint8)
     residuals = torch.empty(len(depths), starts, len(puzzles.ratings))
@@ -253,15 +262,17 @@ def adaptive(
     Boards leave the batch when they have converged, so easy boards cost less.
 
     Raises:
-        ValueError: the model is explicit.
+        ValueError: the model is explicit, or the policy has no tolerance.
     """
     layer = model.layer
     if not isinstance(layer, ImplicitSequenceLayer):
         raise ValueError("an explicit model is not solved, so its depth cannot adapt")
     check_count("batch_size", batch_size)
-    model.eval()
     solve = solve or layer.eval_solve
-    policy: Any = solve.convergence
+    policy = solve.convergence
+    if not isinstance(policy, Residual):
+        raise ValueError(f"the depth adapts with the policy Residual only, got {policy}")
+    model.eval()
     before, layer.compact = layer.compact, True
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     begin = time.perf_counter()

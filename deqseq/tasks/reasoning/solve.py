@@ -1,6 +1,7 @@
 """Solves puzzles with a trained model, and says which answers to trust."""
 
 import csv
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
@@ -17,6 +18,7 @@ from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.models import solve_options
 from deqseq.tasks.reasoning.evaluate import by_depth, load
+from deqseq.tasks.reasoning.files import BOM, BROKEN, open_csv
 from deqseq.tasks.reasoning.model import BoardModel
 from deqseq.tasks.reasoning.plots import plot_solving
 from deqseq.tasks.reasoning.puzzles import CHARACTERS, GOAL, PATH, START, Puzzles, Task, broken_rules
@@ -65,7 +67,7 @@ def solve(
 
     Args:
         model: folder of a trained run
-        puzzle: text of a puzzle, or a CSV file, or a folder with CSV files
+        puzzle: text of a puzzle, or a file .csv or .csv.gz of puzzles, or a folder with such files
         output: CSV file to which the answers are written; by default they are printed
         starts: random starts; the answer of the start with the smallest residual counts
         rtol: relative residual of the board at which a search ends; the run's by default
@@ -79,6 +81,10 @@ def solve(
     for path in (output, figure):
         if path is not None:
             check_folder(path.parent)
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder: name a file")
+    if output is not None and output.resolve() in [file.resolve() for file in _files(puzzle)]:
+        raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
     if starts < 1:
         raise ValueError(f"--starts must be at least 1, got {starts}")
     network, settings = load(model)
@@ -87,15 +93,15 @@ def solve(
         network, [question for _, question in found], starts=starts, rtol=rtol, max_iter=max_iter,
         progress=True,
     )  # fmt: skip
-    if figure is not None:
-        _draw(network, found[0][1], figure)
     if output is not None:
         _write(output, found, answers, settings.task)
         trusted = sum(a.fault is None for a in answers)
         print(f"wrote {len(answers)} answers to {output}; {trusted} can be trusted")
-        return
-    for (source, _), one in zip(found, answers, strict=True):
-        print(_shown(source, one, settings.size))
+    else:
+        for (source, _), one in zip(found, answers, strict=True):
+            print(_shown(source, one, settings.size))
+    if figure is not None:
+        _draw(network, found[0][1], figure)
 
 
 def questions(puzzle: str, task: Task, size: int) -> Iterator[tuple[str, Tensor]]:
@@ -105,29 +111,41 @@ def questions(puzzle: str, task: Task, size: int) -> Iterator[tuple[str, Tensor]
         ValueError: a file cannot be read or has no column question, a folder has no CSV files, or a board has
             another size or other characters than the puzzles of ``task``.
     """
-    path = Path(puzzle) if len(puzzle) < 1024 and "\n" not in puzzle else None
-    if path is not None and (path.is_dir() or path.suffix.lower() == ".csv"):
-        files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
-        if not files:
-            raise ValueError(f"{path} has no CSV files")
-        for file in files:
-            yield from _in_file(file, task, size)
-        return
-    yield "", board(puzzle, task, size)
+    files = _files(puzzle)
+    for file in files:
+        yield from _in_file(file, task, size)
+    if not files:
+        yield "", board(puzzle, task, size)
+
+
+def _files(puzzle: str) -> list[Path]:
+    """The CSV files that ``puzzle`` names; none if it is the text of a board."""
+    endings = (".csv", ".csv.gz")
+    if os.path.isdir(puzzle):  # false for texts that cannot be paths, such as long ones
+        found = sorted(path for path in Path(puzzle).iterdir() if path.name.lower().endswith(endings))
+        if not found:
+            raise ValueError(f"{puzzle} has no CSV files")
+        return found
+    if puzzle.lower().endswith(endings):
+        return [Path(puzzle)]
+    if os.path.isfile(puzzle):
+        raise ValueError(f"a file of puzzles must end in .csv or .csv.gz, got {puzzle}")
+    return []
 
 
 def _in_file(file: Path, task: Task, size: int) -> Iterator[tuple[str, Tensor]]:
-    with file.open(newline="", encoding="latin-1") as lines:
+    count = 0
+    with open_csv(file) as lines:
         reader = csv.DictReader(lines)
-        if "question" not in (reader.fieldnames or ()):
-            raise ValueError(f"{file} must have a column question, got {reader.fieldnames}")
-        count = 0
-        for row in reader:
-            count += 1
-            try:
+        try:
+            reader.fieldnames = [name.removeprefix(BOM) for name in reader.fieldnames or ()]
+            if "question" not in reader.fieldnames:
+                raise ValueError(f"must have a column question, got {reader.fieldnames}")
+            for row in reader:
+                count += 1
                 yield f"{file.name}, puzzle {count}", board(row["question"] or "", task, size)
-            except ValueError as error:
-                raise ValueError(f"{file}, line {reader.line_num}: {error}") from error
+        except (ValueError, *BROKEN) as error:
+            raise ValueError(f"{file}, line {max(1, reader.line_num)}: {error}") from error
     if not count:
         raise ValueError(f"{file} has no puzzles")
 

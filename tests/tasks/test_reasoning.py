@@ -1,7 +1,10 @@
 """Puzzles: training with persistent iterates, evaluation by depth and starts, solving, on tiny models."""
 
 import csv
+import gzip
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deqseq.tasks.common.persistent import Iterates
+from deqseq.tasks.common.persistent import Iterates, PersistentTrainer
 from deqseq.tasks.common.settings import build, read_yaml
-from deqseq.tasks.common.trainer import AlignedTrainer
 from deqseq.tasks.reasoning import sudoku
 from deqseq.tasks.reasoning.__main__ import main
 from deqseq.tasks.reasoning.data import PuzzleStream
@@ -19,15 +21,17 @@ from deqseq.tasks.reasoning.evaluate import _judged, adaptive, auroc, by_depth, 
 from deqseq.tasks.reasoning.files import read_csv, write_csv
 from deqseq.tasks.reasoning.mazes import generate as generate_mazes
 from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
+from deqseq.tasks.reasoning.plots import plot_training
 from deqseq.tasks.reasoning.puzzles import Puzzles, broken_rules
 from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
-from deqseq.tasks.reasoning.solve import answer, board
+from deqseq.tasks.reasoning.solve import answer, board, questions
 from deqseq.tasks.reasoning.train import stablemax_cross_entropy, train
 
 pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
 
 MIXER = {"name": "mixer", "d_model": 8, "n_layer": 1, "tokens": 16, "weight_norm": False}
 RECURSION = {"name": "recursion", "updates": 1, "noise": 0.01, "map": MIXER}
+LLAMA = {"name": "llama", "d_model": 8, "n_layer": 1, "n_head": 2, "causal": False}
 SMALL: dict[str, Any] = {
     "size": 4, "backbone": RECURSION, "gradient": {"name": "unrolled", "iterations": 1}, "budget": 3,
     "steps": 12, "batch_size": 8, "learning_rate": 3e-3, "eval_steps": 6, "eval_depth": 2, "average": 0.9,
@@ -61,24 +65,28 @@ def model(**changes: Any) -> BoardModel:
     return BoardModel(BoardConfig(**options)).eval()
 
 
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
+    """Within the block, training raises ``KeyboardInterrupt`` after ``step`` steps."""
+    original = PersistentTrainer.training_step
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == step:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PersistentTrainer, "training_step", training_step)
+        yield
+
+
 def test_a_resumed_run_equals_an_uninterrupted_run(
     puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Iterates, noise and averaged weights continue where the checkpoint was written."""
     whole = train(small(puzzles), tmp_path / "whole", save_steps=100)
-    original, calls = AlignedTrainer.compute_loss, 0
-
-    def interrupted(self: AlignedTrainer, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 8:
-            raise KeyboardInterrupt
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(AlignedTrainer, "compute_loss", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train(small(puzzles), tmp_path / "cut", save_steps=5)
+    with interrupted(monkeypatch, 7), pytest.raises(KeyboardInterrupt):
+        train(small(puzzles), tmp_path / "cut", save_steps=5)
     resumed = train(small(puzzles), tmp_path / "cut", save_steps=5)
     assert json.loads((tmp_path / "cut" / "training.json").read_text())["resumed"]
     for name, value in whole.state_dict().items():
@@ -258,6 +266,152 @@ def test_a_board_with_two_solutions_or_none_is_not_trusted_blindly(trained: Path
     made, _ = load(trained)
     none = board("11..............", "sudoku", 4)
     assert all(a.fault for a in answer(made, [none], starts=1))
+
+
+def test_a_run_notices_other_puzzles(puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is replaced between start and resume is refused; restored, it is accepted."""
+    data = tmp_path / "data.csv"
+    data.write_bytes(puzzles.read_bytes())
+    with interrupted(monkeypatch, 8), pytest.raises(KeyboardInterrupt):
+        train(small(data), tmp_path / "run", save_steps=6)
+    write_csv(data, "sudoku", sudoku.generate(60, size=4, seed=4))
+    with pytest.raises(ValueError, match="puzzles of data or test are not those of"):
+        train(small(data), tmp_path / "run", save_steps=6)
+    data.write_bytes(puzzles.read_bytes())
+    train(small(data), tmp_path / "run", save_steps=6)
+
+
+def test_the_log_of_a_resumed_run_is_that_of_an_uninterrupted_run(
+    puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss is logged at steps that test, and epochs are counted from step 0."""
+    settings = small(puzzles, steps=100, eval_steps=50)
+    train(settings, tmp_path / "whole", save_steps=50)
+    with interrupted(monkeypatch, 60), pytest.raises(KeyboardInterrupt):
+        train(settings, tmp_path / "cut", save_steps=50)
+    train(settings, tmp_path / "cut", save_steps=50)
+    logs = []
+    for name in ("whole", "cut"):
+        log = json.loads((tmp_path / name / "training.json").read_text())["log"]
+        logs.append([{k: v for k, v in entry.items() if not k.startswith("train_")} for entry in log])
+    assert logs[0] == logs[1]
+    assert [entry["step"] for entry in logs[0] if "loss" in entry] == [50, 100]
+
+
+@pytest.mark.parametrize("save_steps", [5, 1000])
+def test_a_run_that_diverges_ends_with_an_error(
+    puzzles: Path, tmp_path: Path, save_steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No checkpoint and no model with weights that are not finite is written."""
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps({**SMALL, "steps": 60, "learning_rate": 1e30, "max_grad_norm": 0.0}))
+    folder = tmp_path / "run"
+    arguments = ["train", str(run), "--data", str(puzzles), "--output", str(folder)]
+    assert main([*arguments, "--save-steps", str(save_steps)]) == 1
+    assert "lower learning rate" in capsys.readouterr().err.splitlines()[-1]
+    assert not (folder / "model.safetensors").exists()
+    assert not list(folder.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"backbone": {**RECURSION, "map": {**MIXER, "tokens": 9}}}, "the mixer's 9 tokens, got 16"),
+        ({"backbone": {**RECURSION, "map": "mixer"}, "explicit": True}, "cannot be built"),
+        ({"backbone": {**LLAMA, "board": 9}}, "board must be size = 4, got 9"),
+        ({"guess": "previous"}, "must not be previous"),
+        ({"gradient": "implicit", "solver": "noisy"}, "would add noise to the gradient"),
+        ({"solver": ["picard"] * 3}, "got 3 values"),
+    ],
+)
+def test_parts_that_do_not_fit_leave_no_folder(
+    puzzles: Path, tmp_path: Path, changes: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(ValueError, match=rule):
+        train(small(puzzles, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_refuses_several_processes(
+    puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one device, found 2"):
+        train(small(puzzles), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_refuses_more_starts_than_fit_and_other_policies(puzzles: Path) -> None:
+    tests = read_csv(puzzles, "sudoku")
+    with pytest.raises(ValueError, match="choose fewer starts"):
+        evaluate(model(), tests, [2], starts=10**12)
+    with pytest.raises(ValueError, match="Residual only"):
+        adaptive(model(convergence={"name": "fixed", "iterations": 3}), tests)
+
+
+@pytest.mark.parametrize("ending", [".csv", ".csv.gz"])
+def test_puzzles_may_be_compressed_or_have_a_byte_order_mark(
+    trained: Path, puzzles: Path, tmp_path: Path, ending: str
+) -> None:
+    """Spreadsheets write a byte order mark and the line ends of Windows."""
+    content = b"\xef\xbb\xbf" + puzzles.read_bytes().replace(b"\n", b"\r\n")
+    file = tmp_path / f"puzzles{ending}"
+    file.write_bytes(gzip.compress(content) if ending == ".csv.gz" else content)
+    assert torch.equal(read_csv(file, "sudoku").questions, read_csv(puzzles, "sudoku").questions)
+    for source in (file, tmp_path):
+        found = [question for _, question in questions(str(source), "sudoku", 4)]
+        assert torch.equal(torch.stack(found), read_csv(puzzles, "sudoku").questions)
+    only = tmp_path / "only.csv"
+    only.write_bytes(b"\xef\xbb\xbfquestion\n" + b"." * 16 + b"\n")
+    assert len(list(questions(str(only), "sudoku", 4))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("long.csv", b"question\n" + b"1" * 200_000 + b"\n", "long.csv, line 1: field larger than"),
+        ("cut.csv.gz", gzip.compress(b"question\n" + bytes(9999))[:-9], "cut.csv.gz, line"),
+        ("plain.csv.gz", b"question\n", "plain.csv.gz, line 1: Not a gzipped file"),
+        ("board.txt", b"." * 16, "must end in .csv or .csv.gz, got"),
+    ],
+)
+def test_broken_files_are_refused(
+    trained: Path, tmp_path: Path, name: str, content: bytes, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert main(["solve", str(trained), str(tmp_path / name)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert rule in line
+
+
+def test_a_large_board_without_line_breaks_is_a_text() -> None:
+    """It is longer than the name of a file may be. An empty text is not the folder '.'."""
+    text = "#" * 31 + ("#" + " " * 28 + "#") * 28 + "#" * 29
+    assert len(list(questions(text.replace(" ", "S", 1), "maze", 30))) == 1
+    with pytest.raises(ValueError, match="16 cells, got 0"):
+        list(questions("", "sudoku", 4))
+
+
+def test_the_figure_of_a_short_run_has_no_curves(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    plot_training([{"step": 3, "train_loss": 1.0}], tmp_path / "training.png")
+    assert (tmp_path / "training.png").exists() and not recwarn.list
+
+
+def test_solving_overwrites_no_puzzles(
+    trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong names of results are refused before the search."""
+    mine = tmp_path / "mine.csv"
+    mine.write_bytes(puzzles.read_bytes())
+    for source in (mine, tmp_path):
+        assert main(["solve", str(trained), str(source), "--output", str(mine)]) == 2
+        assert "would overwrite the puzzles" in capsys.readouterr().err
+    assert mine.read_bytes() == puzzles.read_bytes()
+    for option, name in (("--output", "folder.csv"), ("--figure", "folder.png")):
+        (tmp_path / name).mkdir()
+        assert main(["solve", str(trained), str(mine), option, str(tmp_path / name)]) == 2
+        assert "is a folder" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_shipped_runs_are_valid(puzzles: Path) -> None:

@@ -1,6 +1,8 @@
 """The trainers of all tasks: transformers' Trainer with a curriculum and statistics of the solves."""
 
 import logging
+import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -192,7 +194,8 @@ class CurriculumTrainer(Trainer):
 class AlignedTrainer(CurriculumTrainer):
     """Trainer for tasks with a label per input token: label t belongs to logit t, without a shift.
 
-    Trains on one device, on a stream of whole batches.
+    Trains on one device, on a stream of whole batches. A loss or weight that is not finite raises
+    ``FloatingPointError``, before a checkpoint is written.
 
     Attributes:
         parts: what checkpoints save besides model, optimiser and progress.
@@ -248,6 +251,24 @@ class AlignedTrainer(CurriculumTrainer):
         """
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not math.isfinite(loss := logs.get("loss", 0.0)):
+            raise self._diverged(f"the loss is {loss}")
+        # transformers counts epochs from the last start
+        self.state.epoch = self.state.global_step / self.args.max_steps
+        super().log(logs, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # A checkpoint without finite weights is of no use, and would replace one that is.
+        if not all(bool(torch.isfinite(weight).all()) for weight in model.parameters()):
+            raise self._diverged("the weights are not finite")
+        super()._save_checkpoint(model, trial)
+
+    def _diverged(self, what: str) -> FloatingPointError:
+        return FloatingPointError(
+            f"step {self.state.global_step}: {what}: train with a lower learning rate in another folder"
+        )
+
     def complete(self, checkpoint: Path) -> None:
         for part in self.parts:
             part.save(checkpoint)
@@ -281,6 +302,13 @@ def writing(folder: Path) -> Iterator[None]:
         raise OSError(f"{folder} cannot be written: {str(error).splitlines()[0]}") from error
 
 
+def check_one_process() -> None:
+    """Raise ``ValueError`` in a run with several processes, before they wait for each other."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1:
+        raise ValueError(f"this task trains on one device, found {count} processes: start one")
+
+
 def short_run_arguments(settings: Any, output: Path, save_steps: int) -> TrainingArguments:
     """Arguments of a run on one device.
 
@@ -305,7 +333,7 @@ def short_run_arguments(settings: Any, output: Path, save_steps: int) -> Trainin
         lr_scheduler_kwargs={"num_decay_steps": round(0.3 * settings.steps), "decay_type": "linear"},
         warmup_steps=round(0.05 * settings.steps),
         logging_steps=50,
-        logging_nan_inf_filter=False,  # the filter hides losses that are not finite, and waits for the GPU
+        logging_nan_inf_filter=False,  # the trainer checks the losses itself
         save_steps=save_steps,
         save_total_limit=2,
         report_to="none",

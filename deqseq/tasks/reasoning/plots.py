@@ -30,7 +30,8 @@ def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
             axis.plot(*zip(*found, strict=True), label=label) if found else None
         top.set(ylabel="loss", yscale="log")
         bottom.set(xlabel="step", ylabel="solved", ylim=(-0.02, 1.02))
-        bottom.legend()
+        if bottom.lines:
+            bottom.legend()
 
     save_figure(path, draw, 2, 1, (8, 6), sharex=True)
 

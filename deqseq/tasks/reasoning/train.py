@@ -1,5 +1,6 @@
 """Training on puzzles, with transformers' Trainer, iterates that persist and averaged weights."""
 
+import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import TrainerCallback, set_seed
+from xxhash import xxh3_128
 
 from deqseq.tasks.common.averaging import Averaging
+from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.persistent import PersistentTrainer
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.common.trainer import short_run_arguments
+from deqseq.tasks.common.trainer import check_one_process, short_run_arguments
 from deqseq.tasks.reasoning.data import PuzzleStream, read, split
 from deqseq.tasks.reasoning.evaluate import accuracy, load
 from deqseq.tasks.reasoning.model import BoardModel
@@ -20,6 +23,8 @@ from deqseq.tasks.reasoning.puzzles import Puzzles
 from deqseq.tasks.reasoning.settings import TrainSettings
 
 logger = logging.getLogger(__name__)
+
+_CHECKSUM = "puzzles.json"
 
 
 def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -> BoardModel:
@@ -30,17 +35,22 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
     and a log. A finished run is loaded, not trained again.
 
     Raises:
-        ValueError: ``output`` holds another run, or the puzzles cannot be read or have another size.
+        ValueError: ``output`` holds another run, or the puzzles cannot be read, have another size, or are not
+            those of the checkpoint.
+        FloatingPointError: a loss or weight is not finite.
     """
+    check_one_process()
     folder = RunFolder(output, asdict(settings))
     with folder.locked():
         if folder.finished():
             logger.info("%s is trained already", folder.path)
             return load(folder.path)[0]
         puzzles, tests = _puzzles(settings)
-        folder.start()
         set_seed(settings.seed)
         model = settings.model()
+        with torch.random.fork_rng([]):  # a trial refuses wrong parts before the folder is made
+            model(puzzles.questions[:1].long())
+        folder.start()
         arguments = short_run_arguments(settings, folder.path, save_steps)
         if settings.compile and arguments.device.type != "cpu":
             model.layer.backbone.compile()
@@ -48,7 +58,9 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
             settings.task, puzzles, settings.batch_size, augment=settings.augment, seed=settings.seed,
             device=arguments.device,
         )  # fmt: skip
-        _Trainer(settings, tests, arguments, stream, model=model).train_in(folder)
+        trainer = _Trainer(settings, tests, arguments, stream, model=model)
+        trainer.parts.append(_Checksum(puzzles, tests))
+        trainer.train_in(folder)
     return load(folder.path)[0]
 
 
@@ -61,6 +73,27 @@ def _puzzles(settings: TrainSettings) -> tuple[Puzzles, Puzzles]:
         if cells != settings.size**2:
             raise ValueError(f"the boards of {name} must have size = {settings.size}, got {cells} cells")
     return puzzles, Puzzles(*(column[: settings.eval_puzzles] for column in tests))
+
+
+class _Checksum:
+    """Refuses to resume from a checkpoint that was trained or tested on other puzzles."""
+
+    def __init__(self, *sets: Puzzles) -> None:
+        hashed = xxh3_128()
+        for puzzles in sets:
+            for column in puzzles:
+                hashed.update(column.numpy().tobytes())
+        self.checksum = hashed.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / _CHECKSUM, self.checksum)
+
+    def load(self, folder: Path, device: torch.device) -> None:
+        if json.loads((folder / _CHECKSUM).read_text()) != self.checksum:
+            raise ValueError(
+                f"the puzzles of data or test are not those of {folder}: restore the files, or choose "
+                "another folder"
+            )
 
 
 class _Trainer(PersistentTrainer):
@@ -92,7 +125,9 @@ class _Trainer(PersistentTrainer):
         depth = self.settings.eval_depth
         found = {name: accuracy(model, self.tests, depth) for name, model in models.items()}
         raw.train()
+        asked = self.control.should_log  # logging clears it, but the loss is still to be logged
         self.log({name: round(value, 4) for name, value in found.items()})
+        self.control.should_log = asked
 
 
 class _Tests(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Evaluation on puzzles: at any depth (evaluations of f) and breadth (starts).
+"""Evaluation on puzzles, at any depth (number of evaluations of f) and breadth (number of starts).
 
 Shapes: P puzzles, B puzzles of a batch, C cells of a board, V tokens in the vocabulary, D width of z.
 """
@@ -33,15 +33,14 @@ class Evaluation:
     """The result of a model on a set of puzzles, at one depth and breadth. Shares are in [0, 1].
 
     Attributes:
-        depth: evaluations of f for each start; ``None`` for an explicit model.
-        starts: number of starts.
-        exact: share of puzzles whose answer is right in every cell. With several starts, the
-            answer of the start with the smallest residual counts.
+        depth: number of evaluations of f for each start; ``None`` for an explicit model.
+        starts: number of starts. The start with the smallest residual gives the answer to a puzzle.
+        exact: share of puzzles whose answer is right in every cell.
         vote: share of puzzles for which the most frequent answer of all starts is right.
         cells: share of right cells.
-        residual: median over the puzzles of the relative residual of the board.
-        auroc: probability that a right answer has a smaller residual than a wrong one; ``None`` if all
-            answers are right or all are wrong.
+        residual: median over the puzzles of the board's relative residual; ``None`` for an explicit model.
+        auroc: probability that a right answer has a smaller residual than a wrong one; ``None`` for an
+            explicit model, and if all answers are right or all are wrong.
     """
 
     depth: int | None
@@ -55,14 +54,15 @@ class Evaluation:
 
 @dataclass
 class Adaptive:
-    """The result of searches that end when the residual of a board meets a tolerance.
+    """The result of searches that end when the board's residual meets a tolerance.
 
     Attributes:
         tolerance: relative residual of the board at which a search ends.
         max_iter: maximum number of evaluations.
         exact: share of puzzles whose answer is right in every cell.
-        converged: share of puzzles whose search met the tolerance.
-        trusted: share of right answers among those whose search met the tolerance.
+        converged: share of puzzles whose search met the tolerance within ``max_iter`` evaluations.
+        exact_if_converged: share of right answers among the puzzles whose search met the tolerance;
+            ``None`` if there are none.
         iterations: mean number of evaluations.
         seconds: duration.
     """
@@ -71,7 +71,7 @@ class Adaptive:
     max_iter: int
     exact: float
     converged: float
-    trusted: float | None
+    exact_if_converged: float | None
     iterations: float
     seconds: float
 
@@ -82,7 +82,7 @@ COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 ADAPTIVE: tuple[Column, ...] = (
     column("tolerance", "g"), column("max_iter"), column("exact", ".4f"), column("converged", ".4f"),
-    column("trusted", ".4f"), column("iterations", ".1f"), column("seconds", ".1f"),
+    column("exact_if_converged", ".4f"), column("iterations", ".1f"), column("seconds", ".1f"),
 )  # fmt: skip
 
 
@@ -110,11 +110,11 @@ class Solved(NamedTuple):
     """The boards of a batch at one depth of one start.
 
     Attributes:
-        depth: evaluations of f so far.
+        depth: number of evaluations of f so far.
         answers: (B, C) uint8.
-        residual: (B,) relative residual of the last evaluation, over the whole board; zeros for an explicit
+        residual: (B,) relative residual of the whole board at the last evaluation; zero for an explicit
             model.
-        z: (B, C, D).
+        z: (B, C, D) iterates.
     """
 
     depth: int
@@ -127,10 +127,11 @@ class Solved(NamedTuple):
 def by_depth(
     model: BoardModel, questions: Tensor, depths: Sequence[int], number: int = 0
 ) -> Iterator[Solved]:
-    """Solve ``questions`` (B, C) from start ``number``. Yields the boards at the ``depths``, which increase.
+    """Solve ``questions`` (B, C) from start ``number``. Yields the boards at every depth of ``depths``.
 
-    The search goes on from depth to depth, with the solver of evaluation. Anderson and Broyden begin a new
-    history at every depth. An explicit model ignores ``depths`` and yields once.
+    The depths must increase. The search uses the solver of evaluation, and continues from depth to depth.
+    Anderson and Broyden begin a new history at every depth. An explicit model ignores ``depths`` and yields
+    once.
     """
     layer = model.layer
     if not isinstance(layer, ImplicitSequenceLayer):
@@ -149,7 +150,7 @@ def by_depth(
 
 @torch.no_grad()
 def accuracy(model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512) -> float:
-    """The share of puzzles that one start solves after ``depth`` evaluations. Sets evaluation mode."""
+    """The share of puzzles that start 0 solves in ``depth`` evaluations. Calls ``model.eval()``."""
     model.eval()
     right = []
     for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
@@ -164,16 +165,17 @@ def evaluate(
     model: BoardModel, puzzles: Puzzles, depths: Sequence[int], starts: int = 1, batch_size: int = 512,
     progress: bool = False,
 ) -> list[Evaluation]:  # fmt: skip
-    """Solve the puzzles at every depth and with 1, 2, 4, ... up to ``starts`` starts.
+    """Solve the puzzles at every depth, with 1, 2, 4, ... and ``starts`` starts.
 
     Args:
         depths: numbers of evaluations, increasing.
         starts: maximum number of starts; start n begins at the guess with number n.
         batch_size: puzzles solved together; memory grows with it.
+        progress: show a progress bar.
 
     Raises:
-        ValueError: depths that do not increase, numbers below 1, several starts that would all be
-            equal, or answers that do not fit into the memory.
+        ValueError: the depths do not increase, a number is below 1, all starts would be equal, or the
+            answers do not fit into the memory.
     """
     depths = list(depths)
     if not depths or depths[0] < 1 or depths != sorted(set(depths)):
@@ -184,7 +186,9 @@ def evaluate(
     explicit = not isinstance(layer, ImplicitSequenceLayer)
     varies = isinstance(layer, ImplicitSequenceLayer) and layer.eval_solve.guess.varies
     if starts > 1 and not varies:
-        raise ValueError(f"{starts} starts would all be equal: several starts need the guess noise")
+        raise ValueError(
+            f"{starts} starts would all be equal: train an implicit model with a guess that varies (noise)"
+        )
     depths = depths[:1] if explicit else depths
     size, memory = len(depths) * starts * puzzles.answers.numel(), psutil.virtual_memory().total
     if size > memory:
@@ -233,7 +237,7 @@ def _judged(depth: int | None, answers: Tensor, residuals: Tensor, right: Tensor
 
 
 def _vote(answers: Tensor) -> Tensor:
-    """The most frequent of the answers (S, C) of a puzzle; of several, the one that came first."""
+    """The most frequent of the answers (S, C) to a puzzle; of equally frequent ones, the first."""
     first = Counter(row.numpy().tobytes() for row in answers).most_common(1)[0][0]
     return torch.frombuffer(bytearray(first), dtype=torch.uint8)
 
@@ -246,27 +250,31 @@ def auroc(residual: Tensor, right: Tensor) -> float | None:
     good, bad = residual[right].double(), residual[~right].double()
     if not len(good) or not len(bad):
         return None
-    smaller = torch.searchsorted(
-        bad.sort().values, good, right=True
-    )  # wrong answers with at most its residual
-    equal = smaller - torch.searchsorted(bad.sort().values, good)
-    return float((len(bad) - smaller + 0.5 * equal).sum() / (len(good) * len(bad)))
+    bad = bad.sort().values
+    # For each right answer, the number of wrong answers whose residual is at most as large.
+    at_most = torch.searchsorted(bad, good, right=True)
+    equal = at_most - torch.searchsorted(bad, good)
+    return float((len(bad) - at_most + 0.5 * equal).sum() / (len(good) * len(bad)))
 
 
 @torch.no_grad()
 def adaptive(
     model: BoardModel, puzzles: Puzzles, solve: SolveOptions | None = None, batch_size: int = 512
 ) -> Adaptive:
-    """Solve each puzzle until its residual meets the tolerance of ``solve``; by default the model's options.
+    """Solve each puzzle until its residual meets the tolerance.
 
-    Boards leave the batch when they have converged, so easy boards cost less.
+    Boards that have converged leave the batch, so easy boards cost less.
+
+    Args:
+        solve: solve options with a residual policy; by default the model's options of evaluation.
+        batch_size: puzzles solved together.
 
     Raises:
         ValueError: the model is explicit, or the policy has no tolerance.
     """
     layer = model.layer
     if not isinstance(layer, ImplicitSequenceLayer):
-        raise ValueError("an explicit model is not solved, so its depth cannot adapt")
+        raise ValueError("an explicit model applies the map once, so its depth cannot adapt")
     check_count("batch_size", batch_size)
     solve = solve or layer.eval_solve
     policy = solve.convergence

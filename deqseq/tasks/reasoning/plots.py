@@ -17,7 +17,7 @@ _WRONG = "#e8a33d"
 
 
 def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Write a PNG of a run's log: the loss, and the shares of solved puzzles in training and in tests."""
+    """Write a PNG of a run's log: the loss, and the shares of solved training and test puzzles."""
 
     def draw(axes: list[Any]) -> None:
         top, bottom = axes
@@ -30,14 +30,14 @@ def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
             axis.plot(*zip(*found, strict=True), label=label) if found else None
         top.set(ylabel="loss", yscale="log")
         bottom.set(xlabel="step", ylabel="solved", ylim=(-0.02, 1.02))
-        if bottom.lines:
+        if bottom.lines:  # a short run without tests may have none
             bottom.legend()
 
     save_figure(path, draw, 2, 1, (8, 6), sharex=True)
 
 
 def plot_accuracy(curves: Mapping[str, Sequence[Evaluation]], path: Path) -> None:
-    """Write a PNG: the share of solved puzzles by depth. One curve for each model and number of starts."""
+    """Write a PNG: the share of solved puzzles by depth, with a curve per model and number of starts."""
 
     def draw(axes: list[Any]) -> None:
         (axis,) = axes
@@ -82,22 +82,25 @@ def plot_solving(
     answer: Tensor | None,
     path: Path,
 ) -> bool:
-    """Write a PNG of a board being solved, and a GIF beside it; returns whether matplotlib is installed.
+    """Write a PNG of a board being solved, and a GIF beside it. Returns whether matplotlib is installed.
 
     Args:
         question: (C,) tokens of the question.
-        boards: depth, predicted tokens (C,) and residual of the board, in order of depth.
+        boards: one tuple for each depth, in increasing order: the depth, the predicted tokens (C,) and the
+            residual.
         answer: (C,) the right answer, to mark wrong cells; ``None`` if it is unknown.
         path: the PNG file; the GIF has the same name with the suffix .gif.
     """
-    few = [boards[i] for i in sorted({round(i * (len(boards) - 1) / 3) for i in range(4)})]
+    # The still has up to four boards, evenly spaced up to the first one with the final cells.
+    last = next(i for i, (_, cells, _) in enumerate(boards) if cells.equal(boards[-1][1]))
+    few = [boards[i] for i in sorted({round(i * last / 3) for i in range(4)})]
 
     def still(axes: list[Any]) -> None:
         for axis, (depth, cells, residual) in zip(axes, few, strict=True):
             _draw(axis, task, question, cells, answer)
             axis.set_title(f"depth {depth}\nresidual {residual:.1e}", fontsize=9)
 
-    if not save_figure(path, still, 1, len(few), (2.6 * len(few), 3.0)):
+    if not save_figure(path, still, 1, len(few), (2.6 * len(few), 3.2)):
         return False
     _animate(task, question, boards, answer, path.with_suffix(".gif"))
     return True
@@ -116,19 +119,19 @@ def _animate(
 
     frames = []
     for depth, cells, residual in boards:
-        figure = Figure(figsize=(3.4, 3.8), dpi=90, layout="constrained")
+        figure = Figure(figsize=(3.4, 3.64), dpi=90, layout="constrained")
         axis: Any = figure.subplots()
         _draw(axis, task, question, cells, answer)
         axis.set_title(f"depth {depth}, residual {residual:.1e}", fontsize=10)
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         frames.append(Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("P"))
-    times = [300] * (len(frames) - 1) + [2500]  # milliseconds; the last board stays longer
+    times = [300] * (len(frames) - 1) + [2500]  # milliseconds; the last board is shown longer
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=times, loop=0)
 
 
 def _draw(axis: Any, task: Task, question: Tensor, cells: Tensor, answer: Tensor | None) -> None:
-    """Draw a board: what the question gives in black, the prediction in colour, wrong cells in orange."""
+    """Draw a board: clues and walls are dark, predictions have colours, and wrong cells are orange."""
     n = isqrt(len(question))
     given, predicted = question.view(n, n).tolist(), cells.view(n, n).tolist()
     right = predicted if answer is None else answer.view(n, n).tolist()

@@ -33,10 +33,10 @@ class Answer:
 
     Attributes:
         board: the answer as text, in reading order.
-        residual: relative residual of the whole board in its last evaluation; ``None`` for an explicit model.
-        evaluations: evaluations of f of the start that was chosen; ``None`` for an explicit model.
-        fault: why the answer should not be trusted; ``None`` if nothing speaks against it. The answer breaks
-            a rule of the puzzle, or the search did not converge.
+        residual: relative residual of the whole board at the last evaluation; ``None`` for an explicit model.
+        evaluations: number of evaluations of f from the chosen start; ``None`` for an explicit model.
+        fault: why the answer should not be trusted: the rule that it breaks, or that the search did not
+            converge. ``None``: it can be trusted.
     """
 
     board: str
@@ -57,22 +57,23 @@ def solve(
 ) -> None:
     """Solve a puzzle, a CSV file of puzzles, or a folder of such files.
 
-    A puzzle is text: the characters of its board in reading order, with or without line breaks. Sudokus have
-    digits, and dots for empty cells. Mazes have # for walls, spaces for free cells, S for the start and G for
-    the goal; the answer marks the path with o. A CSV file has a column question, as in the data set
-    sapientinc/sudoku-extreme: source,question,answer,rating. Its other columns are not used.
+    The text of a puzzle has the characters of its board in reading order, with or without line breaks.
+    Sudokus have digits, and dots for empty cells. Mazes have # for walls, spaces for free cells, S for the
+    start and G for the goal; the answer marks the path with o. A CSV file (.csv or .csv.gz) has a column
+    question, as in the data set sapientinc/sudoku-extreme. Other columns are not used.
 
-    For every answer the program says whether to trust it. It checks the rules that need no search (digits in
-    rows, columns and boxes; clues), and whether the search converged.
+    For every answer the command says whether to trust it. It checks that the search converged, and that the
+    answer keeps the rules: for Sudokus the clues, and the digits in rows, columns and boxes; for mazes, that
+    the marked cells are a path from start to goal.
 
     Args:
         model: folder of a trained run
         puzzle: text of a puzzle, or a file .csv or .csv.gz of puzzles, or a folder with such files
-        output: CSV file to which the answers are written; by default they are printed
-        starts: random starts; the answer of the start with the smallest residual counts
+        output: CSV file for the answers; by default they are printed
+        starts: number of random starts; the start with the smallest residual gives the answer
         rtol: relative residual of the board at which a search ends; the run's by default
-        max_iter: maximum number of evaluations; the run's by default
-        figure: PNG file for a figure of the first puzzle being solved; a GIF is written beside it
+        max_iter: maximum number of evaluations per start; the run's by default
+        figure: PNG file of the search for the first puzzle, from start 0; a GIF is written beside it
     """
     if output is not None and output.suffix.lower() != ".csv":
         raise ValueError(f"--output must end in .csv, got {output}")
@@ -174,8 +175,9 @@ def answer(
     """Answers to the questions ``boards``, each (C,) uint8.
 
     Args:
-        starts: see :func:`solve`.
-        rtol, max_iter: limits of the search; the model's by default.
+        starts: number of starts; the start with the smallest residual gives the answer.
+        rtol, max_iter: limits of each search; the model's by default.
+        progress: show a progress bar.
 
     Raises:
         ValueError: a limit is out of range, or is given for an explicit model.
@@ -212,13 +214,13 @@ def answer(
 
 
 def _faults(task: Task, questions: Tensor, answers: Tensor) -> dict[int, str]:
-    """The first broken rule of each answer that breaks one, by its row."""
+    """Rows of the answers that break a rule, each with a broken rule."""
     marked = Puzzles(questions, answers, torch.zeros(len(questions), dtype=torch.int64))
     return dict(broken_rules(task, marked)) | (_gaps(questions, answers) if task == "maze" else {})
 
 
 def _gaps(questions: Tensor, answers: Tensor) -> dict[int, str]:
-    """Rows of mazes whose path does not lead from start to goal."""
+    """Rows of the mazes whose marked cells are no path from start to goal, with this rule."""
     n, found = isqrt(questions.shape[1]), {}
     for row, (question, answer) in enumerate(zip(questions.tolist(), answers.tolist(), strict=True)):
         ends = {i for i, token in enumerate(question) if token in (START, GOAL)}
@@ -232,7 +234,7 @@ def _gaps(questions: Tensor, answers: Tensor) -> dict[int, str]:
 
 
 def _steps(cell: int, n: int) -> list[int]:
-    """Steps to the neighbours of a cell in a board of size n."""
+    """What to add to the index of a cell to reach its neighbours, in a board of size n."""
     column = cell % n
     return [-n, n, *([-1] if column else []), *([1] if column < n - 1 else [])]
 
@@ -241,6 +243,7 @@ def _shown(source: str, one: Answer, size: int) -> str:
     lines = [one.board[i : i + size] for i in range(0, len(one.board), size)]
     said = "trust it: it keeps the rules" if one.fault is None else f"do not trust it: {one.fault}"
     if one.residual is not None:
+        said += " and the search converged" if one.fault is None else ""
         said += f" (residual {one.residual:.1e} after {one.evaluations} evaluations)"
     return "\n".join([*([source] if source else []), *lines, said, ""])
 
@@ -259,7 +262,7 @@ def _write(path: Path, found: Sequence[tuple[str, Tensor]], answers: Sequence[An
 
 
 def _draw(model: BoardModel, question: Tensor, path: Path) -> None:
-    """Draw the boards of a search at depths 1 to 8, and then at growing distances up to 64."""
+    """Draw the boards of a search from start 0, at some depths up to 64."""
     depths = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64]
     steps = by_depth(model, question[None].long().to(model.device), depths)
     boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]

@@ -32,7 +32,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
     (``config.json``, ``model.safetensors``) with averaged weights, and ``training.json`` with the duration
-    and a log. A finished run is loaded, not trained again.
+    and a log. If the run is finished, this function only loads its model.
 
     Raises:
         ValueError: ``output`` holds another run, or the puzzles cannot be read, have another size, or are not
@@ -65,13 +65,16 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
 
 
 def _puzzles(settings: TrainSettings) -> tuple[Puzzles, Puzzles]:
-    """The puzzles of training and those of the tests."""
+    """The training puzzles and the test puzzles."""
     found = read(settings.data, settings.task)
     puzzles, tests = split(found) if settings.test is None else (found, read(settings.test, settings.task))
     for name, part in (("data", puzzles), ("test", tests)):
         cells = part.questions.shape[1]
         if cells != settings.size**2:
-            raise ValueError(f"the boards of {name} must have size = {settings.size}, got {cells} cells")
+            raise ValueError(
+                f"the file {name} must have boards of {settings.size} x {settings.size} cells (option size), "
+                f"got boards of {cells} cells"
+            )
     return puzzles, Puzzles(*(column[: settings.eval_puzzles] for column in tests))
 
 
@@ -97,7 +100,7 @@ class _Checksum:
 
 
 class _Trainer(PersistentTrainer):
-    """Averages the weights, and logs the accuracy on ``tests`` with raw and with averaged weights."""
+    """Averages the weights. Logs the accuracy on ``tests`` with averaged and with raw weights."""
 
     def __init__(self, settings: TrainSettings, tests: Puzzles, *args: Any, **options: Any) -> None:
         super().__init__(*args, budget=1 if settings.explicit else settings.budget, **options)
@@ -137,16 +140,18 @@ class _Tests(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         every = self._trainer.settings.eval_steps
         if every and (state.global_step % every == 0 or state.global_step == state.max_steps):
+            due = control.should_log
             self._trainer.test()
+            control.should_log = due  # the log of the test has cleared it; the loss is still to be logged
 
 
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy with stable-max in place of softmax (Prieto et al., 2025, arXiv 2501.04697).
+    """Mean cross-entropy with stablemax in place of softmax (Prieto et al., 2025, arXiv 2501.04697).
 
-    Stable-max divides s(logit) by its sum over the vocabulary. s(x) is x + 1 for x >= 0, and 1 / (1 - x)
+    Stablemax divides s(logit) by the sum of s over the vocabulary. s(x) is x + 1 for x >= 0, and 1 / (1 - x)
     otherwise. ``logits`` (N, V), ``labels`` (N,).
     """
-    # Clamp, so that both branches are finite: a NaN gradient of the branch not taken would pass torch.where.
+    # Clamp, so that both branches are finite. torch.where passes on a NaN gradient of the unused branch.
     s = torch.where(logits < 0, 1 / (1 - logits.clamp(max=0)), logits.clamp(min=0) + 1)
     share = s.gather(-1, labels[:, None])[:, 0] / s.sum(-1)
     return -share.log().mean()

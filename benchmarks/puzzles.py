@@ -6,23 +6,24 @@ Solvers: every solver solves the same test puzzles with one trained model. The c
     evaluations     mean number of evaluations of f per puzzle
     converged       share of the puzzles whose search met the tolerance
     exact           share of the puzzles whose answer is right in every cell
-    seconds         time for all puzzles, solved together; boards that have converged leave the batch
+    seconds         time for all puzzles; boards that have converged leave the batch
 
-Gradient strategies: every strategy trains the same model for --seconds. The script first measures how long a
-step takes, and then sets the number of steps.
+Gradient strategies: every strategy trains a new model for --seconds. The script first measures how long
+a step takes, and then sets the number of steps.
 
-    persistent      a few iterations in each step, from where the step before stopped
-    segments        the same, with a graph of the last of three iterations only, as in HRM, TRM and EqR
-    unrolled-16     16 iterations from a random board, all with a graph
-    phantom-4       a search from a random board, then 4 iterations with a graph
-    implicit        a search from a random board, then implicit differentiation
+    persistent      a few iterations in each step, which continue from the iterates of the step before
+    segments        the same with three iterations, of which only the last has a graph, as in HRM, TRM and EqR
+    unrolled-16     16 iterations from a random iterate, all with a graph
+    phantom-4       a search from a random iterate, then 4 iterations with a graph
+    implicit        a search from a random iterate, then implicit differentiation
     explicit        f is applied once; with 4 blocks, it has four times the parameters
 
 The columns:
 
-    evaluations     evaluations of f in a step
-    exact           share of the test puzzles that are solved at depth --depth, from random boards
-    raw             the same with the weights of the last step instead of their average
+    steps           number of optimiser steps
+    evaluations     mean number of evaluations of f in a step
+    exact           share of the test puzzles that are solved in --depth evaluations, from random iterates
+    raw             the same with the weights of the last step instead of their moving average
 
 Every row is written as soon as it is measured, so the same command resumes an interrupted run.
 

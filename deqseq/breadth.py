@@ -35,8 +35,9 @@ def solve_starts(
 ) -> Iterator[LayerOutput]:
     """Solve ``x`` from the starts 0, 1, ..., ``starts - 1``, and yield their outputs in this order.
 
-    The guess of the solve options proposes the starts. Start 0 is that of ``layer(x)``. Gradients flow as in
-    a call of the layer, so call this function under ``torch.no_grad()`` if you need none.
+    The guess of the solve options proposes the initial iterate of each start. Start 0 is the one of
+    ``layer(x)``. Gradients flow as in a call of the layer. If you need none, call this function and iterate
+    over its outputs under ``torch.no_grad()``.
 
     Args:
         layer: a layer in evaluation mode.
@@ -44,16 +45,16 @@ def solve_starts(
         starts: number of starts.
         attention_mask: (B, L), non-zero for real tokens; padding may be anywhere.
         chunk: maximum number of sequences that are solved together; each start has B sequences. ``None``: all
-            starts together. A start's result depends on ``chunk`` only by rounding.
+            starts together. ``chunk`` changes results only by rounding.
         solve: solve options; by default the layer's options of evaluation.
 
     Returns:
-        One output per start, as of ``layer(x)``. Its ``solution.nfe`` counts the evaluations of every batch
-        that contained some of its sequences.
+        One output per start, like that of ``layer(x)``. Its ``solution.nfe`` counts the evaluations of every
+        batch that contained some of the start's sequences.
 
     Raises:
-        ValueError: the layer is in training mode; the guess does not vary; ``starts`` or ``chunk`` below 1;
-            inputs that the layer rejects.
+        ValueError: the layer is in training mode; the guess does not vary; ``starts`` or ``chunk`` is below
+            1; the layer rejects the inputs.
     """
     return (out for out, _ in _outputs(layer, x, starts, attention_mask, chunk, solve))
 
@@ -70,15 +71,15 @@ def solve_many(
     """Solve ``x`` from several starts, and keep for each sequence the start with the smallest residual.
 
     The residual of a sequence is the root mean square of the relative residuals of its real tokens. A start
-    with a non-finite token loses. Of equally good starts, the first is kept. Without gradients, only the best
-    solutions so far and those of one chunk are in memory.
+    with a non-finite token counts as the worst. Of equal starts, the first is kept. Without gradients, memory
+    holds only the best solutions so far and those of one chunk.
 
     Args:
         layer, x, starts, attention_mask, chunk, solve: as in :func:`solve_starts`.
 
     Returns:
-        z (B, L, D) and ``solution`` of the chosen starts. ``solution.nfe`` is the number of evaluations of
-        all batches.
+        The output with z (B, L, D) and ``solution`` of the chosen starts. ``solution.nfe`` is the number of
+        evaluations of all batches.
 
     Raises:
         ValueError: as in :func:`solve_starts`.
@@ -141,7 +142,7 @@ def _solved(
     for first in range(0, starts * batch, chunk):
         pairs = range(first, min(first + chunk, starts * batch))
         rows = torch.arange(pairs.start, pairs.stop, device=x.device) % batch
-        # The numbers of the starts in this batch, and how many sequences of each the batch has.
+        # The numbers of the starts in this batch, and how many sequences the batch has of each.
         numbers = range(first // batch, pairs[-1] // batch + 1)
         counts = [min(pairs.stop, (n + 1) * batch) - max(first, n * batch) for n in numbers]
         mask = None if attention_mask is None else attention_mask[rows]
@@ -159,7 +160,7 @@ def _solved(
 
 
 class _Starts(Guess):
-    """Proposes several starts for one batch: ``counts[i]`` sequences get the guess of ``numbers[i]``."""
+    """The guess for a batch with several starts: ``counts[i]`` sequences get the guess of ``numbers[i]``."""
 
     def __init__(self, guess: Guess, numbers: Sequence[int], counts: Sequence[int]) -> None:
         self._guess, self._numbers, self._counts = guess, numbers, counts
@@ -191,7 +192,7 @@ def _with(solution: Solution, values: dict[str, Any]) -> Solution:
 
 
 def _residual(solution: Solution, attention_mask: Tensor | None) -> Tensor:
-    """(B,) root mean square over each sequence's real tokens; infinite if a token is not finite."""
+    """(B,) root mean square over the real tokens of each sequence; infinite if a token is not finite."""
     residual = solution.residual
     real = torch.ones_like(residual, dtype=torch.bool)
     real = real if attention_mask is None else real_tokens(attention_mask)

@@ -1,4 +1,4 @@
-"""The interface of guesses. A guess decides where the search for the fixed point starts.
+"""The interface of guesses. A guess proposes the initial iterate of the search for the fixed point.
 
 Shapes: B sequences, L tokens, D width.
 """
@@ -20,7 +20,8 @@ class Guess(ABC):
                 return x
 
     Attributes:
-        varies: true if different numbers give different guesses, as :func:`~deqseq.solve_many` requires.
+        varies: true if starts with different numbers get different guesses. :func:`~deqseq.solve_many`
+            requires it.
         causal: true if the guess for token t depends only on tokens up to t. Causal training requires it.
         module: a module that the guess uses, or ``None``. The layer registers the module as a submodule, so
             optimisers, ``layer.to`` and state dicts find its parameters.
@@ -38,12 +39,13 @@ class Guess(ABC):
 
         Args:
             x: (B, L, D) the layer's input. Each row is one sequence, followed by padding, which is zero.
-            number: the number of the start, 0 in a plain call. The guess for a token must then depend only on
-                this number, on the place of the token in ``x`` and on the sequence itself. It must not depend
-                on other sequences, on L, on torch's global random state or on the device. In training
-                ``None``: a random guess is then drawn anew for every sequence.
-            previous: (B, D) the equilibrium of each sequence's last token before ``x``; ``None`` if it is
-                unknown.
+            number: in training ``None``. A random guess then draws new values for every sequence. In
+                evaluation, the number of the start, which is 0 in a call of the layer. The guess for a token
+                must then depend only on this number, on the place of the token in its row, and on the
+                sequence. It must not depend on other sequences, on L, on torch's global random state or on
+                the device.
+            previous: (B, D) for each sequence the equilibrium of the last token before ``x``; ``None`` if it
+                is unknown.
         """
 
 

@@ -50,9 +50,9 @@ class StackTrace(NamedTuple):
 class Block(nn.Module):
     """A mixer and an optional MLP. Their outputs are added to the residual stream u.
 
-    A pre-norm block (the default) normalises what the mixer and the MLP read: u <- u + mixer(norm(u)), then
-    u <- u + mlp(norm2(u)). The block does not add its last output (of the MLP, if there is one) itself, but
-    returns it. The next block, or the final norm, adds it. So one kernel can add and normalise.
+    A pre-norm block (the default) normalises the inputs of the mixer and the MLP: u <- u + mixer(norm(u)),
+    then u <- u + mlp(norm2(u)). The block does not make the last of these sums. It returns the last output,
+    and the next block or the final norm adds it. So one kernel can add and normalise.
 
     A post-norm block normalises the sums: u <- norm(u + mixer(u)), then u <- norm2(u + mlp(u)).
     """
@@ -148,7 +148,7 @@ class Stack(Backbone):
                     parametrizations.weight_norm(module)
 
     def initialise(self) -> None:
-        """Set the initial weights, before weight normalisation. By default, keep those of torch's modules."""
+        """Set the initial weights, before weight normalisation. By default torch's initial weights stay."""
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         tokens = () if self.injection is None else (self.injection(x),)
@@ -170,9 +170,9 @@ class Stack(Backbone):
         return self.through(stream, context, state, kernels.in_force(context.shared.choice), injection)
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compile every block with :func:`torch.compile`, which takes the arguments.
+        """Compile every block with :func:`torch.compile`, which gets the arguments.
 
-        A copy of the backbone is not compiled. Mamba2 has kernels of its own: do not compile it.
+        Copies of the backbone are not compiled. Do not compile Mamba2, which has kernels of its own.
         """
         for block in self.layers:
             block.compile(*args, **options)
@@ -288,7 +288,7 @@ def projection(linear: nn.Linear) -> Tensor:
 
 
 def linear_input(stream: Tensor) -> Tensor:
-    """``stream``, cast to the dtype that autocast gives the inputs of linear maps."""
+    """``stream`` in the dtype to which autocast casts the inputs of linear maps."""
     return stream.to(kernels.autocast_dtype(stream))
 
 

@@ -1,4 +1,4 @@
-"""The Llama backbone: a stack of blocks with attention, and a final norm.
+"""The Llama backbone: a stack of blocks with attention, and a final norm if the blocks are pre-norm.
 
 Shapes: B sequences, L tokens, W tokens in the window, D width, H query heads, J key/value heads,
 P = D / H head dim, S slots of the key/value state (one slot per token).
@@ -92,7 +92,7 @@ class LlamaBlock(Block):
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:  # fmt: skip
         """Returns the stream, the MLP's output (the next block adds it to the stream), and the trace.
 
-        With post-norm, there is nothing to add, so the second value is ``None``.
+        A post-norm block returns ``None`` as the second value, because nothing is left to add.
 
         ``seen`` (B,): the number of filled slots. If it is given, a fused kernel computes the block.
         """
@@ -131,7 +131,8 @@ class LlamaBackbone(Stack):
             dimensions, and half of the channels encode each. Needs ``causal=False``. By default positions
             have one dimension.
         post_norm: true: a block computes u <- norm(u + attention(u)), then u <- norm2(u + mlp(u)), and there
-            is no final norm. Needs ``causal=False``, because the kernels for decoding are pre-norm.
+            is no final norm. Needs ``causal=False``, because the kernels for decoding compute pre-norm
+            blocks. False: pre-norm blocks and a final norm.
 
     Raises:
         ValueError: a size below 1, or one that breaks a rule above; an attention that is unknown or not

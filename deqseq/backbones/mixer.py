@@ -17,8 +17,8 @@ from deqseq.ops.one_token import SwiGLUWeights
 class TokenMixer(nn.Module):
     """A SwiGLU over the L tokens of each channel.
 
-    Its hidden width int(2 d_inner / 3) is rounded up to a multiple of 8, because GPUs compute matrix products
-    of such widths faster.
+    Its hidden width is int(2 d_inner / 3), rounded up to a multiple of 8, because matrix products of such
+    widths are faster on GPUs.
     """
 
     def __init__(self, tokens: int, d_inner: int) -> None:
@@ -53,8 +53,9 @@ class MixerBackbone(Stack):
     A block mixes the tokens of each channel, then the channels of each token. One shared injection
     W RMSNorm(x) + b is added to the input of every token mixer.
 
-    A mixer has no position embeddings: it learns one weight per position. So it is not causal, keeps no
-    state, and takes sequences of exactly ``tokens`` tokens, without padding.
+    A mixer has no position embeddings, because the MLPs over tokens have weights of their own for every
+    position. So a mixer is not causal, keeps no state, and takes sequences of exactly ``tokens`` tokens,
+    without padding.
 
     The weights of all linear maps are initially normal with standard deviation 1 / sqrt(fan-in), truncated to
     [-2, 2].
@@ -71,8 +72,8 @@ class MixerBackbone(Stack):
             final norm. False: pre-norm blocks and a final norm.
 
     Raises:
-        ValueError: a size that is too small or no whole number, or another option that breaks a rule above;
-            in a call, an x with another number of tokens, or a mask.
+        ValueError: a size is too small or no whole number, or another option breaks a rule above; in a call,
+            x has another number of tokens, or there is a mask.
     """
 
     causal = False

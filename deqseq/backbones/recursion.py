@@ -1,4 +1,4 @@
-"""The recursion backbone: two latents that one map updates in turn, as one fixed-point variable.
+"""The recursion backbone: one map updates two latents in turn; both form one z.
 
 Shapes: B sequences, L tokens, D width of a latent.
 """
@@ -30,23 +30,23 @@ class RecursionBackbone(Backbone):
 
         z_H <- (1 - damping) z_H + damping map(z_H + z_L + x_H).
 
-    This damping is part of f. A solver's damping comes on top.
+    This damping is part of f. The damping of a solver applies to f as a whole, in addition.
 
     :meth:`compile` compiles a whole round with :func:`torch.compile`. A copy of the backbone is not compiled.
 
-    The explicit twin is ``map`` alone, in an :class:`~deqseq.ExplicitSequenceLayer` of width D.
+    The explicit twin is an :class:`~deqseq.ExplicitSequenceLayer` of width D with ``map`` alone.
 
     Args:
         map: a backbone of width D without injection, as an object or as a mapping such as
             ``{"name": "mixer", ...}``. In a mapping, ``injection`` is false by default. The recursion is
             causal if ``map`` is.
         updates: number of updates of z_L in a round.
-        damping: in (0, 1]; with 1, an update does not keep a part of the latent.
-        noise: in training mode, every update adds ``noise`` times a standard normal to the latent. The
-            residual of a search then stays at about the size of the noise.
+        damping: in (0, 1]; with 1, an update keeps nothing of the old latent.
+        noise: in training mode, every update adds noise N(0, ``noise``²) to the latent. The residual of a
+            search then does not fall below about the size of the noise.
 
     Raises:
-        ValueError: ``map`` has an injection or no width, or a number breaks a rule above.
+        ValueError: ``map`` has an injection or no width, or a number is out of range.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RecursionBackbone(Backbone):
         return _with_input(x, self.map.hide_padding(inner, lengths))
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        return self(z, context), None  # by __call__, which compile() compiles
+        return self(z, context), None  # not self.forward: compile() compiles __call__
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
         """f(z), (B, L, 2 D): one round."""

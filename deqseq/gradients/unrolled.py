@@ -15,9 +15,9 @@ from deqseq.solution import Solution
 class Unrolled(GradientStrategy):
     """Back-propagation through ``iterations`` steps of the layer's solver.
 
-    The steps begin at the initial guess. With ``before``, they begin at the iterate after ``before`` steps
-    without a graph, so gradients are truncated and do not reach the initial guess. If the detached result of
-    an optimiser step is the ``z0`` of the next one, this is deep supervision in segments, as in HRM (arXiv
+    The steps begin at the initial guess. With ``before``, the solver first does ``before`` steps without a
+    graph. Gradients are then truncated: they do not reach the initial guess. If the detached result of each
+    optimiser step is also the ``z0`` of the next one, this is deep supervision in segments, as in HRM (arXiv
     2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488).
 
     While gradients are enabled, the layer does not search for the fixed point. It then uses neither its
@@ -28,7 +28,7 @@ class Unrolled(GradientStrategy):
     Args:
         iterations: number of iterations that autograd records. Each evaluates f once on all tokens.
         checkpoint: store no activations of the iterations, and recompute them in the backward pass.
-        before: number of iterations without a graph, which come first. The solver then starts anew.
+        before: number of iterations without a graph before them. The solver's memory does not carry over.
 
     Raises:
         ValueError: ``iterations`` below 1; ``before`` below 0.

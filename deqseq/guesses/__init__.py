@@ -1,4 +1,4 @@
-"""Where a search starts, one file each. A new guess is a subclass of :class:`deqseq.Guess`."""
+"""Guesses of the initial iterate, one file each. A new guess is a subclass of :class:`deqseq.Guess`."""
 
 from deqseq.guesses.noise import Noise
 from deqseq.guesses.previous import Previous

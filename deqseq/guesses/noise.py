@@ -11,7 +11,7 @@ from deqseq.checks import check_count, check_positive
 from deqseq.guess import Guess
 
 _BLOCK = 64
-"""Number of tokens whose noise one random generator draws."""
+"""Number of tokens whose noise is drawn together. Every block of tokens has a random generator of its own."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Noise(Guess):
     """Every token starts at noise N(0, std²), independent for every channel.
 
     In training, torch's random generator draws new noise for every sequence. In evaluation, the noise depends
-    only on the seed, the number of the start and the place of the token in the call's sequence. So all
-    sequences of a batch start at the same noise, and repeated calls give the same result.
+    only on the seed, the number of the start, and the place of the token among the tokens of its sequence in
+    this call. So all sequences of a batch start at the same noise, and repeated calls give the same result.
 
     Args:
         std: standard deviation, above 0.
-        seed: other seeds give other noise in evaluation.
+        seed: seed of the noise in evaluation.
 
     Raises:
         ValueError: ``std`` is not finite or not above 0; ``seed`` is not a whole number of at least 0.

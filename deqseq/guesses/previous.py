@@ -11,8 +11,8 @@ from deqseq.guess import Guess
 class Previous(Guess):
     """Every token starts at ``previous``, the equilibrium of the last token before the call.
 
-    Without ``previous``, every token starts at zero. The language models pass ``previous`` in calls that
-    continue a cache, as in generation. In a call of the layer, it is an argument.
+    Without ``previous``, every token starts at zero. It is an argument of the layer's call. The language
+    models pass it in calls that continue a cache, as in generation.
     """
 
     def propose(self, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor | None:

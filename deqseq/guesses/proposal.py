@@ -9,13 +9,14 @@ class Proposal(Guess):
     """Every token starts where a module proposes.
 
     The layer registers the module as a submodule. Gradients reach the module only through ``Unrolled`` with
-    ``before=0``. The other gradient strategies do not differentiate the start of a search: train the module
-    by a loss of your own, such as the distance from its result to the equilibrium.
+    ``before=0``. With other gradient strategies, train the module by a loss of your own, such as the distance
+    from its result to the equilibrium.
+
+    A ``Proposal`` has no registered name, because names cannot describe a module: pass the object.
 
     Args:
-        module: maps the input (B, L, D) to the initial iterate (B, L, D). A proposal is given as an object,
-            because a module has no name.
-        causal: whether token t of the module's result depends only on tokens up to t. Nobody checks it.
+        module: maps the input (B, L, D) to the initial iterate (B, L, D).
+        causal: true if token t of the module's result depends only on tokens up to t. This is not checked.
     """
 
     def __init__(self, module: nn.Module, causal: bool = True) -> None:

@@ -13,10 +13,10 @@ from deqseq.solver import Progress, Solver, SolverState, solvers
 class Noisy(Solver):
     """Wraps a solver and adds noise N(0, std²) to every iterate that it proposes for an unsettled token.
 
-    Meant for training: ``solver=(Noisy(std=0.01), "picard")`` trains with noise and evaluates without. The
-    noise comes from torch's random generator. For autograd it is a constant. A tolerance below the noise is
-    never met, so tokens then use up their iterations. In the last of a fixed number of iterations all tokens
-    have settled, so the last iterate has no noise.
+    Use it in training: ``solver=(Noisy(std=0.01), "picard")`` trains with noise and evaluates without. The
+    noise comes from torch's random generator. For autograd it is a constant. Tokens cannot meet a tolerance
+    below the noise, so they use up their iterations. If the number of iterations is fixed, all tokens have
+    settled in the last one, so the last iterate has no noise.
 
     Args:
         solver: the solver to wrap; an object, a name or a mapping.

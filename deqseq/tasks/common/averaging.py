@@ -13,12 +13,13 @@ _FILE = "average.safetensors"
 
 
 class Averaging(TrainerCallback):
-    """An exponential moving average of the weights (Polyak averaging), updated after every optimiser step.
+    """An exponential moving average of the weights, updated after every optimiser step.
 
-    The first steps count less: in step n the decay is the smaller of ``decay`` and n / (n + 9).
+    Update n is average <- d average + (1 - d) weights, where d is the smaller of ``decay`` and n / (n + 9).
+    So the average forgets the first weights faster.
 
     Args:
-        decay: weight of the average in every update, in [0, 1).
+        decay: in [0, 1).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -35,9 +36,8 @@ class Averaging(TrainerCallback):
         return self._averaged.module
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._averaged.module.to(
-            args.device
-        )  # the number of updates stays on the CPU, where reading it is free
+        # The number of updates stays on the CPU: reading it from a GPU would wait for the GPU.
+        self._averaged.module.to(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._averaged.update_parameters(model)

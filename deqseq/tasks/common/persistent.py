@@ -1,12 +1,12 @@
 """Iterates that persist over optimiser steps.
 
-Every optimiser step does a few iterations for each sequence of its batch, from where the step before stopped.
-A sequence stays in the batch until it is solved, or until its budget of steps is spent. A fresh sequence then
-takes its place. Published as deep supervision in segments (HRM, arXiv 2506.21734; TRM, arXiv 2510.04871;
-Equilibrium Reasoners, arXiv 2605.21488).
+Every optimiser step does a few iterations for each sequence of its batch. They continue from the iterates of
+the step before. A sequence stays in the batch until it is solved, or until its budget of steps is spent. Then
+a fresh sequence takes its place. The method was published as deep supervision in segments (HRM, arXiv
+2506.21734; TRM, arXiv 2510.04871; Equilibrium Reasoners, arXiv 2605.21488).
 
-The gradient strategy decides what a step does: ``unrolled`` with ``iterations: 1`` does one iteration with a
-graph.
+The gradient strategy decides which iterations a step does: ``unrolled`` with ``iterations: 1`` does one
+iteration, with a graph.
 
 Shapes: B sequences, L tokens, D width.
 """
@@ -24,24 +24,24 @@ _FILE = "iterates.safetensors"
 
 
 class Iterates:
-    """The sequences in the batch, their iterates, and the steps that are left of their budgets.
+    """The sequences in the batch, their iterates, and how many steps are left of their budgets.
 
     Args:
-        budget: largest number of optimiser steps that a sequence stays in the batch. The sequences of the
-            first batch get budgets from 1 to ``budget``, so that they do not all leave in the same step.
+        budget: maximum number of optimiser steps for which a sequence stays in the batch. The sequences of
+            the first batch get budgets from 1 to ``budget``, so that they do not all leave in the same step.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.batch: dict[str, Tensor] = {}
         self.z: Tensor | None = None
-        self.left: Tensor | None = None  # (B,) int64
+        self.left: Tensor | None = None  # (B,) int64, steps left
 
     def take(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """The batch of the next step. Sequences without steps left are replaced by those in ``fresh``.
 
-        Returns the batch, with ``z0`` (B, L, D), the iterates to continue from, and ``fresh`` (B,) bool, the
-        sequences that have none yet. The first batch has neither.
+        Returns the batch with two more entries: ``z0`` (B, L, D), the iterates to continue from, and
+        ``fresh`` (B,) bool, the sequences that have no iterate yet. The first batch has neither entry.
         """
         if self.left is None:
             size, device = len(fresh["labels"]), fresh["labels"].device
@@ -76,8 +76,8 @@ class Iterates:
 class PersistentTrainer(AlignedTrainer):
     """Trains with iterates that persist. The stream yields a whole batch of fresh sequences for every step.
 
-    The model takes ``z0`` and ``fresh`` (see :meth:`Iterates.take`), and its output has ``z``. A sequence is
-    solved if all its labels are predicted.
+    The model must take ``z0`` and ``fresh`` (see :meth:`Iterates.take`), and its output must have ``z``. A
+    sequence is solved if all its labels are predicted.
 
     Args:
         budget: see :class:`Iterates`.
@@ -87,7 +87,7 @@ class PersistentTrainer(AlignedTrainer):
         super().__init__(*args, **options)
         self.iterates = Iterates(budget)
         self.parts.append(self.iterates)
-        self._ended: list[Any] = [0, 0]  # sequences that left since the last log: all, and the solved ones
+        self._ended: list[Any] = [0, 0]  # sequences that left since the last log: all, and solved ones
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -237,9 +237,8 @@ class AlignedTrainer(CurriculumTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args: Any, **options: Any) -> Tensor:
-        if (
-            self._resumed is not None
-        ):  # with ``ignore_data_skip``, transformers does not restore random states
+        # With ``ignore_data_skip``, transformers does not restore random states.
+        if self._resumed is not None:
             self._load_rng_state(str(self._resumed))
             self._resumed = None
         return super().training_step(*args, **options)

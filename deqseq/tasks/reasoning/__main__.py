@@ -50,8 +50,8 @@ def _train(
 ) -> None:
     """Train a model in a folder.
 
-    RUN is a YAML file with settings, or a shipped one. The settings below override it; --data is always
-    needed. To resume after an interruption, run the same command again.
+    RUN is a YAML file with settings, or the name of a shipped one. The options below override its settings.
+    --data is always needed. To resume after an interruption, run the same command again.
 
       python -m deqseq.tasks.reasoning data sudoku --size 4 --count 20000 --output sudoku4.csv
       python -m deqseq.tasks.reasoning train sudoku-small --data sudoku4.csv --output runs/sudoku4
@@ -82,21 +82,22 @@ def _evaluate(
 ) -> None:
     """Test a trained model at any depth, and with several starts. Writes JSON and a figure.
 
-    A depth is a number of evaluations of the map. With several starts, the answer of the start with the
-    smallest residual counts; the column vote is for the most frequent answer. A second table is for searches
-    whose depth adapts: they end when the residual of the board meets the tolerance.
+    A depth is a number of evaluations of the map. Of several starts, the one with the smallest residual gives
+    the answer. The column exact has the share of right answers, and vote the same for the most frequent
+    answer of all starts. In the second table the depth adapts: a search ends when the board's residual meets
+    the tolerance.
 
     Args:
         run: folder of a trained model
         puzzles: CSV file, or a folder with the published arrays of mazes
         depth: depths, in increasing order
-        starts: maximum number of starts of each puzzle
+        starts: maximum number of starts of each puzzle; also tests 1, 2, 4, ... starts
         count: use only the first COUNT puzzles
-        rtol: tolerance of searches whose depth adapts; the run's by default
-        max_iter: maximum number of evaluations of these searches; the run's by default
+        rtol: tolerance of the second table; the run's by default
+        max_iter: maximum number of evaluations of a search in the second table; the run's by default
         batch_size: puzzles solved together
         output: folder for results, by default RUN/evaluation
-        force: overwrite results with other settings
+        force: overwrite a result that has other settings
     """
     model, settings = load(run)
     tests = Puzzles(*(column[:count] for column in read(puzzles, settings.task)))
@@ -134,10 +135,12 @@ def _data(
 ) -> None:
     """Write puzzles to a CSV file, or check such a file.
 
-    A line is source,question,answer,rating, as in the data set sapientinc/sudoku-extreme. Sudokus have one
-    solution, and every clue is needed: if one is removed, there are several solutions. Their rating is the
-    number of dead ends of a simple search. Mazes are perfect: they have one path between any two free cells.
-    Their rating is the number of steps from start to goal. The same seed gives the same file.
+    A line is source,question,answer,rating, as in the data set sapientinc/sudoku-extreme. The same seed gives
+    the same file.
+
+    Sudokus have one solution, and every clue is needed: without any one of them, there are several solutions.
+    Their rating is the number of dead ends of a simple search. Mazes are perfect: they have one path between
+    any two free cells. Their rating is the number of steps from start to goal.
 
     Writing puzzles needs pip install 'deqseq[reason]'.
 
@@ -147,7 +150,7 @@ def _data(
         check: CSV file to verify; every puzzle is solved again
         count: number of puzzles
         size: cells along a side; 4 or 9 for Sudokus (default 9), at least 5 for mazes (default 30)
-        rating: least rating of Sudokus, 0 by default; about 1 in 100 Sudokus of size 9 is rated 10 or more
+        rating: lowest rating of Sudokus, 0 by default; about 1 in 100 Sudokus of size 9 is rated 10 or more
         lengths: steps of the shortest and of the longest path in mazes; by default 100 140 for size 30, in
             proportion to the area for other sizes
         seed: seed of the puzzles

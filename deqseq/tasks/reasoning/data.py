@@ -22,20 +22,22 @@ def read(path: str | Path, task: Task) -> Puzzles:
     """The puzzles in a CSV file, or in a folder with the published arrays of mazes.
 
     Raises:
-        ValueError: the file is malformed, or a folder is given for Sudokus.
+        ValueError: the file is missing or malformed, or a folder is given for Sudokus.
     """
+    if not Path(path).exists():
+        raise ValueError(f"there is no file {path}")
     if not Path(path).is_dir():
         return read_csv(path, task)
     if task != "maze":
-        raise ValueError(f"{path} is a folder, and only published mazes come as folders: name a CSV file")
+        raise ValueError(f"{path} is a folder, but Sudokus are read from a CSV file")
     return read_arrays(path)
 
 
 def split(puzzles: Puzzles) -> tuple[Puzzles, Puzzles]:
-    """All puzzles but the last tenth, and the last tenth, which has at least one."""
+    """All puzzles but the last tenth, and the last tenth (at least one puzzle)."""
     count = len(puzzles.ratings)
     if count < 2:
-        raise ValueError(f"a split needs at least 2 puzzles, got {count}: name a file of test puzzles")
+        raise ValueError(f"the last tenth is for tests, so at least 2 puzzles are needed, got {count}")
     tests = max(1, count // _TENTH)
     return Puzzles(*(column[:-tests] for column in puzzles)), Puzzles(
         *(column[-tests:] for column in puzzles)

@@ -27,16 +27,16 @@ from deqseq.tasks.reasoning.puzzles import CHARACTERS, Task, check_task, size_of
 class BoardConfig(PretrainedConfig):
     """The configuration of a :class:`BoardModel`.
 
-    The parts are names or mappings, as for :class:`~deqseq.ImplicitSequenceLayer`. A pair of solvers or
-    policies is one for training and one for evaluation.
+    The parts are names or mappings, as for :class:`~deqseq.ImplicitSequenceLayer`. A pair of solvers,
+    policies or guesses has one for training and one for evaluation.
 
     Attributes:
         task: ``"sudoku"`` or ``"maze"``.
         size: cells along a side of a board.
-        implicit: false: an explicit layer, which applies the map once.
+        implicit: true: an implicit layer; false: an explicit layer, which applies the map once.
         backbone: the map. It must not be causal.
         solver, gradient, convergence, guess: parts of the implicit layer.
-        bf16: evaluate in bfloat16 on GPUs.
+        bf16: evaluate under autocast to bfloat16 on GPUs.
     """
 
     model_type = "board"
@@ -58,7 +58,7 @@ class BoardOutput(ModelOutput):
 
     Attributes:
         logits: (B, C, V).
-        z: (B, C, D) the last iterates; for an explicit model, the output of its layer.
+        z: (B, C, D) the output of the layer; for an implicit model, the last iterates.
         solution: how every cell was solved; ``None`` for an explicit model.
     """
 
@@ -70,8 +70,8 @@ class BoardOutput(ModelOutput):
 class BoardModel(PreTrainedModel):
     """Predicts the token of each cell of the answer from all cells of the question.
 
-    With a :class:`~deqseq.backbones.RecursionBackbone`, the output layer reads the latent z_H only, and only
-    the update of z_L sees the question, as in TRM (arXiv 2510.04871).
+    With a :class:`~deqseq.backbones.RecursionBackbone`, the output layer reads only the latent z_H, and the
+    embedded question enters only the updates of z_L, as in TRM (arXiv 2510.04871).
 
     Raises:
         ValueError: the task, the size or a part is unknown, or a part is not for such boards.
@@ -110,20 +110,20 @@ class BoardModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Does nothing: keeps the initial weights that the parts choose."""
+        """Does nothing, so the initial weights of the parts stay."""
 
     @property
     def task(self) -> Task:
         return self.config.task  # type: ignore[return-value]
 
     def precision(self) -> AbstractContextManager[Any]:
-        """Within the block, the model computes as in its evaluation."""
+        """A context manager for the precision of evaluation: bfloat16 on GPUs if ``config.bf16``."""
         return torch.autocast("cuda", torch.bfloat16, enabled=self.config.bf16 and self.device.type == "cuda")
 
     def inputs(self, input_ids: Tensor) -> Tensor:
         """The layer's input x (B, C, D) for the boards ``input_ids`` (B, C) int64.
 
-        If D is larger than the embedding (two latents), the first channels of x are zero.
+        If there are two latents, D is twice the width of the embedding. The first half of x is then zero.
         """
         x = F.pad(self.embed(input_ids), (int(self.layer.backbone.d_model or 0) - self.d_read, 0))
         return x.to(kernels.autocast_dtype(x))
@@ -141,9 +141,9 @@ class BoardModel(PreTrainedModel):
 
         Args:
             input_ids: (B, C) int64 tokens of the questions.
-            z0: (B, C, D) where the search starts; by default at the layer's guess.
-            fresh: (B,) bool, boards that start at the layer's guess although there is a ``z0``.
-            solve: solver, policy and guess; by default the layer's.
+            z0: (B, C, D) initial iterates; by default the layer's guess.
+            fresh: (B,) bool, the boards that start at the layer's guess instead of at ``z0``.
+            solve: solve options; by default the layer's.
         """
         x = self.inputs(input_ids)
         if not isinstance(self.layer, ImplicitSequenceLayer):
@@ -155,18 +155,18 @@ class BoardModel(PreTrainedModel):
         return BoardOutput(self.answers(out.z), out.z, out.solution)
 
     def start(self, x: Tensor, number: int | None) -> Tensor:
-        """Where a search starts: (B, C, D). ``number``: of the start; ``None``: a new one for each board."""
+        """The initial iterates (B, C, D) of start ``number``; ``None``: of a new random start per board."""
         assert isinstance(self.layer, ImplicitSequenceLayer)
         found = self.layer.solve.guess.propose(x, number, None)
         return torch.zeros_like(x) if found is None else found
 
 
 def explicit(backbone: Mapping[str, Any]) -> dict[str, Any]:
-    """The map that an explicit model applies once: ``backbone`` without rounds and without injection."""
+    """The backbone of the explicit twin: ``backbone``, or the map of a recursion, without injection."""
     found = backbone.get("map", backbone)
     return {**(found if isinstance(found, Mapping) else {"name": found}), "injection": False}
 
 
 def _pair(part: Any) -> Any:
-    """JSON has lists instead of tuples."""
+    """A pair as a tuple, because JSON makes it a list."""
     return tuple(part) if isinstance(part, list) else part

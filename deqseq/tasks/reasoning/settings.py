@@ -25,8 +25,8 @@ RUNS = Path(__file__).parent / "runs"
 class TrainSettings:
     """All settings of a run; saved in the folder of the run as ``settings.json``.
 
-    A step of training does a few iterations for each puzzle of its batch, from where the step before stopped.
-    A puzzle leaves the batch when it is solved, or after ``budget`` steps.
+    A step of training does a few iterations for each puzzle of its batch. They continue from the iterates of
+    the step before. A puzzle leaves the batch when it is solved, or after ``budget`` steps.
 
     Args:
         data: CSV file of the training puzzles, see the command data
@@ -38,24 +38,23 @@ class TrainSettings:
         backbone: the map, as a mapping {name: NAME, option: value}. It must not be causal
         solver: solver, or a list of two: in training and in evaluation
         gradient: gradient strategy; unrolled with 1 iteration does one iteration in every step of training
-        guess: where the search starts: zero, noise, or any installed guess
-        tolerance: relative residual of a board at which a search in evaluation ends
-        max_iter: maximum number of evaluations of a board in evaluation
-        train_max_iter: maximum number of evaluations of a search in training, for gradient strategies that
-            search
+        guess: initial iterate of a search; zero, noise, or any installed guess
+        tolerance: relative residual of a board at which its search ends
+        max_iter: maximum number of evaluations of the map in a search of evaluation
+        train_max_iter: the same in training, for gradient strategies that search
         budget: maximum number of steps for which a puzzle stays in the batch
-        loss: stablemax grows more slowly than softmax, and keeps logits small
-        augment: apply random symmetries to every training puzzle
+        loss: softmax, or stablemax, which grows more slowly and keeps logits small
+        augment: apply a random symmetry to every training puzzle
         steps: optimiser steps
         batch_size: puzzles per optimiser step
         learning_rate: highest learning rate, after a warm-up over 5 % of the steps; decays over the last 30 %
         weight_decay: weight decay of matrices
         max_grad_norm: gradients are clipped to this norm; 0 means no clipping
-        average: decay of the average of the weights; the average is the trained model
+        average: decay of the moving average of the weights; the trained model has the averaged weights
         eval_steps: steps between two tests; 0 means no tests
-        eval_depth: evaluations of f in these tests
+        eval_depth: number of evaluations of the map in these tests
         eval_puzzles: maximum number of puzzles in these tests
-        bf16: autocast to bfloat16, in evaluation on GPUs only; weights stay float32
+        bf16: autocast to bfloat16; weights stay float32, and evaluation on a CPU uses float32
         compile: compile the map with torch.compile; on GPUs only
         seed: seed of weights and data
 

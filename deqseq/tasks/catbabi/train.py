@@ -17,7 +17,7 @@ from deqseq.tasks.catbabi.data import IGNORE_INDEX, StoryStreams, load
 from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.common.models import load_model
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.common.trainer import AlignedTrainer, short_run_arguments
+from deqseq.tasks.common.trainer import AlignedTrainer, check_one_process, short_run_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
     identity = {**asdict(settings), "fingerprint": data.fingerprint, "vocabulary": data.vocabulary_sum}
     # These settings may differ when a run is resumed: the data may have moved, and older runs have not
     # recorded ``vocabulary``. The fingerprint still checks all data.
+    check_one_process()
     folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
     with folder.locked():
         if folder.finished():

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import set_seed
 
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.common.trainer import AlignedTrainer, short_run_arguments
+from deqseq.tasks.common.trainer import AlignedTrainer, check_one_process, short_run_arguments
 from deqseq.tasks.state_tracking.evaluate import load
 from deqseq.tasks.state_tracking.phases import Batches, PhaseCurriculum, Progress
 from deqseq.tasks.state_tracking.settings import Model, TrainSettings
@@ -29,6 +29,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
     Raises:
         ValueError: ``output`` holds another run.
     """
+    check_one_process()
     folder = RunFolder(output, asdict(settings))
     with folder.locked():
         if folder.finished():

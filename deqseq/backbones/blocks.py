@@ -276,7 +276,8 @@ def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
     if type_before_parametrizations(module) not in (nn.Linear, nn.Conv1d):
         raise ValueError(
             "backbones read weights and do not call modules, so a "
-            f"{type(module).__name__} in place of a linear map would have no effect: merge adapters first"
+            f"{type(module).__name__} in place of a linear map would have no effect: call "
+            "deqseq.backbones.fold_weight_norm(model), then merge adapters"
         )
     return module.weight
 

@@ -1,0 +1,79 @@
+"""Turn a weight-normalised model into plain linear maps and convolutions."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+
+from deqseq.backbones.blocks import Stack
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def fold_weight_norm(module: Module) -> Module:
+    """Replace every weight-normalised linear map and convolution of a model by a plain one, in place.
+
+    The plain weight is the effective weight, so results stay equal up to rounding. The configuration of a
+    language model then says ``backbone["weight_norm"] = False``, so ``save_pretrained`` and
+    ``from_pretrained`` keep the plain maps. Fold the whole model: if you fold only its layer or backbone, its
+    configuration does not change.
+
+    The plain weights are new parameters, so create optimisers afterwards. Folding a second time changes
+    nothing.
+
+    Args:
+        module: a model, a layer, or a backbone that takes the option ``weight_norm``.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        ValueError: ``module`` contains no such backbone.
+    """
+    stacks = [part for part in module.modules() if isinstance(part, Stack)]
+    if not stacks:
+        raise ValueError(
+            "fold_weight_norm takes a model, a layer or a backbone with the option weight_norm, such as "
+            f"LlamaBackbone; this {type(module).__name__} contains no such backbone"
+        )
+    for linear in [part for stack in stacks for part in stack.modules() if _is_normalised(part)]:
+        _fold(linear)
+    replaced: dict[int, Any] = {}
+    for part in module.modules():
+        config = vars(part).get("config")
+        backbone = getattr(config, "backbone", None)
+        if isinstance(backbone, Mapping) and (plain := _without_weight_norm(backbone)) != backbone:
+            if id(config) not in replaced:  # copy it: other models may use the same object
+                replaced[id(config)] = deepcopy(config)
+                replaced[id(config)].backbone = plain
+            part.config = replaced[id(config)]
+    return module
+
+
+def _is_normalised(module: nn.Module) -> bool:
+    parametrizations: Any = getattr(module, "parametrizations", None)
+    if not is_parametrized(module, "weight") or not isinstance(parametrizations["weight"][0], _WeightNorm):
+        return False
+    if len(parametrizations) > 1:
+        raise ValueError(f"fold_weight_norm needs maps with only a parametrised weight, got {module}")
+    return True
+
+
+def _fold(linear: Any) -> None:
+    trains = linear.parametrizations["weight"].original1.requires_grad
+    weight, bias = nn.Parameter(linear.weight.detach().clone(), requires_grad=trains), linear.bias
+    # torch's remove_parametrizations breaks copies of the map, which share its class.
+    linear.__class__ = type_before_parametrizations(linear)
+    del linear.parametrizations, linear.bias  # register the bias after the weight, as plain maps do
+    linear.register_parameter("weight", weight)
+    linear.register_parameter("bias", bias)
+
+
+def _without_weight_norm(backbone: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping of a backbone with ``weight_norm`` set to false; in a recursion, the mapping of its map."""
+    if isinstance(inner := backbone.get("map"), Mapping):
+        return {**backbone, "map": _without_weight_norm(inner)}
+    return {**backbone, "weight_norm": False}

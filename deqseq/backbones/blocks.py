@@ -1,7 +1,7 @@
 """Parts that backbones share: a stack of blocks with injection, gated MLPs, effective weights, checks.
 
-An effective weight is the weight after weight normalisation. Backbones compute effective weights once per
-forward pass, in ``prepare``, and pass them to the blocks.
+An effective weight is the weight with weight normalisation and adapters. Backbones compute effective weights
+once per forward pass, in ``prepare``, and pass them to the blocks.
 
 Shapes: B sequences, L tokens, W tokens in the window, D width.
 """
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.nn.utils.parametrize import type_before_parametrizations
 
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, Trace
+from deqseq.backbones.weights import LinearMaps, active_norm, check_merged, is_adapter, projection
 from deqseq.checks import check_count
 from deqseq.ops.add_norm import add_norm
 from deqseq.ops.one_token import Norm, SwiGLUWeights, ValueGateWeights
@@ -73,8 +73,9 @@ class Block(nn.Module):
 
     def norms(self) -> tuple[Norm, Norm | None]:
         """Weight and eps of both norms, as the fused kernels of pre-norm blocks take them."""
-        second = None if self.norm2 is None else (self.norm2.weight, self.norm2.eps)
-        return (self.norm.weight, self.norm.eps), second
+        first = active_norm(self.norm)
+        second = None if self.norm2 is None else active_norm(self.norm2)
+        return (first.weight, first.eps), None if second is None else (second.weight, second.eps)
 
     def by_parts(
         self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
@@ -91,15 +92,15 @@ class Block(nn.Module):
         """
         if self.post_norm:
             added, trace = self.mixer(linear_input(stream), weights[0], *inputs)
-            stream = add_norm(stream, added, self.norm, form, last=True)[1]
+            stream = add_norm(stream, added, active_norm(self.norm), form, last=True)[1]
             if self.norm2 is not None:
                 added = self.mlp(linear_input(stream), weights[1])
-                stream = add_norm(stream, added, self.norm2, form, last=True)[1]
+                stream = add_norm(stream, added, active_norm(self.norm2), form, last=True)[1]
             return stream, None, trace
-        stream, u = add_norm(stream, added, self.norm, form)
+        stream, u = add_norm(stream, added, active_norm(self.norm), form)
         added, trace = self.mixer(u, weights[0], *inputs)
         if self.norm2 is not None:
-            stream, u = add_norm(stream, added, self.norm2, form)
+            stream, u = add_norm(stream, added, active_norm(self.norm2), form)
             added = self.mlp(u, weights[1])
         return stream, added, trace
 
@@ -123,7 +124,6 @@ class Stack(Backbone):
 
     d_model: int
     state_shapes: tuple[tuple[int, ...], ...]
-    capturable = True
 
     def __init__(
         self, blocks: Iterable[nn.Module], d_model: int, width: int, norm_eps: float, weight_norm: bool,
@@ -146,6 +146,13 @@ class Stack(Backbone):
                 if isinstance(module, (nn.Linear, nn.Conv1d)):
                     # On GPUs torch computes w in single precision, even for float64.
                     parametrizations.weight_norm(module)
+
+    @property
+    def capturable(self) -> bool:  # type: ignore[override]
+        """True, except with adapters: a recording would not notice that they are switched or merged."""
+        parts: list[Any] = [part for block in self.layers for part in (block, *block._modules.values())]
+        holders = [part for part in (self, self.injection, *parts) if part is not None]
+        return not any(is_adapter(child) for part in holders for child in part._modules.values())
 
     def initialise(self) -> None:
         """Set the initial weights, before weight normalisation. By default torch's initial weights stay."""
@@ -190,7 +197,7 @@ class Stack(Backbone):
             stream, added, trace = block(stream, added, context.shared.weights[i], before, choice, *inputs)
             traces.append(trace)
         if self.norm_f is not None:
-            stream = add_norm(stream, added, self.norm_f, choice.others, last=True)[1]
+            stream = add_norm(stream, added, active_norm(self.norm_f), choice.others, last=True)[1]
         return stream, StackTrace(choice.others, traces)
 
     def initial_state(
@@ -204,7 +211,7 @@ class Stack(Backbone):
         return State(seen, (layer,) * len(self.layers))
 
 
-class Injection(nn.Module):
+class Injection(LinearMaps):
     """The injection W RMSNorm(x) + b, (B, L, width), of the layer's input x (B, L, D)."""
 
     def __init__(self, d_model: int, width: int, norm_eps: float = RMS_EPS) -> None:
@@ -213,6 +220,7 @@ class Injection(nn.Module):
         self.linear = nn.Linear(d_model, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        check_merged(self.linear)
         out: Tensor = self.linear(self.norm(x))
         return out
 
@@ -228,7 +236,7 @@ class InputSkip(nn.Module):
         return torch.addcmul(x, self.gain.to(x.dtype), z)
 
 
-class ValueGateMLP(nn.Module):
+class ValueGateMLP(LinearMaps):
     """fc2(value * silu(gate)) with (value, gate) = fc1(x), without biases.
 
     The hidden width is ``d_inner`` rounded up to a multiple of 128.
@@ -248,7 +256,7 @@ class ValueGateMLP(nn.Module):
         return F.linear(value * F.silu(gate), weights.out)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(LinearMaps):
     """fc2(silu(w1 x) * w3 x) with hidden width int(2 d_inner / 3), no biases (Shazeer, 2020)."""
 
     def __init__(self, d_model: int, d_inner: int) -> None:
@@ -264,28 +272,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor, weights: SwiGLUWeights) -> Tensor:
         hidden = F.silu(F.linear(x, weights.gate)) * F.linear(x, weights.value)
         return F.linear(hidden, weights.out)
-
-
-def plain_weight(module: nn.Linear | nn.Conv1d) -> Tensor:
-    """The effective weight of a linear map or convolution.
-
-    Raises:
-        ValueError: ``module`` is not an ``nn.Linear`` or ``nn.Conv1d``; for example, it is an adapter.
-            Backbones read weights and do not call modules, so the adapter would have no effect.
-    """
-    if type_before_parametrizations(module) not in (nn.Linear, nn.Conv1d):
-        raise ValueError(
-            "backbones read weights and do not call modules, so a "
-            f"{type(module).__name__} in place of a linear map would have no effect: call "
-            "deqseq.backbones.fold_weight_norm(model), then merge adapters"
-        )
-    return module.weight
-
-
-def projection(linear: nn.Linear) -> Tensor:
-    """The effective weight of a linear map, cast to autocast's dtype."""
-    weight = plain_weight(linear)
-    return weight.to(kernels.autocast_dtype(weight))
 
 
 def linear_input(stream: Tensor) -> Tensor:

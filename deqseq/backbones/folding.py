@@ -9,6 +9,7 @@ from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from deqseq.backbones.blocks import Stack
+from deqseq.backbones.weights import is_adapter
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -39,6 +40,10 @@ def fold_weight_norm(module: Module) -> Module:
             "fold_weight_norm takes a model, a layer or a backbone with the option weight_norm, such as "
             f"LlamaBackbone; this {type(module).__name__} contains no such backbone"
         )
+    adapters: list[Any] = [part for part in module.modules() if is_adapter(part)]
+    for adapter in adapters:
+        if getattr(adapter, "merged", False) and _is_normalised(adapter.base_layer):
+            adapter.unmerge()  # the merge had no effect; afterwards the adapter is active again
     for linear in [part for stack in stacks for part in stack.modules() if _is_normalised(part)]:
         _fold(linear)
     replaced: dict[int, Any] = {}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
 from deqseq.backbones.attention import AttentionFunction
-from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_hidden, check_sizes, projection
+from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_hidden, check_sizes
+from deqseq.backbones.weights import LinearMaps, projection
 from deqseq.checks import check_flag
 from deqseq.ops import advance, one_token
 from deqseq.ops.one_token import AttentionWeights, SwiGLUWeights
@@ -22,7 +23,7 @@ SLOTS = 64
 """A state that grows rounds its number of slots up to a multiple of this number."""
 
 
-class Attention(nn.Module):
+class Attention(LinearMaps):
     """Self-attention with rotary positions and grouped key/value heads, no biases."""
 
     def __init__(

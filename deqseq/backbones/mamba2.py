@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from deqseq import kernels
 from deqseq.backbone import State, Trace
-from deqseq.backbones.blocks import RMS_EPS, Block, Stack, ValueGateMLP, check_sizes, plain_weight, projection
+from deqseq.backbones.blocks import RMS_EPS, Block, Stack, ValueGateMLP, check_sizes
+from deqseq.backbones.weights import LinearMaps, active_norm, effective_weight, projection
 from deqseq.ops import advance, one_token
 from deqseq.ops.mixer import mix
 from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights, at_least_float32
 from deqseq.ops.one_token import ValueGateWeights
 
 
-class Mamba2Mixer(nn.Module):
+class Mamba2Mixer(LinearMaps):
     """The Mamba2 mixer (Dao & Gu, 2024).
 
     ``forward`` takes the result of :meth:`weights`, so that weights are normalised once per forward pass.
@@ -43,12 +44,12 @@ class Mamba2Mixer(nn.Module):
         assert self.conv1d.bias is not None
         return MixerWeights(
             projection(self.in_proj),
-            plain_weight(self.conv1d).squeeze(1),
+            effective_weight(self.conv1d).squeeze(1),
             self.conv1d.bias,
             -at_least_float32(self.A_log).exp(),
             self.dt_bias,
             self.D,
-            self.norm.weight,
+            active_norm(self.norm).weight,
             projection(self.out_proj),
         )
 

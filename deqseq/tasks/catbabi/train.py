@@ -34,11 +34,11 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
     Raises:
         ValueError: ``output`` contains another run; the data are missing or too small.
     """
+    check_one_process()
     data = load(settings.data)
     identity = {**asdict(settings), "fingerprint": data.fingerprint, "vocabulary": data.vocabulary_sum}
     # These settings may differ when a run is resumed: the data may have moved, and older runs have not
     # recorded ``vocabulary``. The fingerprint still checks all data.
-    check_one_process()
     folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
     with folder.locked():
         if folder.finished():

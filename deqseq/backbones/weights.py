@@ -1,0 +1,168 @@
+"""The weights of linear maps, convolutions and norms, with weight normalisation and adapters.
+
+Backbones read weights and do not call linear maps. So an adapter that PEFT has put in place of a linear map
+does not run: this module computes the weight of the map with its adapters. It recognises adapters by their
+attributes and does not import PEFT.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+
+from deqseq import kernels
+
+
+def effective_weight(module: nn.Module) -> Tensor:
+    """The effective weight of a linear map or convolution: with weight normalisation and active adapters.
+
+    Raises:
+        ValueError: the adapter is not supported, has dropout in training, adapts anything but an
+            ``nn.Linear``, or was merged into a weight-normalised map; ``module`` is no such module at all.
+    """
+    if type_before_parametrizations(module) in (nn.Linear, nn.Conv1d):
+        return cast(Tensor, module.weight)
+    if "modules_to_save" in module._modules:
+        return effective_weight(_active(module, "modules_to_save"))
+    if is_adapter(module):
+        return _adapted(module)
+    raise ValueError(
+        f"{_name(module)} cannot replace a linear map, because backbones read weights and do not call "
+        "modules: use an nn.Linear, or a LoRA adapter around an nn.Linear"
+    )
+
+
+def projection(linear: nn.Module) -> Tensor:
+    """The effective weight of a linear map, cast to autocast's dtype."""
+    weight = effective_weight(linear)
+    return weight.to(kernels.autocast_dtype(weight))
+
+
+def active_norm(module: nn.Module) -> nn.RMSNorm:
+    """The norm ``module``, or the active norm of an adapter (LN tuning, ``modules_to_save``).
+
+    Raises:
+        ValueError: another adapter, or one with several active norms.
+    """
+    if type(module) is nn.RMSNorm or not is_adapter(module):
+        return cast(nn.RMSNorm, module)
+    for choices in ("ln_tuning_layers", "modules_to_save"):
+        if choices in module._modules:
+            return cast(nn.RMSNorm, _active(module, choices))
+    raise ValueError(f"{_name(module)} cannot adapt a norm: use LN tuning, or modules_to_save")
+
+
+def is_adapter(module: nn.Module | None) -> bool:
+    """Whether ``module`` wraps another module, as PEFT's adapters do."""
+    return module is not None and ("base_layer" in module._modules or "original_module" in module._modules)
+
+
+def check_merged(module: nn.Module) -> None:
+    """Raise ``ValueError`` if an adapter was merged into a weight-normalised map, which has no effect."""
+    adapter: Any = module
+    if is_adapter(module) and getattr(module, "merged", False) and is_parametrized(adapter.base_layer):
+        raise ValueError(
+            f"merging {_name(module)} into a weight-normalised map had no effect: call "
+            "deqseq.backbones.fold_weight_norm(model), then merge again"
+        )
+
+
+class LinearMaps(nn.Module):
+    """Base class of modules with linear maps.
+
+    Raises:
+        ValueError: an adapter is unloaded after a merge that had no effect (:func:`check_merged`).
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        adapter = vars(self).get("_modules", {}).get(name)
+        if adapter is not None and adapter._modules.get("base_layer") is value:  # PEFT unloads the adapter
+            check_merged(adapter)
+        super().__setattr__(name, value)
+
+
+def _active(module: nn.Module, choices: str) -> nn.Module:
+    """The active module of an adapter that holds the original module and others, in its ``choices``."""
+    adapter: Any = module
+    _unmerge_if_disabled(adapter)
+    names, others = list(adapter.active_adapters), adapter._modules[choices]
+    original = adapter._modules.get("base_layer") or adapter._modules["original_module"]
+    unused = adapter.disable_adapters or getattr(adapter, "merged", False) or not names
+    if unused or any(name not in others for name in names):
+        return cast(nn.Module, original)
+    if len(names) > 1:
+        raise ValueError(f"{_name(module)} needs one active adapter, got {names}: call set_adapter(name)")
+    return cast(nn.Module, others[names[0]])
+
+
+def _adapted(module: nn.Module) -> Tensor:
+    """The weight of the linear map that ``module`` adapts, with the active adapters."""
+    adapter: Any = module
+    base = adapter.base_layer
+    if type_before_parametrizations(base) is not nn.Linear or type(base.weight).__module__[:7] == "torchao":
+        raise ValueError(
+            f"{_name(module)} adapts a {_name(base)}, but backbones support adapters of a plain nn.Linear "
+            "only: load the model without quantisation, and leave conv1d out of target_modules"
+        )
+    check_merged(adapter)
+    _unmerge_if_disabled(adapter)
+    original: Tensor = base.weight
+    if adapter.disable_adapters or adapter.merged:
+        return original
+    if adapter._forward_pre_hooks or ("forward" in vars(adapter) and not hasattr(adapter, "_hf_hook")):
+        raise ValueError(
+            f"a hook changes what {_name(module)} computes (adapter_names=, X-LoRA), which has no effect: "
+            "backbones read weights and do not call modules; select adapters with set_adapter"
+        )
+    weight = original
+    with torch.autocast(weight.device.type, enabled=False):
+        for name in adapter.active_adapters:
+            weight = _with_adapter(weight, original, adapter, name)
+    return weight.to(original.dtype)
+
+
+def _unmerge_if_disabled(adapter: Any) -> None:
+    """Unmerge a disabled adapter. PEFT does this in the adapter's forward, which backbones do not call."""
+    if adapter.disable_adapters and getattr(adapter, "merged", False):
+        adapter.unmerge()
+
+
+def _with_adapter(weight: Tensor, original: Tensor, adapter: Any, name: str) -> Tensor:
+    """``weight`` (out, in) changed by the adapter ``name``: LoRA, rsLoRA, AdaLoRA, DoRA or IA3.
+
+    ``original``: the weight without any adapter, from which DoRA computes its norm.
+    """
+    if hasattr(adapter, "ia3_l"):
+        return weight * adapter.ia3_l[name] if name in adapter.ia3_l else weight
+    if not (hasattr(adapter, "lora_A") and hasattr(adapter, "get_delta_weight")):
+        raise ValueError(
+            f"backbones read weights and do not call modules, so {_name(adapter)} would have no effect: use "
+            "LoRA, DoRA or IA3, or call deqseq.backbones.fold_weight_norm(model) and merge the adapter"
+        )
+    if name not in adapter.lora_A:
+        return weight
+    dropout = getattr(adapter, "lora_dropout", {})
+    if name in dropout and dropout[name].training and getattr(dropout[name], "p", 0) > 0:
+        raise ValueError(
+            f"adapter {name!r} drops inputs of linear maps, but backbones read weights and have no such "
+            f"inputs: set lora_dropout=0, got {dropout[name].p}"
+        )
+    if getattr(adapter, "lora_bias", {}).get(name):
+        raise ValueError(f"adapter {name!r} adds a bias to a linear map without bias: set lora_bias=False")
+    variant = getattr(adapter, "lora_variant", {}).get(name)
+    if variant is not None and not type(variant).__name__.startswith("Dora"):
+        raise ValueError(f"adapter {name!r} must be LoRA, rsLoRA or DoRA, got a {type(variant).__name__}")
+    delta: Tensor = adapter.get_delta_weight(name)
+    if variant is None:
+        return weight + delta
+    magnitude = adapter.lora_magnitude_vector[name]
+    with torch.no_grad():  # DoRA does not differentiate the norm
+        norm = magnitude.get_weight_norm(original, delta, scaling=1)
+    return cast(Tensor, (magnitude.weight / norm)[:, None] * (weight + delta))
+
+
+def _name(module: nn.Module) -> str:
+    """The name of a module's class, with its package, such as ``peft.Linear``."""
+    kind = type_before_parametrizations(module)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"

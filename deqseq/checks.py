@@ -1,36 +1,92 @@
-"""Checks of arguments."""
+"""Checks of arguments. No check makes the host wait for a device."""
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from types import UnionType
+from typing import Literal, TypeGuard
+
+import torch
+from torch import Tensor
 
 Scope = Literal["token", "sequence"]
+
+MOST_STEPS = 4096
+"""Largest memory of a solver, as a number of steps. More would fill the machine's memory."""
+
+
+def shown(value: object) -> str:
+    """The value for an error message: its ``repr`` in one line, shortened to 80 characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check_scope(scope: str) -> None:
     """Raise ``ValueError`` unless ``scope`` is ``"token"`` or ``"sequence"``."""
     if scope not in ("token", "sequence"):
-        raise ValueError(f"scope must be 'token' or 'sequence', got {scope!r}")
+        raise ValueError(f"scope must be 'token' or 'sequence', got {shown(scope)}")
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raise ``ValueError`` unless ``value`` is a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
+def check_count(name: str, value: object, least: int = 1, most: float = math.inf) -> None:
+    """Raise ``ValueError`` unless ``value`` is a whole number of at least ``least`` and at most ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name} must be a whole number {rule}, got {shown(value)}")
 
 
-def check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0, got {shown(value)}")
+
+
+def check_not_negative(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is a finite number of at least 0."""
+    if not _is_number(value) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number >= 0, got {shown(value)}")
+
+
+def check_share(name: str, value: object, hint: str = "") -> None:
+    """Raise ``ValueError`` unless ``value`` is a number in (0, 1]. ``hint``: the end of the message."""
+    if not _is_number(value) or not 0 < value <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {shown(value)}{hint}")
+
+
+def check_damping(damping: object) -> None:
+    """Raise ``ValueError`` unless ``damping`` is in (0, 1]."""
+    check_share("damping", damping, "; 1 is undamped")
 
 
 def check_flag(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is true or false."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
+        raise ValueError(f"{name} must be true or false, got {shown(value)}")
 
 
-def check_damping(damping: float) -> None:
-    """Raise ``ValueError`` unless ``damping`` is in (0, 1]."""
-    if not (math.isfinite(damping) and 0 < damping <= 1):
-        raise ValueError(f"damping must be in (0, 1], got {damping}; 1 is undamped")
+def check_instance(name: str, value: object, kind: type | UnionType, what: str) -> None:
+    """Raise ``ValueError`` unless ``value`` is a ``kind``. ``what``: the kind in words."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {what}, got {shown(value)}")
+
+
+def check_tensor(name: str, value: object, shape: Sequence[int] | None = None, meaning: str = "") -> None:
+    """Raise ``ValueError`` unless ``value`` is a tensor, of the given shape. ``meaning``: names the shape."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {shown(value)}")
+    if shape is not None and value.shape != tuple(shape):
+        raise ValueError(f"{name} must have {meaning}{tuple(shape)}, got {tuple(value.shape)}")
+
+
+def check_floating(name: str, value: Tensor) -> None:
+    """Raise ``ValueError`` unless the tensor is of a floating-point type."""
+    if not value.is_floating_point():
+        raise ValueError(f"{name} must be of a floating-point type, got {value.dtype}")
+
+
+def check_integers(name: str, value: Tensor) -> None:
+    """Raise ``ValueError`` unless the tensor is of int64 or int32."""
+    if value.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name} must be int64 or int32, got {value.dtype}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

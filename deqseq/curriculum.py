@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from deqseq.checks import check_not_negative, shown
 from deqseq.gradient import gradients
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.problem import SolveOptions
@@ -45,7 +46,11 @@ class Curriculum:
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
+        if not isinstance(stages, Sequence) or not all(isinstance(stage, Stage) for stage in stages):
+            raise ValueError(f"a curriculum is a list of Stage, got {shown(stages)}")
         ends = [stage.until for stage in stages]
+        for end in ends:
+            check_not_negative("until", end)
         if not ends or ends != sorted(set(ends)) or ends[0] <= 0 or ends[-1] != 1:
             raise ValueError(f"until must increase from stage to stage and end at 1, got {ends}")
         for stage in stages:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.checks import check_count
+from deqseq.checks import check_count, shown
 from deqseq.ops import residual
 from deqseq.registry import Registry
 
@@ -78,7 +78,7 @@ class ConvergencePolicy(ABC):
 
     def _combined(self, name: str, other: ConvergencePolicy) -> ConvergencePolicy:
         if not isinstance(other, ConvergencePolicy):
-            return NotImplemented
+            raise ValueError(f"a policy combines only with another policy, got {shown(other)}")
         return policies.create({"name": name, "first": self, "second": other})
 
 

@@ -17,6 +17,8 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
+from deqseq.checks import shown
+
 Part = TypeVar("Part")
 
 
@@ -84,9 +86,8 @@ class Registry(Generic[Part]):
             except TypeError as error:
                 raise self._misfit(name, arguments, options, error) from error
         if not isinstance(spec, self.base):
-            raise ValueError(
-                f"{self.kind} must be a {self.base.__name__}, a name or a mapping, got {spec!r}{self.hint}"
-            )
+            rule = f"must be a {self.base.__name__}, a name or a mapping"
+            raise ValueError(f"{self.kind} {rule}, got {shown(spec)}{self.hint}")
         return spec
 
     def pair(self, specs: Any) -> tuple[Part, Part]:

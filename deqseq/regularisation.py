@@ -68,8 +68,7 @@ def spectral_radius(
     Raises:
         ValueError: ``iterations`` below 2.
     """
-    if iterations < 2:
-        raise ValueError(f"iterations must be at least 2, got {iterations}")
+    check_count("iterations", iterations, least=2)
     with torch.enable_grad():
         z = z.detach().requires_grad_()
         fz = f(z)

@@ -107,9 +107,9 @@ def test_combinations() -> None:
 
 def test_policies_combine_with_policies_only() -> None:
     for other in ("fixed", 3):
-        with pytest.raises(TypeError, match="unsupported operand"):
+        with pytest.raises(ValueError, match=f"combines only with another policy, got {other!r}"):
             Residual(rtol=0.1) & other  # type: ignore[operator]
-        with pytest.raises(TypeError, match="unsupported operand"):
+        with pytest.raises(ValueError, match=f"combines only with another policy, got {other!r}"):
             Residual(rtol=0.1) | other  # type: ignore[operator]
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from deqseq.checks import check_count
+from deqseq.checks import check_count, check_flag
 from deqseq.gradient import GradientStrategy
 from deqseq.problem import Problem
 from deqseq.search import search, steps
@@ -24,7 +24,7 @@ class Phantom(GradientStrategy):
         checkpoint: store no activations of the steps, and recompute them in the backward pass.
 
     Raises:
-        ValueError: ``steps`` below 1, ``damping`` outside (0, 1].
+        ValueError: ``steps`` below 1, ``damping`` outside (0, 1], a ``checkpoint`` that is not a bool.
     """
 
     steps: int = 4
@@ -33,6 +33,7 @@ class Phantom(GradientStrategy):
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
+        check_flag("checkpoint", self.checkpoint)
         self._solver()
 
     def _solver(self) -> Solver:

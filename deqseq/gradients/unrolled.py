@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deqseq.checks import check_count
+from deqseq.checks import check_count, check_flag
 from deqseq.gradient import GradientStrategy
 from deqseq.problem import Problem
 from deqseq.search import steps
@@ -31,7 +31,7 @@ class Unrolled(GradientStrategy):
         before: number of iterations without a graph before them. The solver's memory does not carry over.
 
     Raises:
-        ValueError: ``iterations`` below 1; ``before`` below 0.
+        ValueError: ``iterations`` below 1; ``before`` below 0; a ``checkpoint`` that is not a bool.
     """
 
     iterations: int
@@ -41,6 +41,7 @@ class Unrolled(GradientStrategy):
 
     def __post_init__(self) -> None:
         check_count("iterations", self.iterations)
+        check_flag("checkpoint", self.checkpoint)
         check_count("before", self.before, least=0)
 
     def solve(self, problem: Problem) -> Solution:

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from deqseq.checks import check_flag, shown
 from deqseq.guess import Guess
 
 
@@ -21,7 +22,8 @@ class Proposal(Guess):
 
     def __init__(self, module: nn.Module, causal: bool = True) -> None:
         if not isinstance(module, nn.Module):
-            raise ValueError(f"Proposal takes a module, got {module!r}")
+            raise ValueError(f"Proposal takes a module, got {shown(module)}")
+        check_flag("causal", causal)
         self.module: nn.Module = module
         self.causal = causal
 

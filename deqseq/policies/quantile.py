@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from deqseq.checks import check_share
 from deqseq.policy import ConvergencePolicy, Judgement, policies
 
 
@@ -28,8 +29,7 @@ class Quantile(ConvergencePolicy):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", policies.create(self.policy))
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share must be in (0, 1], got {self.share}")
+        check_share("share", self.share)
 
     @property
     def max_iter(self) -> int:  # type: ignore[override]

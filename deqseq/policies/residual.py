@@ -1,12 +1,11 @@
 """A policy that stops a token when its residual is small."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from deqseq.checks import Scope, check_count, check_scope
+from deqseq.checks import Scope, check_count, check_not_negative, check_scope
 from deqseq.ops import residual
 from deqseq.policy import ConvergencePolicy, Judgement
 
@@ -40,9 +39,7 @@ class Residual(ConvergencePolicy):
 
     def __post_init__(self) -> None:
         for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and not negative, got {value}")
+            check_not_negative(name, getattr(self, name))
         if self.rtol == 0 and self.atol == 0:
             raise ValueError("Residual needs a tolerance: rtol > 0 or atol > 0, got 0 for both")
         check_count("max_iter", self.max_iter)

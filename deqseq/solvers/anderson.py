@@ -1,13 +1,12 @@
 """Anderson acceleration (Walker & Ni, 2011, difference form), one small linear system per token."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deqseq.checks import Scope, check_damping
+from deqseq.checks import Scope, check_damping, check_not_negative
 from deqseq.solver import Progress, SolverState
 from deqseq.solvers.history import MAX_STEP, HistorySolver, combine, guarded
 from deqseq.solvers.picard import damped
@@ -36,7 +35,7 @@ class Anderson(HistorySolver):
     the token's own residual. A damped Picard step replaces a non-finite or huge step.
 
     Args:
-        memory: number of differences to keep, at least 1.
+        memory: number of differences to keep, from 1 to 4096.
         damping: β in (0, 1].
         regularisation: λ, at least 0.
         scope: with ``"token"``, every token has its own coefficients γ. With ``"sequence"``, all tokens of a
@@ -55,8 +54,7 @@ class Anderson(HistorySolver):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_damping(self.damping)
-        if not (math.isfinite(self.regularisation) and self.regularisation >= 0):
-            raise ValueError(f"regularisation must be finite and >= 0, got {self.regularisation}")
+        check_not_negative("regularisation", self.regularisation)
 
     def init(self, z: Tensor) -> SolverState:
         dtype = torch.promote_types(z.dtype, torch.float32)

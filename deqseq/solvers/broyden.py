@@ -32,12 +32,12 @@ class Broyden(HistorySolver):
     exceeds 30 % of the token's own residual.
 
     Args:
-        memory: maximum number of terms in the sum, at least 1.
+        memory: maximum number of terms in the sum, from 1 to 4096.
         scope: with ``"token"``, every token has its own B. With ``"sequence"``, all tokens of a sequence
             share one B. Then iterates depend on later tokens, so causal training refuses ``"sequence"``.
 
     Raises:
-        ValueError: ``memory`` below 1, or an unknown scope.
+        ValueError: ``memory`` outside this range, or an unknown scope.
     """
 
     memory: int = 8

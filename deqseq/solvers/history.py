@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deqseq.checks import Scope, check_count, check_scope
+from deqseq.checks import MOST_STEPS, Scope, check_count, check_scope
 from deqseq.solver import Progress, Solver
 
 MAX_STEP = 100.0
@@ -36,7 +36,7 @@ class HistorySolver(Solver):
     capturable = True
 
     def __post_init__(self) -> None:
-        check_count("memory", self.memory)
+        check_count("memory", self.memory, most=MOST_STEPS)
         check_scope(self.scope)
 
     @property

@@ -2,16 +2,26 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deqseq.checks import MOST_STEPS, check_count, check_flag, check_not_negative, check_positive
 from deqseq.solver import Progress, Solver, SolverState
 
 # Arguments of torchdeq's solvers that users cannot set, because our loop calls f and decides when to stop.
 _OWN = {"func", "x0", "max_iter", "tol", "stop_mode", "indexing", "return_final", "kwargs"}
 _NEVER = 1_000_000
+# The rules of torchdeq's own solvers, which do not check their options. Anderson writes two entries at once.
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "m": partial(check_count, least=2, most=MOST_STEPS),
+    "LBFGS_thres": partial(check_count, most=MOST_STEPS),
+    "lam": check_not_negative,
+    "tau": check_positive,
+    "ls": check_flag,
+}
 
 
 class TorchDEQ(Solver):
@@ -29,7 +39,8 @@ class TorchDEQ(Solver):
         options: the solver's own options, such as ``m``, ``lam`` and ``tau`` of Anderson.
 
     Raises:
-        ValueError: unknown method or option (torchdeq itself ignores unknown options).
+        ValueError: unknown method or option (torchdeq itself ignores unknown options); a wrong value of
+            an option.
         ImportError: torchdeq or greenlet is not installed.
     """
 
@@ -44,7 +55,7 @@ class TorchDEQ(Solver):
             raise ImportError(
                 "solver 'torchdeq:...' needs the torchdeq package: pip install 'deqseq[torchdeq]'"
             ) from error
-        if method not in known:
+        if not isinstance(method, str) or method not in known:
             raise ValueError(f"unknown torchdeq solver {method!r}; known: {', '.join(sorted(known))}")
         self.method = method
         self.options = options
@@ -59,6 +70,9 @@ class TorchDEQ(Solver):
         if "LBFGS_thres" in takes:
             # By default torchdeq allocates memory for max_iter steps, and our max_iter is ``_NEVER``.
             self.options = {"LBFGS_thres": 32, **options}
+        if self._solve.__module__.partition(".")[0] == "torchdeq":  # not a user's own solver
+            for name in set(options) & set(_CHECKS):
+                _CHECKS[name](name, options[name])
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())

@@ -41,7 +41,7 @@ class AttentionFunction:
             from transformers.models.llama.modeling_llama import eager_attention_forward
 
             known["eager"] = eager_attention_forward
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise ValueError(f"unknown attention {name!r}; known: {', '.join(sorted(known))}")
         if name in _FLASH:
             from transformers.modeling_flash_attention_utils import lazy_import_flash_attention

@@ -6,7 +6,6 @@ once per forward pass, in ``prepare``, and pass them to the blocks.
 Shapes: B sequences, L tokens, W tokens in the window, D width.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch.nn.utils import parametrizations
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, Trace
 from deqseq.backbones.weights import LinearMaps, active_norm, check_merged, is_adapter, projection
-from deqseq.checks import check_count
+from deqseq.checks import check_count, check_flag, check_positive
 from deqseq.ops.add_norm import add_norm
 from deqseq.ops.one_token import Norm, SwiGLUWeights, ValueGateWeights
 
@@ -130,8 +129,9 @@ class Stack(Backbone):
         injection: bool, input_skip: bool, post_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not (math.isfinite(norm_eps) and norm_eps > 0):  # with eps 0, RMSNorm of zeros is NaN
-            raise ValueError(f"norm_eps must be finite and positive, got {norm_eps}")
+        check_positive("norm_eps", norm_eps)  # with eps 0, RMSNorm of zeros is NaN
+        for name, value in ("weight_norm", weight_norm), ("injection", injection), ("input_skip", input_skip):
+            check_flag(name, value)
         if input_skip and not injection:
             raise ValueError("input_skip needs injection=True: an explicit layer passes x as z")
         self.d_model = d_model
@@ -158,6 +158,7 @@ class Stack(Backbone):
         """Set the initial weights, before weight normalisation. By default torch's initial weights stay."""
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        check_dtype(x, self.layers)
         tokens = () if self.injection is None else (self.injection(x),)
         if self.input_skip is not None:
             tokens = (*tokens, x)
@@ -277,6 +278,17 @@ class SwiGLU(LinearMaps):
 def linear_input(stream: Tensor) -> Tensor:
     """``stream`` in the dtype to which autocast casts the inputs of linear maps."""
     return stream.to(kernels.autocast_dtype(stream))
+
+
+def check_dtype(x: Tensor, blocks: nn.ModuleList) -> None:
+    """Raise ``ValueError`` unless a weight of the first block has x's dtype, after autocast."""
+    dtypes = {kernels.autocast_dtype(weight) for weight in blocks[0].parameters()}
+    if dtypes and kernels.autocast_dtype(x) not in dtypes:
+        weights = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(
+            f"x is {x.dtype}, but the backbone's weights are {weights}: convert x or the backbone with "
+            ".to(dtype), or use torch.autocast"
+        )
 
 
 def check_hidden(**sizes: int) -> None:

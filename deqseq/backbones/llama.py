@@ -15,7 +15,7 @@ from deqseq.backbone import Context, State, Trace
 from deqseq.backbones.attention import AttentionFunction
 from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_hidden, check_sizes
 from deqseq.backbones.weights import LinearMaps, projection
-from deqseq.checks import check_flag
+from deqseq.checks import check_flag, check_positive
 from deqseq.ops import advance, one_token
 from deqseq.ops.one_token import AttentionWeights, SwiGLUWeights
 
@@ -148,17 +148,17 @@ class LlamaBackbone(Stack):
         weight_norm: bool = True, injection: bool = True, input_skip: bool = False, attention: str = "sdpa",
         causal: bool = True, board: int | None = None, post_norm: bool = False,
     ) -> None:  # fmt: skip
+        check_sizes(d_model=d_model)
         function = None if attention == "sdpa" else AttentionFunction(attention)
         n_kv_head = n_head if n_kv_head is None else n_kv_head
         d_inner = 4 * d_model if d_inner is None else d_inner
-        check_sizes(d_model=d_model, n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_inner=d_inner)
+        check_sizes(n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, d_inner=d_inner)
         if d_model % n_head or (d_model // n_head) % 2:
             raise ValueError(f"n_head must divide d_model = {d_model} into an even head dim, got {n_head}")
         if n_head % n_kv_head:
             raise ValueError(f"n_kv_head must divide n_head = {n_head}, got {n_kv_head}")
         check_hidden(d_inner=d_inner)
-        if not rope_theta > 0:
-            raise ValueError(f"rope_theta must be positive, got {rope_theta}")
+        check_positive("rope_theta", rope_theta)
         check_flag("causal", causal)
         check_flag("post_norm", post_norm)
         if causal and post_norm:

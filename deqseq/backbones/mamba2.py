@@ -14,6 +14,7 @@ from deqseq import kernels
 from deqseq.backbone import State, Trace
 from deqseq.backbones.blocks import RMS_EPS, Block, Stack, ValueGateMLP, check_sizes
 from deqseq.backbones.weights import LinearMaps, active_norm, effective_weight, projection
+from deqseq.checks import check_count, check_positive
 from deqseq.ops import advance, one_token
 from deqseq.ops.mixer import mix
 from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights, at_least_float32
@@ -115,8 +116,7 @@ class Mamba2Backbone(Stack):
             d_model=d_model, n_layer=n_layer, d_state=d_state, expand=expand, headdim=headdim,
             d_conv=d_conv, n_groups=n_groups, norm_groups=norm_groups, chunk_size=chunk_size,
         )  # fmt: skip
-        if d_inner != 0:
-            check_sizes(d_inner=d_inner)
+        check_count("d_inner", d_inner, least=0)
         inner = expand * d_model
         for name, value in (("headdim", headdim), ("norm_groups", norm_groups)):
             if inner % value:
@@ -124,8 +124,10 @@ class Mamba2Backbone(Stack):
         heads = inner // headdim
         if heads % n_groups:
             raise ValueError(f"n_groups must divide the {heads} heads, got {n_groups}")
-        if not 0 < dt_min <= dt_max < math.inf:
-            raise ValueError(f"dt_min and dt_max need 0 < dt_min <= dt_max < inf, got {dt_min} and {dt_max}")
+        check_positive("dt_min", dt_min)
+        check_positive("dt_max", dt_max)
+        if dt_min > dt_max:
+            raise ValueError(f"dt_min must be at most dt_max, got {dt_min} and {dt_max}")
         sizes = MixerSizes(heads, headdim, d_state, n_groups, norm_groups, norm_eps, chunk_size)
         blocks = []
         for _ in range(n_layer):

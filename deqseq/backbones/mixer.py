@@ -84,10 +84,11 @@ class MixerBackbone(Stack):
         tokens_inner: int | None = None, norm_eps: float = RMS_EPS, weight_norm: bool = True,
         injection: bool = True, input_skip: bool = False, post_norm: bool = True,
     ) -> None:  # fmt: skip
+        check_sizes(d_model=d_model, n_layer=n_layer, tokens=tokens)
         d_inner = 4 * d_model if d_inner is None else d_inner
         tokens_inner = 4 * tokens if tokens_inner is None else tokens_inner
         sizes = {"d_inner": d_inner, "tokens_inner": tokens_inner}
-        check_sizes(d_model=d_model, n_layer=n_layer, tokens=tokens, **sizes)
+        check_sizes(**sizes)
         check_hidden(**sizes)
         check_flag("post_norm", post_norm)
         blocks = [

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
 from deqseq.backbones.blocks import check_sizes
-from deqseq.checks import check_flag
+from deqseq.checks import check_flag, check_instance
 
 
 class ModuleBackbone(Backbone):
@@ -18,7 +18,8 @@ class ModuleBackbone(Backbone):
 
     Args:
         module: the map; its output has the shape of its input.
-        injection: module applied to x once per forward pass; its output is added to z. Default: identity.
+        injection: module applied to x once per forward pass; its output has the shape of its input and is
+            added to z. Default: identity.
         d_model: required width D of the inputs; by default any width is accepted.
         causal: false if the module uses later tokens. All sequences of a call must then have one length.
     """
@@ -30,8 +31,10 @@ class ModuleBackbone(Backbone):
         causal: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not isinstance(injection, nn.Module | None):
-            raise ValueError(f"injection must be a module, or None for the identity, got {injection!r}")
+        check_instance("module", module, nn.Module, "a module")
+        check_instance("injection", injection, nn.Module | None, "a module, or None for the identity")
+        if d_model is not None:
+            check_sizes(d_model=d_model)
         check_flag("causal", causal)
         self.module = module
         self.injection = nn.Identity() if injection is None else injection
@@ -39,26 +42,16 @@ class ModuleBackbone(Backbone):
         self.causal = causal
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
-        return Context((self.injection(x),))
+        return Context((_called(self.injection, x),))
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         inputs = z + context.tokens[0]
         if state is None:
-            return self._called(inputs), inputs
+            return _called(self.module, inputs), inputs
         past = state.layers[0][0].to(inputs.dtype)
         past = past if past.shape[1] else inputs.new_zeros(inputs.shape[0], 0, inputs.shape[2])
         line, index = _line(past, state.seen, inputs)
-        return take_tokens(self._called(line), index), inputs
-
-    def _called(self, inputs: Tensor) -> Tensor:
-        out = self.module(inputs)
-        if not isinstance(out, Tensor) or out.shape != inputs.shape:
-            found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise ValueError(
-                f"a module must return a tensor of its input's shape {tuple(inputs.shape)}, "
-                f"{type(self.module).__name__} returned {found}"
-            )
-        return out
+        return take_tokens(_called(self.module, line), index), inputs
 
     def initial_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -87,6 +80,17 @@ class ModuleBackbone(Backbone):
         (past,) = state.layers[0]
         line, _ = _line(past, state.seen, trace)
         return State(state.seen + count, ((line[:, : past.shape[1]],),))
+
+
+def _called(module: nn.Module, inputs: Tensor) -> Tensor:
+    out = module(inputs)
+    if not isinstance(out, Tensor) or out.shape != inputs.shape:
+        found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(
+            f"a module must return a tensor of its input's shape {tuple(inputs.shape)}, "
+            f"{type(module).__name__} returned {found}"
+        )
+    return out
 
 
 def _line(past: Tensor, seen: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 Shapes: B sequences, L tokens, D width of a latent.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deqseq.backbone import Backbone, Context, State, Trace, backbones
-from deqseq.checks import check_count, check_damping
+from deqseq.checks import check_count, check_damping, check_not_negative
 from deqseq.solvers.picard import damped
 
 
@@ -55,8 +54,7 @@ class RecursionBackbone(Backbone):
         super().__init__()
         check_count("updates", updates)
         check_damping(damping)
-        if not (math.isfinite(noise) and noise >= 0):
-            raise ValueError(f"noise must be finite and at least 0, got {noise}")
+        check_not_negative("noise", noise)
         if isinstance(map, Mapping) and backbones.takes(map, "injection"):
             map = {"injection": False, **map}
         self.map = backbones.create(map)

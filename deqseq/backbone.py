@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -152,10 +153,18 @@ class Backbone(nn.Module, ABC):
     def initial_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
-        """The state before the first token."""
+        """The state before the first token.
+
+        A size that later states may change, such as the number of slots, must be 0.
+        """
         raise ValueError(
             f"{type(self).__name__} keeps no state, but windows and decoding need one: use window=None"
         )
+
+    @cached_property
+    def state_sizes(self) -> list[tuple[int, ...]]:
+        """The sizes of every tensor in a state, without the number of sequences. 0 is any size."""
+        return [tuple(t.shape[1:]) for layer in self.initial_state(1).layers for t in layer]
 
     def reserve(self, state: State, z: Tensor) -> State:
         """The state with capacity for the tokens of ``z`` (B, L, D). By default ``state`` itself."""

@@ -43,7 +43,7 @@ def solve_starts(
         layer: a layer in evaluation mode.
         x: (B, L, D) input.
         starts: number of starts.
-        attention_mask: (B, L), non-zero for real tokens; padding may be anywhere.
+        attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding, which may be anywhere.
         chunk: maximum number of sequences that are solved together; each start has B sequences. ``None``: all
             starts together. ``chunk`` changes results only by rounding.
         solve: solve options; by default the layer's options of evaluation.

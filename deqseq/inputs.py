@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deqseq.backbone import Backbone, State
+from deqseq.checks import check_floating, check_integers, check_tensor, shown
 from deqseq.guess import Guess, propose
 
 
@@ -87,15 +88,19 @@ class Packing:
 def real_tokens(attention_mask: Tensor) -> Tensor:
     """(B, L) bool, the tokens that are not padding.
 
+    The host waits for the device if the mask is not of bools.
+
     Raises:
-        ValueError: an additive mask (0 for tokens, large negative for padding), or NaN.
+        ValueError: a value other than 0 and 1, as in an additive mask or in a mask of sequence numbers.
     """
-    if attention_mask.dtype != torch.bool and not bool((attention_mask >= 0).all()):
+    real = attention_mask.bool()
+    if attention_mask.dtype != torch.bool and not bool((attention_mask == real).all()):
+        wrong = attention_mask[attention_mask != real][0].item()
         raise ValueError(
-            "attention_mask must be 1 for tokens and 0 for padding; got values below 0 or NaN, as in an "
-            "additive mask"
+            f"attention_mask must be 1 for tokens and 0 for padding, got {wrong}; an additive mask, or one "
+            "with the numbers of sequences, is not accepted"
         )
-    return attention_mask.bool()
+    return real
 
 
 def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bool:
@@ -117,8 +122,9 @@ def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     the device.
 
     Raises:
-        ValueError: a position is neither 0 nor greater than the previous token's position.
+        ValueError: a position is below 0, or neither 0 nor greater than the previous token's position.
     """
+    check_integers("position_ids", position_ids)
     # The position of the previous token, skipping padding; -1 for the first token.
     rank = real.cumsum(1)
     line = position_ids.new_full((real.shape[0], real.shape[1] + 1), -1)
@@ -126,10 +132,15 @@ def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     line[:, 0] = -1
     before = line.gather(1, (rank - 1).clamp_min(0))
     first = rank == 1
-    anew = real & ~first & (position_ids <= before)
+    anew = real & (position_ids <= before)  # at a first token, only if its position is below 0
     found, wrong = torch.stack([anew.any(), (anew & (position_ids != 0)).any()]).tolist()
     if wrong:
-        raise ValueError("position_ids must increase within a sequence and restart at 0 in the next sequence")
+        place = anew & (position_ids != 0)
+        got, previous = int(position_ids[place][0]), int(before[place][0])
+        raise ValueError(
+            "position_ids must increase within a sequence, be at least 0, and restart at 0 in the next "
+            f"sequence, got {got}" + (f" after {previous}" if previous >= 0 else "")
+        )
     return (first & real) | anew if found else None
 
 
@@ -169,14 +180,16 @@ def take_inputs(
     if state is not None:
         check_causal(backbone, "a state")
     check_tokens(x, backbone.d_model, attention_mask=attention_mask, position_ids=position_ids)
-    if z0 is not None and z0.shape != x.shape:
-        raise ValueError(f"z0 must have x's shape {tuple(x.shape)}, got {tuple(z0.shape)}")
-    if previous is not None and previous.shape != x[:, 0].shape:
-        raise ValueError(
-            f"previous must have shape (B, D) = {tuple(x[:, 0].shape)}, got {tuple(previous.shape)}"
-        )
-    if state is not None and state.batch_size != x.shape[0]:
-        raise ValueError(f"state holds {state.batch_size} sequences, but x has {x.shape[0]}")
+    if position_ids is not None:
+        check_integers("position_ids", position_ids)
+    if z0 is not None:
+        check_tensor("z0", z0, x.shape, "x's shape ")
+        check_floating("z0", z0)
+    if previous is not None:
+        check_tensor("previous", previous, x[:, 0].shape, "shape (B, D) = ")
+        check_floating("previous", previous)
+    if state is not None:
+        check_state(backbone, state, x.shape[0])
     packing = _packing(x, attention_mask, position_ids, state, previous)
     lengths = torch.full((x.shape[0],), x.shape[1], device=x.device)
     if packing is not None:
@@ -211,17 +224,44 @@ def check_tokens(x: Tensor, d_model: int | None, **per_token: Tensor | None) -> 
 
     ``d_model``: the width that x must have; ``None``: any width.
     """
+    check_tensor("x", x)
     if x.dim() != 3 or 0 in x.shape:
         raise ValueError(f"x must have shape (B, L, D) with no size of 0, got {tuple(x.shape)}")
     if d_model is not None and x.shape[-1] != d_model:
         raise ValueError(f"x has width {x.shape[-1]}, but the backbone's d_model is {d_model}")
-    if not x.is_floating_point():
-        raise ValueError(f"x must be of a floating-point type, got {x.dtype}")
+    check_floating("x", x)
     for name, value in per_token.items():
-        if value is not None and value.shape != x.shape[:2]:
-            raise ValueError(
-                f"{name} must have x's shape (B, L) = {tuple(x.shape[:2])}, got {tuple(value.shape)}"
-            )
+        if value is not None:
+            check_tensor(name, value, x.shape[:2], "x's shape (B, L) = ")
+
+
+def check_state(backbone: Backbone, state: State, batch: int) -> None:
+    """Raise ``ValueError`` unless ``state`` is a state of this backbone for ``batch`` sequences.
+
+    The numbers in ``state.seen`` are checked on the CPU only, because the host would wait for other devices.
+    """
+    if not isinstance(state, State):
+        raise ValueError(f"state must be a State, got {shown(state)}")
+    check_tensor("state.seen", state.seen)
+    if state.seen.dim() != 1:
+        raise ValueError(f"state.seen must have shape (B,), got {tuple(state.seen.shape)}")
+    check_integers("state.seen", state.seen)
+    if state.batch_size != batch:
+        raise ValueError(f"state holds {state.batch_size} sequences, but x has {batch}")
+    if state.seen.device.type == "cpu" and (least := int(state.seen.min())) < 0:
+        raise ValueError(f"state.seen must be at least 0, got {least}")
+    shapes, sizes = [t.shape for layer in state.layers for t in layer], backbone.state_sizes
+    fits = len(shapes) == len(sizes) and all(
+        len(shape) == len(size) + 1
+        and all(wanted in (0, n) for wanted, n in zip((batch, *size), shape, strict=True))
+        for shape, size in zip(shapes, sizes, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"state is of another backbone: this {type(backbone).__name__} has {len(sizes)} tensors (B, ...) "
+            f"of the sizes {shown(sizes)}, where 0 is any size, got {len(shapes)} tensors of the shapes "
+            f"{shown([tuple(shape) for shape in shapes])}"
+        )
 
 
 def _packing(
@@ -233,7 +273,7 @@ def _packing(
 ) -> Packing | None:
     """The packing of a call's tokens; ``None`` if there is no mask and every row is one sequence."""
     real = None if attention_mask is None else real_tokens(attention_mask)
-    if position_ids is not None and (x.shape[1] > 1 or state is not None):
+    if position_ids is not None and (x.shape[1] > 1 or state is not None or x.device.type == "cpu"):
         tokens = torch.ones_like(position_ids, dtype=torch.bool) if real is None else real
         starts = sequence_starts(position_ids, tokens)
         if starts is not None:

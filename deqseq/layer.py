@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, backbones
+from deqseq.checks import check_flag, check_instance, check_tensor
 from deqseq.gradient import GradientStrategy, gradients, solve_with_gradient
 from deqseq.guess import Guess, guesses, modules_of
 from deqseq.inputs import Inputs, check_causal, take_inputs
@@ -39,6 +40,7 @@ def _on_its_device(forward: Forward) -> Forward:
 
     @wraps(forward)
     def on_device(self: nn.Module, x: Tensor, *args: Any, **options: Any) -> Any:
+        check_tensor("x", x)
         with kernels.device_of(x):
             return forward(self, x, *args, **options)
 
@@ -121,6 +123,10 @@ class ImplicitSequenceLayer(SequenceLayer):
         parts = zip(solvers.pair(solver), policies.pair(convergence), guesses.pair(guess), strict=True)
         self.train_solve, self.eval_solve = (SolveOptions(s, p, window, g) for s, p, g in parts)
         self.gradient = gradients.create(gradient)
+        if causal is not None:
+            check_flag("causal", causal)
+        check_flag("compact", compact)
+        check_instance("group", group, dist.ProcessGroup | None, "a process group")
         if causal and not self.backbone.causal:
             raise ValueError(f"causal=True needs a causal backbone, got {type(self.backbone).__name__}")
         self.causal = self.backbone.causal if causal is None else causal
@@ -164,8 +170,8 @@ class ImplicitSequenceLayer(SequenceLayer):
 
         Args:
             x: (B, L, D) input.
-            attention_mask: (B, L), non-zero for real tokens; padding may be anywhere.
-            position_ids: (B, L) int64; by default the real tokens are numbered from 0, or from
+            attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding, which may be anywhere.
+            position_ids: (B, L) int64, at least 0; by default the real tokens are numbered from 0, or from
                 ``state.seen``. If positions restart at 0 inside a row, a new sequence begins there. All
                 sequences are solved independently.
             state: backbone state before the first token; the output then has the state after the last token.
@@ -176,10 +182,12 @@ class ImplicitSequenceLayer(SequenceLayer):
             previous: (B, D) equilibrium of the last token before ``x``, for guesses that use it.
 
         Raises:
-            ValueError: wrong shapes; in training, a solver, policy or guess that is not causal.
+            ValueError: wrong shapes, types or values; a state of another backbone; in training, a solver,
+                policy or guess that is not causal.
         """
         options = self.solve if solve is None else solve
-        if window != "layer":
+        check_instance("solve", options, SolveOptions, "SolveOptions")
+        if not isinstance(window, str) or window != "layer":
             options = replace(options, window=window)
         self._check_causal(options)
         if options.window is not None:

@@ -77,7 +77,7 @@ class StateLayer(CacheLayerMixin):
         Args:
             state: the backbone's state after the call's last token.
             z: (B, L, D) the call's equilibria. The cache keeps only the last token of each sequence.
-            attention_mask: (B, L), non-zero for real tokens; ``None``: all tokens are real.
+            attention_mask: (B, L), 1 or true for real tokens; ``None``: all tokens are real.
         """
         real = (z.new_ones(z.shape[:2]) if attention_mask is None else attention_mask).bool()
         place = torch.arange(1, z.shape[1] + 1, device=z.device)

@@ -1,7 +1,6 @@
 """The configuration of implicit and explicit causal language models."""
 
 import logging
-import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
@@ -12,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from deqseq.backbone import backbones
 from deqseq.causal_lm import reference
-from deqseq.checks import check_count
+from deqseq.checks import check_count, check_not_negative
 from deqseq.gradient import gradients
 from deqseq.problem import SolveOptions
 
@@ -103,13 +102,14 @@ class ImplicitConfig(PreTrainedConfig):
             self.convergence = {"name": "residual", "rtol": 0.05, "max_iter": 32}
         own = self.eval_convergence is not None
         self.eval_convergence = deepcopy(self.eval_convergence if own else self.convergence)
-        if not isinstance(self.backbone.get("d_model"), int):
-            raise ValueError(f"backbone needs a d_model, got {self.backbone}")
+        if type(self.backbone.get("d_model")) is not int:
+            raise ValueError(f"backbone needs a d_model, a whole number, got {self.backbone}")
         check_count("vocab_size", self.vocab_size)
-        if not 0 <= self.initializer_range < math.inf:
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ValueError(
-                f"initializer_range must be finite and not negative, got {self.initializer_range}"
+                f"pad_token_id must be below vocab_size = {self.vocab_size}, got {self.pad_token_id}"
             )
+        check_not_negative("initializer_range", self.initializer_range)
         # Raise for a wrong option now, before a model is built.
         backbones.check(self.backbone)
         gradients.create(self.gradient)

@@ -22,6 +22,7 @@ from deqseq.backbone import take_tokens
 from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
+from deqseq.checks import check_count, check_flag, check_integers, check_tensor
 from deqseq.inputs import packs_rows, real_tokens
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.ops.cross_entropy import next_token_loss
@@ -144,8 +145,9 @@ class ImplicitModel(ImplicitPreTrainedModel):
 
         Args:
             input_ids: (B, L) int64 token ids. Give either these or ``inputs_embeds`` (B, L, D).
-            attention_mask: (B, L), non-zero for real tokens; padding may be anywhere. With a cache of C
-                columns, the mask may also be (B, C + L), with the columns of earlier calls first.
+            attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding, which may be anywhere.
+                With a cache of C columns, the mask may also be (B, C + L), with the columns of earlier calls
+                first.
             position_ids: (B, L) or (1, L) int64. Where positions restart at 0, another sequence begins.
             past_key_values: the cache of an earlier call, which this call continues and extends.
             use_cache: true: return a cache. By default, a call that gets a cache returns it. For a call
@@ -161,7 +163,8 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 boundaries of flattened batches, which ``position_ids`` gives too.
 
         Raises:
-            ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; a mask of another shape, or
+            ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; on the CPU, ids that are not
+                in the vocabulary (a GPU raises its own error); a mask of another shape, or
                 one that differs from the masks of earlier calls; a cache of another model; ``solve``,
                 ``window`` or ``z0`` for an explicit model; inputs that the layer rejects; other
                 arguments.
@@ -176,12 +179,16 @@ class ImplicitModel(ImplicitPreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
             assert input_ids is not None
-            if input_ids.dim() != 2:
-                raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")
-            inputs_embeds = self.embed_tokens(input_ids)
+            inputs_embeds = self._embedded(input_ids)
+        check_tensor("inputs_embeds", inputs_embeds)
         if inputs_embeds.dim() != 3:
             raise ValueError(f"inputs_embeds must be (B, L, D), got {tuple(inputs_embeds.shape)}")
         batch, length, _ = inputs_embeds.shape
+        for name, value in ("attention_mask", attention_mask), ("position_ids", position_ids):
+            if value is not None:
+                check_tensor(name, value)
+        if use_cache is not None:
+            check_flag("use_cache", use_cache)
         if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[0] == 1:
             position_ids = position_ids.expand(batch, -1)
         if use_cache is None and past_key_values is None:
@@ -210,6 +217,20 @@ class ImplicitModel(ImplicitPreTrainedModel):
         return ImplicitModelOutput(
             last_hidden_state=out.z, past_key_values=cache, hidden_states=hidden, solution=out.solution
         )
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        """The embeddings (B, L, D) of the ids. On the CPU, ids that are not in the vocabulary raise."""
+        check_tensor("input_ids", input_ids)
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")
+        check_integers("input_ids", input_ids)
+        try:
+            embedded: Tensor = self.embed_tokens(input_ids)
+        except IndexError as error:
+            least, most = (int(id) for id in input_ids.aminmax())
+            size = self.embed_tokens.weight.shape[0]
+            raise ValueError(f"input_ids must be in [0, {size}), got {least} to {most}") from error
+        return embedded
 
     def _caches(self, x: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None) -> bool:
         """Whether a call without ``use_cache`` and without a cache makes a new cache."""
@@ -270,6 +291,23 @@ def _last_real(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     number = torch.arange(1, length + 1, device=hidden.device)
     last = torch.where(real.any(1), (real * number).argmax(1), length - 1)
     return take_tokens(hidden, last[:, None])
+
+
+def _check_kept(logits_to_keep: int | Tensor, length: int) -> None:
+    """Raise ``ValueError`` unless ``logits_to_keep`` is a number of tokens, or their indices.
+
+    The values of indices are checked on the CPU only.
+    """
+    if not isinstance(logits_to_keep, Tensor):
+        check_count("logits_to_keep", logits_to_keep, least=0, most=length)
+        return
+    check_integers("logits_to_keep", logits_to_keep)
+    if logits_to_keep.dim() != 1:
+        raise ValueError(f"logits_to_keep must have one dimension, got {tuple(logits_to_keep.shape)}")
+    if logits_to_keep.device.type == "cpu":
+        wrong = logits_to_keep[(logits_to_keep < -length) | (logits_to_keep >= length)]
+        if wrong.numel():
+            raise ValueError(f"logits_to_keep must be in [{-length}, {length}), got {int(wrong[0])}")
 
 
 def aligned_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -360,9 +398,10 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         Pass labels that are shifted already as ``shift_labels``.
 
         Args:
-            logits_to_keep: number of last tokens to compute logits for (0: all tokens), or indices of the
-                tokens. With 1, the last real token of each row counts, so ``generate`` takes prompts with
-                padding at any place.
+            labels: (B, L) int64 ids, or -100.
+            logits_to_keep: number of last tokens to compute logits for, at most L (0: all tokens), or indices
+                of the tokens (n,). With 1, the last real token of each row counts, so ``generate`` takes
+                prompts with padding at any place.
             skip_logits: true: with ``labels``, return the loss and no logits. This saves memory, because
                 mixed-precision wrappers copy returned logits to float32.
             loss_options: ``num_items_in_batch``, which transformers' trainer passes; and ``shift_labels``
@@ -380,8 +419,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache,
             output_hidden_states=output_hidden_states, solve=solve, window=window, z0=z0,
         )  # fmt: skip
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep must not be negative, got {logits_to_keep}; 0 keeps all")
+        _check_kept(logits_to_keep, out.last_hidden_state.shape[1])
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = out.last_hidden_state[:, keep]
         if isinstance(logits_to_keep, int) and logits_to_keep == 1 and attention_mask is not None:
@@ -391,11 +429,16 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         if labels is not None or shifted is not None:
             whole = isinstance(logits_to_keep, int) and not logits_to_keep
             for name, given in (("labels", labels), ("shift_labels", shifted)):
-                if given is not None and not (whole and logits.shape[:2] == given.shape):
+                if given is None:
+                    continue
+                check_tensor(name, given)
+                check_integers(name, given)
+                if not (whole and logits.shape[:2] == given.shape):
                     raise ValueError(
                         f"{name} must have the shape of the logits, {tuple(logits.shape[:2])}, got "
                         f"{tuple(given.shape)}; the loss needs the logits of all tokens (logits_to_keep=0)"
                     )
+            labels = None if labels is None else labels.long()
             vocab_size = self.config.vocab_size
             ours = self.loss_function is ForCausalLMLoss and shifted is None
             if ours and labels is not None and logits.shape[-1] == vocab_size:

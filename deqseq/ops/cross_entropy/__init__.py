@@ -21,7 +21,7 @@ def next_token_loss(
     Args:
         logits: (B, L, V'). Columns from ``vocab_size`` on are ignored and get a gradient of zero.
         labels: (B, L) ids, not shifted; -100 is ignored. For any other id outside the vocabulary, the
-            PyTorch form raises an error and the Triton form returns NaN.
+            PyTorch form raises an error (on the CPU ``ValueError``) and the Triton form returns NaN.
         num_items_in_batch: divisor of the summed loss; by default the number of predicted tokens.
 
     Raises:
@@ -35,4 +35,8 @@ def next_token_loss(
         from deqseq.ops.cross_entropy import triton
 
         return triton.next_token_loss(logits, labels, vocab_size, num_items_in_batch)
-    return ForCausalLMLoss(logits[..., :vocab_size], labels, vocab_size, cast(Any, num_items_in_batch))
+    try:
+        return ForCausalLMLoss(logits[..., :vocab_size], labels, vocab_size, cast(Any, num_items_in_batch))
+    except IndexError as error:  # on the CPU
+        wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
+        raise ValueError(f"labels must be in [0, {vocab_size}) or -100, got {int(wrong[0])}") from error

@@ -80,7 +80,8 @@ def main(
     except argparse.ArgumentError as error:
         status, said = 2, f"error: {one_line(error)}"
     except (ValueError, OSError, FloatingPointError) as error:
-        status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {error}"
+        line = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
+        status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {line}"
     except pickle.UnpicklingError as error:
         # torch's message advises to load the file anyway, so print only the name of the refused function.
         name = re.search(r"GLOBAL (\S+)", str(error))

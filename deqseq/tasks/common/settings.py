@@ -150,6 +150,8 @@ def read_yaml(source: str, shipped: Path) -> Tree:
         path = shipped / f"{source}.yaml"
     try:
         tree = yaml_value(path.read_text(), f"the file {path}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the file {path} is not UTF-8: {error.reason}") from error
     except OSError as error:
         raise ValueError(f"the file {path} cannot be read: {error.strerror}") from error
     if not isinstance(tree, dict):

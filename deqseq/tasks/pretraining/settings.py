@@ -145,8 +145,12 @@ class RunSettings:
 
         from deqseq.causal_lm import ImplicitForCausalLM
 
-        with torch.device("meta"):  # building the model checks its sizes
-            model = ImplicitForCausalLM(self.config())
+        config = self.config()
+        try:
+            with torch.device("meta"):  # building the model checks its sizes
+                model = ImplicitForCausalLM(config)
+        except (TypeError, RuntimeError) as error:  # torch's errors about sizes beyond 64 bits
+            raise ValueError(f"the model cannot be built: {error}") from error
         name = model.config.backbone["name"]
         if self.compile and (name == "mamba2" or not hasattr(model.model.layer.backbone, "layers")):
             raise ValueError(
@@ -236,11 +240,11 @@ class RunSettings:
     def _share(self, until: Any, number: int) -> float:
         if isinstance(until, dict) and len(until) == 1:
             (unit, amount), steps = *until.items(), self.total_steps
-            if unit == "steps" and isinstance(amount, int):
+            if unit == "steps" and type(amount) is int:
                 return amount / steps
-            if unit == "tokens" and isinstance(amount, (int, float)) and math.isfinite(amount):
+            if unit == "tokens" and type(amount) in (int, float) and math.isfinite(amount):
                 return round(amount / self.batch_tokens) / steps
-        elif isinstance(until, (int, float)):
+        elif type(until) in (int, float):
             return float(until)
         raise ValueError(
             f"stages.{number}.until must be a share of the training, {{tokens: N}} or {{steps: N}}, "
@@ -279,6 +283,8 @@ def model_options(model: str | Mapping[str, Any]) -> Tree:
     from deqseq.causal_lm import presets
 
     options = {"preset": model} if isinstance(model, str) else dict(model)
+    if wrong := [name for name in options if not isinstance(name, str)]:
+        raise ValueError(f"the fields of model must have names, got {wrong[0]!r}")
     preset = options.pop("preset", None)
     if preset is None:
         return options

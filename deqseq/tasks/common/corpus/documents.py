@@ -5,6 +5,7 @@ A source yields its documents in a fixed order and can start at any document, so
 
 import codecs
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from itertools import groupby
@@ -124,12 +125,14 @@ class JsonLines(TextFile):
         line = super()._text(data, start)
         try:
             return text_of(json.loads(line), self.column) if line else ""
-        except ValueError as error:  # JSONDecodeError is a ValueError
+        except (ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
             number = 1
             with opened(self.path) as file:
                 while file.tell() < start:
                     number += file.readline().count(b"\n")
-            raise ValueError(f"{self.path}:{number}: {error}") from error
+            deep = isinstance(error, RecursionError)
+            reason = "the object is nested too deeply for Python's reader of JSON" if deep else error
+            raise ValueError(f"{self.path}:{number}: {reason}") from error
 
 
 class DatasetRows:
@@ -236,6 +239,7 @@ def stream(name: str, subset: str | None = None, split: str = "train", files: Se
     """Open a dataset with the datasets library, in streaming mode; ``ValueError`` if this fails."""
     import datasets
 
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs errors, which it also raises
     try:
         return datasets.load_dataset(
             name, subset, split=split, data_files=list(files) or None, streaming=True
@@ -249,6 +253,8 @@ def text_of(row: Any, column: str) -> str:
     text = row.get(column) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
         has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "the row is no JSON object"
+        if isinstance(row, Mapping) and column in row:
+            has = f"its value is of type {type(text).__name__}"
         raise ValueError(f"no text in the column {column!r}: {has}")
     return text.encode(errors="replace").decode()  # JSON allows lone surrogates: replace each by "?"
 

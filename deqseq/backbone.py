@@ -162,9 +162,13 @@ class Backbone(nn.Module, ABC):
         )
 
     @cached_property
-    def state_sizes(self) -> list[tuple[int, ...]]:
-        """The sizes of every tensor in a state, without the number of sequences. 0 is any size."""
-        return [tuple(t.shape[1:]) for layer in self.initial_state(1).layers for t in layer]
+    def state_form(self) -> tuple[int, list[tuple[int, ...]]]:
+        """The number of layers of a state, and the sizes of the first layer's tensors. 0 is any size.
+
+        The sizes are without the number of sequences.
+        """
+        layers = self.initial_state(1).layers
+        return len(layers), [tuple(t.shape[1:]) for layer in layers[:1] for t in layer]
 
     def reserve(self, state: State, z: Tensor) -> State:
         """The state with capacity for the tokens of ``z`` (B, L, D). By default ``state`` itself."""

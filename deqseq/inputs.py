@@ -250,17 +250,19 @@ def check_state(backbone: Backbone, state: State, batch: int) -> None:
         raise ValueError(f"state holds {state.batch_size} sequences, but x has {batch}")
     if state.seen.device.type == "cpu" and (least := int(state.seen.min())) < 0:
         raise ValueError(f"state.seen must be at least 0, got {least}")
-    shapes, sizes = [t.shape for layer in state.layers for t in layer], backbone.state_sizes
-    fits = len(shapes) == len(sizes) and all(
+    # Compare only the first layer: this check runs for every generated token.
+    count, sizes = backbone.state_form
+    shapes = [t.shape for layer in state.layers[:1] for t in layer]
+    fits = (len(state.layers), len(shapes)) == (count, len(sizes)) and all(
         len(shape) == len(size) + 1
         and all(wanted in (0, n) for wanted, n in zip((batch, *size), shape, strict=True))
         for shape, size in zip(shapes, sizes, strict=True)
     )
     if not fits:
         raise ValueError(
-            f"state is of another backbone: this {type(backbone).__name__} has {len(sizes)} tensors (B, ...) "
-            f"of the sizes {shown(sizes)}, where 0 is any size, got {len(shapes)} tensors of the shapes "
-            f"{shown([tuple(shape) for shape in shapes])}"
+            f"state is of another backbone: this {type(backbone).__name__} has {count} layers with tensors "
+            f"(B, ...) of the sizes {sizes}, 0 being any size, got {len(state.layers)} layers with tensors "
+            f"of the shapes {[tuple(shape) for shape in shapes]}"
         )
 
 

@@ -282,6 +282,8 @@ def linear_input(stream: Tensor) -> Tensor:
 
 def check_dtype(x: Tensor, blocks: nn.ModuleList) -> None:
     """Raise ``ValueError`` unless a weight of the first block has x's dtype, after autocast."""
+    if any(weight.dtype == x.dtype for weight in blocks[0].parameters()):  # usually the first one
+        return
     dtypes = {kernels.autocast_dtype(weight) for weight in blocks[0].parameters()}
     if dtypes and kernels.autocast_dtype(x) not in dtypes:
         weights = ", ".join(sorted(map(str, dtypes)))

@@ -127,7 +127,7 @@ class Mamba2Backbone(Stack):
         check_positive("dt_min", dt_min)
         check_positive("dt_max", dt_max)
         if dt_min > dt_max:
-            raise ValueError(f"dt_min must be at most dt_max, got {dt_min} and {dt_max}")
+            raise ValueError(f"dt_min and dt_max need 0 < dt_min <= dt_max < inf, got {dt_min} and {dt_max}")
         sizes = MixerSizes(heads, headdim, d_state, n_groups, norm_groups, norm_eps, chunk_size)
         blocks = []
         for _ in range(n_layer):

@@ -18,8 +18,8 @@ class ModuleBackbone(Backbone):
 
     Args:
         module: the map; its output has the shape of its input.
-        injection: module applied to x once per forward pass; its output has the shape of its input and is
-            added to z. Default: identity.
+        injection: module applied to x once per forward pass; its output has the shape of z and is added
+            to z. Default: identity.
         d_model: required width D of the inputs; by default any width is accepted.
         causal: false if the module uses later tokens. All sequences of a call must then have one length.
     """
@@ -42,10 +42,16 @@ class ModuleBackbone(Backbone):
         self.causal = causal
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
-        return Context((_called(self.injection, x),))
+        return Context((self.injection(x),))
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        inputs = z + context.tokens[0]
+        injected = context.tokens[0]
+        if injected.shape != z.shape:
+            raise ValueError(
+                f"an injection must return a tensor of z's shape {tuple(z.shape)}, "
+                f"{type(self.injection).__name__} returned {tuple(injected.shape)}"
+            )
+        inputs = z + injected
         if state is None:
             return _called(self.module, inputs), inputs
         past = state.layers[0][0].to(inputs.dtype)

@@ -144,7 +144,7 @@ def test_wrong_inputs() -> None:
         ({"d_inner": 1}, "d_inner must be at least 2, got 1"),
         ({"tokens_inner": 1}, "tokens_inner must be at least 2, got 1"),
         ({"post_norm": "no"}, "post_norm must be true or false, got 'no'"),
-        ({"norm_eps": 0.0}, "norm_eps must be finite and positive, got 0.0"),
+        ({"norm_eps": 0.0}, "norm_eps must be a finite number above 0, got 0.0"),
         ({"input_skip": True, "injection": False}, "input_skip needs injection=True"),
     ],
 )

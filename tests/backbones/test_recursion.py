@@ -197,8 +197,8 @@ def test_refusals() -> None:
         ({"updates": 0}, "updates must be a whole number >= 1, got 0"),
         ({"damping": 1.5}, r"damping must be in \(0, 1\], got 1.5"),
         ({"damping": 0.0}, r"damping must be in \(0, 1\], got 0.0"),
-        ({"noise": -1.0}, "noise must be finite and at least 0, got -1.0"),
-        ({"noise": float("nan")}, "noise must be finite and at least 0, got nan"),
+        ({"noise": -1.0}, "noise must be a finite number >= 0, got -1.0"),
+        ({"noise": float("nan")}, "noise must be a finite number >= 0, got nan"),
     ):
         with pytest.raises(ValueError, match=said):
             RecursionBackbone(MIXER, **options)

@@ -15,7 +15,7 @@ from deqseq.tasks.common.settings import NonNegativeInt, PositiveInt, Seed, buil
 from deqseq.tasks.reasoning import mazes, sudoku
 from deqseq.tasks.reasoning.data import read
 from deqseq.tasks.reasoning.demo import demo
-from deqseq.tasks.reasoning.evaluate import ADAPTIVE, COLUMNS, adaptive, evaluate, load
+from deqseq.tasks.reasoning.evaluate import ADAPTIVE, COLUMNS, adaptive, evaluate, load, residuals
 from deqseq.tasks.reasoning.files import read_csv, write_csv
 from deqseq.tasks.reasoning.plots import plot_accuracy, plot_training
 from deqseq.tasks.reasoning.puzzles import Puzzles, Task
@@ -117,7 +117,8 @@ def _evaluate(
         adapted = [adaptive(model, tests, replace(solve, window=None), batch_size)]
         print(f"\nsearches that end at a tolerance:\n{table(ADAPTIVE, adapted)}")
     folder.write(found, model, adaptive=[asdict(row) for row in adapted])
-    plot_accuracy({"explicit" if solve is None else "implicit": found}, folder.figure)
+    last = None if solve is None else (depth[-1], *residuals(model, tests, depth[-1], batch_size))
+    plot_accuracy({"explicit" if solve is None else "implicit": found}, folder.figure, last)
     print(f"wrote {folder.json} and {folder.figure}")
 
 

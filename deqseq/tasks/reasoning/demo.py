@@ -7,7 +7,7 @@ from deqseq.tasks.common.results import table
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.common.settings import build, read_yaml
 from deqseq.tasks.reasoning import mazes, sudoku
-from deqseq.tasks.reasoning.evaluate import COLUMNS, Evaluation, by_depth, evaluate
+from deqseq.tasks.reasoning.evaluate import COLUMNS, Evaluation, by_depth, evaluate, residuals
 from deqseq.tasks.reasoning.files import read_csv, write_csv
 from deqseq.tasks.reasoning.plots import plot_accuracy, plot_solving
 from deqseq.tasks.reasoning.puzzles import Puzzles, Task
@@ -41,7 +41,7 @@ def demo(*, task: Task = "maze", output: Path = Path("runs/reason-demo")) -> Non
         write_csv(files["train"], task, Puzzles(*(column[:_PUZZLES] for column in found)))
     tests = read_csv(files["test"], task)
     rows: dict[str, list[Evaluation]] = {}
-    seconds = []
+    seconds, last = [], None
     for name in ("implicit", "explicit"):
         settings = build(TrainSettings, {
             **fields, "data": str(files["train"]), "test": str(files["test"]), "explicit": name == "explicit",
@@ -56,8 +56,9 @@ def demo(*, task: Task = "maze", output: Path = Path("runs/reason-demo")) -> Non
             first = tests.questions[:1].long().to(model.device)
             steps = by_depth(model, first, [*range(1, 17), 20, 24, 28, 32])
             boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]
+            last = (_DEPTHS[-1], *residuals(model, tests, _DEPTHS[-1]))
             plot_solving(task, tests.questions[0], boards, tests.answers[0], output / f"{task}.png")
     write_json(output / f"{task}.json", {name: [vars(e) for e in found] for name, found in rows.items()})
-    plot_accuracy(rows, output / f"{task}-accuracy.png")
+    plot_accuracy(rows, output / f"{task}-accuracy.png", last)
     print("; ".join(seconds))
     print(f"wrote {task}.gif, {task}.png, {task}-accuracy.png and {task}.json in {output}")

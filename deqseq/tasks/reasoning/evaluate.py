@@ -148,16 +148,27 @@ def by_depth(
         yield Solved(depth, answers, out.solution.residual.square().mean(1).sqrt(), z)
 
 
-@torch.no_grad()
 def accuracy(model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512) -> float:
     """The share of puzzles that start 0 solves in ``depth`` evaluations. Calls ``model.eval()``."""
+    return residuals(model, puzzles, depth, batch_size)[1].double().mean().item()
+
+
+@torch.no_grad()
+def residuals(
+    model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512
+) -> tuple[Tensor, Tensor]:
+    """Solve every puzzle from start 0 in ``depth`` evaluations. Calls ``model.eval()``.
+
+    Returns the relative residual of each board, (P,), and whether its answer is right, (P,) bool.
+    """
     model.eval()
-    right = []
+    parts: list[tuple[Tensor, Tensor]] = []
     for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
         with model.precision():
             (found,) = by_depth(model, questions.long().to(model.device), [depth])
-        right.append((found.answers == answers.to(model.device)).all(1))
-    return torch.cat(right).double().mean().item()
+        parts.append((found.residual.float(), (found.answers == answers.to(model.device)).all(1)))
+    residual, right = (torch.cat(column) for column in zip(*parts, strict=True))
+    return residual, right
 
 
 @torch.no_grad()

@@ -36,11 +36,20 @@ def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
     save_figure(path, draw, 2, 1, (8, 6), sharex=True)
 
 
-def plot_accuracy(curves: Mapping[str, Sequence[Evaluation]], path: Path) -> None:
-    """Write a PNG: the share of solved puzzles by depth, with a curve per model and number of starts."""
+def plot_accuracy(
+    curves: Mapping[str, Sequence[Evaluation]],
+    path: Path,
+    residuals: tuple[int, Tensor, Tensor] | None = None,
+) -> None:
+    """Write a PNG: the share of solved puzzles by depth, with a curve per model and number of starts.
+
+    Args:
+        residuals: a depth, the residuals (P,) of the boards at this depth, and whether their answers are
+            right (P,) bool. If given, a second panel has a histogram of the residuals of right and wrong answers.
+    """
 
     def draw(axes: list[Any]) -> None:
-        (axis,) = axes
+        axis = axes[0]
         deepest = max((e.depth or 1 for rows in curves.values() for e in rows), default=1)
         for name, rows in curves.items():
             if rows[0].depth is None:
@@ -54,25 +63,20 @@ def plot_accuracy(curves: Mapping[str, Sequence[Evaluation]], path: Path) -> Non
             log_scale(axis.xaxis, 2)
         axis.set(xlabel="depth (evaluations of f)", ylabel="solved puzzles", ylim=(-0.02, 1.02))
         axis.legend()
+        if residuals is not None:
+            _draw_residuals(axes[1], *residuals)
 
-    save_figure(path, draw)
+    save_figure(path, draw, 1, 1 if residuals is None else 2, (8 if residuals is None else 12, 4))
 
 
-def plot_residuals(residual: Tensor, right: Tensor, path: Path, depth: int) -> None:
-    """Write a PNG: histograms of the residuals (P,) of right and wrong answers; ``right`` (P,) bool."""
-
-    def draw(axes: list[Any]) -> None:
-        (axis,) = axes
-        values = residual.clamp_min(1e-8).cpu().numpy()
-        edges = np.geomspace(values.min() / 1.1, values.max() * 1.1, 40)
-        mask = right.cpu().numpy()
-        axis.hist(values[mask], edges, alpha=0.7, label=f"right ({int(mask.sum())})")
-        axis.hist(values[~mask], edges, alpha=0.7, label=f"wrong ({int((~mask).sum())})")
-        log_scale(axis.xaxis)
-        axis.set(xlabel=f"residual of the board at depth {depth}", ylabel="puzzles")
-        axis.legend()
-
-    save_figure(path, draw)
+def _draw_residuals(axis: Any, depth: int, residual: Tensor, right: Tensor) -> None:
+    values, mask = residual.nan_to_num(1e8).clamp(1e-8, 1e8).cpu().numpy(), right.cpu().numpy()
+    edges = np.geomspace(values.min() / 1.1, values.max() * 1.1, 40)
+    for name, chosen in (("right", mask), ("wrong", ~mask)):
+        axis.hist(values[chosen], edges, alpha=0.7, label=f"{name} ({int(chosen.sum())})")
+    log_scale(axis.xaxis)
+    axis.set(xlabel=f"residual of the board at depth {depth}, start 0", ylabel="puzzles", yscale="log")
+    axis.legend()
 
 
 def plot_solving(

@@ -45,7 +45,8 @@ def plot_accuracy(
 
     Args:
         residuals: a depth, the residuals (P,) of the boards at this depth, and whether their answers are
-            right (P,) bool. If given, a second panel has a histogram of the residuals of right and wrong answers.
+            right (P,) bool. If given, a second panel has histograms of the residuals of right and wrong
+            answers.
     """
 
     def draw(axes: list[Any]) -> None:

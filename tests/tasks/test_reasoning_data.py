@@ -466,3 +466,16 @@ class TestCommand:
         path = written(tmp_path / "wrong.csv", f"x,{HARD},{HARD_SOLVED},1")
         assert main(["data", "sudoku", "--check", str(path)]) == 2
         assert "puzzle 1: its rating must be" in capsys.readouterr().err
+
+
+def test_training_and_test_files_share_no_puzzle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Together they are what one file with as many puzzles holds."""
+    files = [tmp_path / name for name in ("train.csv", "tests.csv", "all.csv")]
+    made = ["data", "sudoku", "--size", "4", "--seed", "1"]
+    split = ["--output", str(files[0]), "--count", "20", "--tests", str(files[1]), "--test_count", "5"]
+    assert main([*made, *split]) == 0
+    assert main([*made, "--output", str(files[2]), "--count", "25"]) == 0
+    first, second, whole = (file.read_text().splitlines() for file in files)
+    assert first + second[1:] == whole and len(second) == 6
+    assert main([*made, "--output", str(tmp_path / "x.csv"), "--tests", str(tmp_path / "x.csv")]) == 2
+    assert "two files" in capsys.readouterr().err

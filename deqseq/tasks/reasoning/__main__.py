@@ -128,6 +128,8 @@ def _data(
     output: Path | None = None,
     check: Path | None = None,
     count: PositiveInt = 1000,
+    tests: Path | None = None,
+    test_count: PositiveInt = 1000,
     size: PositiveInt | None = None,
     rating: NonNegativeInt | None = None,
     lengths: list[PositiveInt] | None = None,
@@ -150,6 +152,8 @@ def _data(
         output: CSV file to write; it is compressed if its name ends in .gz
         check: CSV file to verify; every puzzle is solved again
         count: number of puzzles
+        tests: CSV file to which other puzzles are written, none of which is in the first file
+        test_count: number of puzzles in the file --tests
         size: cells along a side; 4 or 9 for Sudokus (default 9), at least 5 for mazes (default 30)
         rating: lowest rating of Sudokus, 0 by default; about 1 in 100 Sudokus of size 9 is rated 10 or more
         lengths: steps of the shortest and of the longest path in mazes; by default 100 140 for size 30, in
@@ -166,14 +170,19 @@ def _data(
         print(f"{check}: {len(found.ratings)} {name}, all are right")
         return
     assert output is not None
-    if output.exists():
-        raise ValueError(f"{output} exists: choose another name")
-    command_line.check_folder(output.parent)
+    files = [output] if tests is None else [output, tests]
+    if tests == output:
+        raise ValueError(f"--tests and --output must be two files, got {tests} for both")
+    for file in files:
+        if file.exists():
+            raise ValueError(f"{file} exists: choose another name")
+        command_line.check_folder(file.parent)
+    counts = [count, test_count][: len(files)]
     if task == "sudoku":
         if lengths is not None:
             raise ValueError("--lengths is for mazes; the difficulty of Sudokus is their --rating")
         found = sudoku.generate(
-            count, size=size or 9, rating=rating or 0, seed=seed, workers=workers, progress=True
+            sum(counts), size=size or 9, rating=rating or 0, seed=seed, workers=workers, progress=True
         )
     else:
         if rating is not None:
@@ -182,12 +191,14 @@ def _data(
             raise ValueError(f"--lengths must be two numbers, got {len(lengths)}")
         span = None if lengths is None else (lengths[0], lengths[1])
         found = mazes.generate(
-            count, size=size or 30, lengths=span, seed=seed, workers=workers, progress=True
+            sum(counts), size=size or 30, lengths=span, seed=seed, workers=workers, progress=True
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_csv(output, task, found)
-    low, high = int(found.ratings.min()), int(found.ratings.max())
-    print(f"wrote {count} {name} rated {low} to {high} to {output}")
+    for file, *columns in zip(files, *(column.split(counts) for column in found), strict=True):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = Puzzles(*columns)
+        write_csv(file, task, part)
+        low, high = int(part.ratings.min()), int(part.ratings.max())
+        print(f"wrote {len(part.ratings)} {name} rated {low} to {high} to {file}")
 
 
 if __name__ == "__main__":

@@ -406,7 +406,12 @@ def test_shards_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
 def test_sigterm_says_what_ctrl_c_says(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert run_command(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
-    assert run_command(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    # A shell starts programs in the background with SIGINT ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run_command(lambda: signal.raise_signal(signal.SIGINT)) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert capsys.readouterr().err == "terminated; it goes on\ninterrupted; it goes on\n"
     assert signal.getsignal(signal.SIGTERM) == before
 

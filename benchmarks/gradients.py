@@ -1,25 +1,28 @@
 """Accuracy and cost of every gradient strategy, and training with each strategy.
 
-The script computes the exact gradient of the loss of a trained A5 model: by implicit differentiation in
-float64, with a tolerance of 1e-9. Finite differences along a random direction check this gradient. Then every
-strategy computes the gradient in float32. The columns:
+The script loads a model that was trained on A5 (state tracking), and computes the exact gradient of its loss
+by implicit differentiation in float64, with a tolerance of 1e-9. Finite differences along a random direction
+check the exact gradient. Then every strategy computes the gradient in float32. The columns:
 
-    cosine          cosine between the strategy's and the exact gradient with respect to the parameters
-    norm            norm of the strategy's gradient divided by the exact norm
-    median          the same cosine for gradients with respect to a sequence's embeddings, median over
-                    sequences; unlike "cosine", not dominated by a few sequences with huge gradients
-    ... in use      cosine, norm and median when the search starts at zero, as in training; in the columns
-                    without "in use", the search starts at the exact fixed point (these columns are empty
-                    for unrolling, which does not search)
+    cosine          cosine between the strategy's gradient and the exact gradient, both with respect to the
+                    parameters
+    norm            norm of the strategy's gradient divided by the norm of the exact gradient
+    median          cosine between the two gradients with respect to the embeddings of one sequence, median
+                    over the sequences. A few sequences with huge gradients can dominate "cosine", but not
+                    "median"
+    ... in use      cosine, norm and median if the search starts at zero, as in training. In the columns
+                    without "in use", the search starts at the exact fixed point. Unrolling does not search,
+                    so its columns without "in use" are empty
     seconds         time of the forward and backward pass
     graph MiB       memory that autograd keeps for the backward pass
     peak MiB        peak of allocated memory (CUDA)
-    problem         "not finite": the gradient has infinities or NaN; "not exact": implicit differentiation
-                    has an error (1 - cosine) above its tolerance
+    problem         "not finite": the gradient has infinities or NaN; "not exact": the error 1 - cosine of
+                    implicit differentiation is above its tolerance
 
 Afterwards, the script trains a model on S3 for --train-steps steps by unrolling. Every strategy in --trained
-continues from this model for as many steps, with the same batches. The table shows the accuracy of all tokens
-at the training length, and of the last ten tokens at twice this length. --train-steps 0 skips this part.
+trains a copy of this model for another --train-steps steps. All strategies get the same batches. A second
+table shows two accuracies: of all tokens at the training length, and of the last ten tokens at twice this
+length. With --train-steps 0, the script skips this training.
 
 Every row is written as soon as it is measured, so the same command resumes an interrupted run.
 
@@ -78,10 +81,10 @@ class Gradient(NamedTuple):
     """A gradient of the loss in float64. It is zero for parameters that do not affect the loss."""
 
     parameters: Tensor  # (P,), with respect to all P parameters
-    x: Tensor  # (B, L * D), with respect to the embeddings
+    x: Tensor  # (B, L * D), with respect to the embeddings of B sequences (L tokens of width D)
 
     def errors(self, exact: Gradient, suffix: str = "") -> Row:
-        """Compare with the exact gradient: the columns cosine, norm and median (see the top of this file)."""
+        """The columns cosine, norm and median, which compare this gradient with the exact gradient."""
         return {
             f"cosine{suffix}": F.cosine_similarity(self.parameters, exact.parameters, dim=0).item(),
             f"norm{suffix}": (self.parameters.norm() / exact.parameters.norm()).item(),
@@ -90,7 +93,7 @@ class Gradient(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A model in training mode, tokens ``ids`` and ``targets`` (B, L), and the equilibrium z (B, L, D)."""
+    """A model in training mode, its input ids and targets (B, L), and the equilibrium z (B, L, D)."""
 
     model: ImplicitForCausalLM
     ids: Tensor
@@ -98,7 +101,10 @@ class Problem(NamedTuple):
     z: Tensor
 
     def forward(self, z0: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The mean cross-entropy, and the embeddings (B, L, D). The search starts at ``z0`` or at zero."""
+        """Returns the mean cross-entropy and the embeddings (B, L, D).
+
+        The search for the equilibrium starts at ``z0``, by default at zero.
+        """
         x = self.model.model.embed_tokens(self.ids)
         logits = self.model(inputs_embeds=x, z0=z0).logits
         return F.cross_entropy(logits.flatten(0, 1), self.targets.flatten()), x
@@ -116,10 +122,10 @@ class Problem(NamedTuple):
 def exact_gradient(
     model: ImplicitForCausalLM, ids: Tensor, targets: Tensor
 ) -> tuple[Problem, Gradient, float]:
-    """Compute the exact gradient of the loss in float64, on the sequences that converge in float64.
+    """Compute the exact gradient of the loss in float64. Sequences that do not converge are left out.
 
-    Returns the problem with only these sequences, the exact gradient, and its relative difference from
-    central differences along a random direction.
+    Returns the problem with the remaining sequences, the exact gradient, and an error. The error is the
+    relative difference between this gradient and central differences along a random direction.
 
     Raises:
         ValueError: no sequence converges.
@@ -139,7 +145,8 @@ def exact_gradient(
         gradient = problem.gradient(problem.z)
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(len(gradient.parameters), generator=generator, dtype=torch.float64)
-        # A smaller step would lose precision: on GPUs torch's weight_norm computes partly in float32.
+        # Use a step of 1e-5 for the central differences. A smaller step would lose precision, because torch's
+        # weight_norm computes partly in float32 on GPUs.
         direction, step = direction.to(ids.device), 1e-5
         here = torch.nn.utils.parameters_to_vector(exact.parameters())
         losses = []
@@ -153,7 +160,10 @@ def exact_gradient(
 
 
 def graph_mib(function: Callable[[], Any]) -> tuple[Any, float]:
-    """Call ``function``. Returns the result, and the MiB that autograd keeps, without parameters."""
+    """Call ``function``. Returns its result, and the MiB that autograd keeps for the backward pass.
+
+    The parameters are not counted.
+    """
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -191,7 +201,7 @@ def make_gradient(name: str) -> Any:
 
 
 def half_trained(task: TrainSettings, steps: int, device: str) -> ImplicitForCausalLM:
-    """Train a model on a word problem for ``steps`` steps by unrolling. All strategies start from it."""
+    """Train a model by unrolling for ``steps`` steps. Every strategy later trains a copy of this model."""
     torch.manual_seed(task.seed)
     model = task.model().to(device).train()
     descend(model, stream(task, 2, task.unrolled_length), steps, lambda _: Unrolled(4))
@@ -201,7 +211,7 @@ def half_trained(task: TrainSettings, steps: int, device: str) -> ImplicitForCau
 def train_on(
     start: ImplicitForCausalLM, task: TrainSettings, steps: int, sequences: int, key: Mapping[str, Any]
 ) -> Row:
-    """Train a copy of ``start`` with a strategy for ``steps`` steps. Returns the loss and accuracies."""
+    """Train a copy of ``start`` with the strategy ``key["gradient"]``. Returns the loss and accuracies."""
     model, strategy = copy.deepcopy(start), make_gradient(key["gradient"])
     train = partial(descend, model, stream(task, task.min_length, task.length), steps, lambda _: strategy)
     losses: list[float] = []
@@ -219,7 +229,7 @@ def train_on(
 
 
 def draw(rows: Sequence[Row], axes: Sequence[Any]) -> None:
-    """Plot the error, 1 - "median in use", over time and over memory. Each kind of strategy has a colour."""
+    """Plot the error, 1 - "median in use", over time and memory. Colours show the kinds of strategies."""
     kinds = dict.fromkeys(common.family(row["gradient"]) for row in rows)
     for ax, cost in zip(axes, ("seconds", "graph MiB"), strict=True):
         for colour, kind in enumerate(kinds):

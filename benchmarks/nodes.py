@@ -1,14 +1,15 @@
 """Test restarts: kill one process of a training run on two nodes, and check the losses after the restart.
 
-The script starts training of a small model as two ``torchrun`` commands would (--nnodes 2 --nproc-per-node 2
---max-restarts 3, with the environment variables of docs/clusters.md). Both nodes are on this machine and use
-the CPU. At a random time the script kills one of the four ranks with signal 9. The two agents, one per node,
-then restart all ranks. Three conditions must hold:
+The script trains a small model with two processes (ranks) on each of two nodes. Both nodes are on this
+machine and use the CPU. The script starts the same processes as two ``torchrun`` commands (--nnodes 2
+--nproc-per-node 2 --max-restarts 3), with the environment variables of docs/clusters.md. At a random time,
+the script kills one of the four ranks with signal 9. torchrun's two agents (one per node) then restart all
+ranks. Three conditions must hold:
 
-- The losses equal those of an uninterrupted run to 1e-6. They are not equal bit for bit: in the first step
-  after a start, DDP sums the gradients in another order than in later steps.
+- No loss differs by more than 1e-6 from the loss of an uninterrupted run. Small differences are allowed,
+  because DDP sums the gradients of the first step after a start in another order than in later steps.
 - The ranks print at most one error message in total, and no traceback.
-- If an undamaged checkpoint exists before the kill, training does not start again from step 0.
+- If an undamaged checkpoint exists at the kill, training does not start again from step 0.
 
     python benchmarks/nodes.py
     python benchmarks/nodes.py --runs 3
@@ -43,7 +44,7 @@ _WAIT = 180  # seconds after which a run counts as hanging
 
 
 def rank(program: Program, place: Path) -> None:
-    """Train as one rank. The process writes its id to ``RANK.pid`` and its output to ``ranks.txt``."""
+    """Train as one rank. The process writes its id to ``place/RANK.pid`` and its output to ``ranks.txt``."""
     with (place / "ranks.txt").open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -84,7 +85,7 @@ def node(program: Program, place: Path, port: int) -> int:
 def run(program: Program, place: Path, step: int | None, chance: random.Random) -> Row:
     """Train on all nodes, and kill one rank soon after the checkpoint of ``step`` appears.
 
-    With step 0, kill the rank soon after it starts. With ``None``, kill no rank.
+    If ``step`` is 0, kill the rank soon after it starts. If ``step`` is ``None``, kill no rank.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -118,7 +119,7 @@ def run(program: Program, place: Path, step: int | None, chance: random.Random) 
 
 
 def losses(place: Path) -> list[float]:
-    """The training losses of a finished run in order, then the validation loss."""
+    """The training losses of a finished run in the order of steps, then the validation loss."""
     record = read_record(place / "output")
     return [*(line["loss"] for line in record["log"] if "loss" in line), record["validation"]["eval_loss"]]
 
@@ -128,7 +129,7 @@ def difference(found: list[float], reference: list[float]) -> float:
 
 
 def judge(row: Row, place: Path, reference: list[float]) -> Row:
-    """Add to the row: the outcome, the largest difference of a loss to ``reference``, the ranks' errors."""
+    """Add to ``row``: the outcome, the largest difference of a loss from ``reference``, the ranks' errors."""
     said = (place / "ranks.txt").read_text().replace("\r", "\n").splitlines()
     lines = [line for line in said if line.startswith("process ")]
     if row.get("hangs") or any(row["statuses"]):

@@ -1,4 +1,4 @@
-"""Cost and error of solves, by solver, tolerance and window.
+"""Measure the cost and the error of solves with different solvers, tolerances and windows.
 
 Every solver solves the same sequences with several models: a model trained on A5 (state tracking), small
 language models, and a model with random weights. The script first trains the models, which takes minutes, and
@@ -10,13 +10,13 @@ saves them in --models. The columns:
     converged       share of the tokens that converged
     residual        mean relative residual of the result
     distance        mean relative distance to the equilibrium (found in float64 at a tolerance of 1e-8)
-    accuracy        share of correct predictions from this result (for language models: perplexity)
-    leak            largest change of an output when a later token changes
-    problem         the checks that failed; the heat maps show such rows in red
+    accuracy        share of correct predictions; language models have a column "perplexity" instead
+    leak            largest change of a token's result when the input of a later token changes
+    problem         the checks that failed; the heat maps show rows with a failed check in red
 
-The checks: the result is finite, and the leak of a causal solver is exactly 0. Residual and distance are
-checked for tokens that converged and whose earlier tokens all converged. The residual must be below three
-times the tolerance. The limit for the distance is higher if f contracts slowly.
+The result must be finite. The leak of a causal solver must be exactly 0. The residual must be at most three
+times the tolerance. The distance must be below the same limit, or below a higher limit if f contracts slowly.
+In each sequence, residual and distance are checked only before the first token that did not converge.
 
 Every row is written as soon as it is measured, so the same command resumes an interrupted run.
 
@@ -62,16 +62,16 @@ CASES = ("A5", "mamba2", "llama", "random")
 
 
 class Case(NamedTuple):
-    """A layer, its input, and the reference solution."""
+    """A layer, its input (B sequences, L tokens, width D), and the reference solution."""
 
     layer: ImplicitSequenceLayer  # in evaluation mode
     x: Tensor  # (B, L, D) the input of the layer
     subject: trained.Subject | None  # the trained model with this layer; ``None`` for random weights
-    checksum: str  # of weights and inputs; every row stores the checksum of its model
+    checksum: str  # checksum of the weights and the input; every row stores it
     reference: Tensor  # (B, L, D) float64, the equilibrium
-    known: Tensor  # (B, L) bool, true if the reference converged at this and all earlier tokens
-    # Picard iteration at a tolerance of 1e-3 (float64) stops at some distance from the equilibrium. The gain
-    # is the largest relative distance of a token, divided by 1e-3. It is large if f contracts slowly.
+    known: Tensor  # (B, L) bool, true if the reference converged at the token and at all earlier tokens
+    # Picard iteration with a tolerance of 1e-3 (float64) stops at some distance from the equilibrium. The
+    # gain is the largest relative distance of a token, divided by 1e-3. It is large if f contracts slowly.
     gain: float
 
 
@@ -82,14 +82,14 @@ def windowed(name: str) -> bool:
 
 
 def make_policy(name: str, tolerance: float, max_iter: int) -> ConvergencePolicy:
-    """The policy ``name``, with ``rtol`` and ``max_iter`` if it has these options."""
+    """Make the policy ``name``. Set its options ``rtol`` and ``max_iter``, if it has them."""
     settings = {"rtol": tolerance, "max_iter": max_iter}
     return policies.create({"name": name, **{k: v for k, v in settings.items() if policies.takes(name, k)}})
 
 
 @torch.no_grad()
 def make_case(name: str, options: argparse.Namespace) -> Case:
-    """The case ``name``: one of :data:`CASES`, or a folder with a model."""
+    """Make a case. ``name`` is one of :data:`CASES`, or a folder with a model."""
     if name == "random":
         torch.manual_seed(0)
         backbone = Mamba2Backbone(64, n_layer=2, d_state=16, headdim=32)
@@ -102,7 +102,7 @@ def make_case(name: str, options: argparse.Namespace) -> Case:
 
 
 def solve_exactly(layer: ImplicitSequenceLayer, x: Tensor) -> tuple[Tensor, Tensor, float]:
-    """``reference``, ``known`` and ``gain`` of a :class:`Case`, computed in float64."""
+    """Compute the fields ``reference``, ``known`` and ``gain`` of a :class:`Case`, in float64."""
     exact = copy.deepcopy(layer).double()
     x, window = x.double(), min(8, x.shape[1])
     with kernels.use("torch"):
@@ -132,8 +132,8 @@ def change_token(x: Tensor, t: int) -> Tensor:
 def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
     """Measure a row with two solves.
 
-    The first solve gives the result and the peak memory. For the second solve, one token of the input is
-    changed. The second solve gives the time and the leak.
+    The first solve gives the result and the peak memory. The second solve gets an input with one changed
+    token, and gives the time and the leak.
     """
     case, tolerance, device = cases[key["case"]], key["tolerance"], options.device
     dtype, solver = getattr(torch, key["dtype"]), SOLVERS.get(key["solver"], key["solver"])
@@ -177,9 +177,10 @@ def measure(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping
 
 
 def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[Row]:
-    """The keys of the rows to measure.
+    """The keys of the rows to measure: every combination of case, type, solver, window and tolerance.
 
-    bfloat16 rows have only the largest tolerance, because rounding errors exceed smaller tolerances.
+    bfloat16 is measured with the largest tolerance only, because rounding errors exceed smaller tolerances.
+    Solvers that cannot solve in windows are measured without a window only.
     """
     names = ("case", "checksum", "dtype", "solver", "window", "tolerance")
     axes = options.dtypes, options.solvers, options.windows, options.tolerances
@@ -192,12 +193,15 @@ def grid(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[Row]:
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
-    """``values`` without repetitions, in the same order."""
+    """``values`` without repetitions, in the order of their first occurrence."""
     return list(dict.fromkeys(values))
 
 
 def draw_heat(rows: Sequence[Row], title: str, axes: Sequence[Any]) -> None:
-    """A table of evaluations per token. Red: the row has a problem. Brackets: not all tokens converged."""
+    """Draw a table of evaluations per token.
+
+    A red number: the row has a problem. A number in brackets: not all tokens converged.
+    """
     (ax,) = axes
     names = unique(row["solver"] for row in rows)
     columns = unique((row["window"], row["tolerance"]) for row in rows)
@@ -242,7 +246,7 @@ def draw_pareto(rows: Sequence[Row], axes: Sequence[Any]) -> None:
 
 
 def window_size(text: str) -> str:
-    """Check a window size: a positive number, or ``all``."""
+    """Check that ``text`` is a window size: a positive number, or ``all``."""
     if text != "all" and int(text) < 1:
         raise ValueError
     return text

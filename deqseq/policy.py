@@ -1,7 +1,8 @@
-"""The interface of convergence policies: when a token has converged, and how many evaluations it may use.
+"""The interface of convergence policies.
 
-A policy judges one evaluation on the device. It never changes z, and should not make the host wait for the
-device. A token settles when its iteration ends.
+A policy decides when a token has converged, and how many evaluations of f a token may use. The policy judges
+every evaluation on the device. It never changes z, and should not make the host wait for the device. A
+settled token is not iterated any more.
 
 Training, evaluation and generation run the same loop and may use different policies.
 
@@ -38,12 +39,12 @@ class Judgement(NamedTuple):
 
     @property
     def stops(self) -> Tensor:
-        """(B, W) bool: ``done``, or ``converged`` if ``done`` is ``None``."""
+        """(B, W) bool, true if the token may settle: ``done``, or ``converged`` if ``done`` is ``None``."""
         return self.converged if self.done is None else self.done
 
 
 class ConvergencePolicy(ABC):
-    """Decides when tokens have converged. Combine with ``&`` (both) and ``|`` (either).
+    """Decides when tokens have converged. ``a & b`` needs both policies a and b, ``a | b`` at least one.
 
     Attributes:
         max_iter: maximum number of evaluations per token.
@@ -65,9 +66,9 @@ class ConvergencePolicy(ABC):
         """Judge the evaluation ``fz = f(z)``.
 
         Args:
-            z, fz: (B, W, D).
-            iterations: (B, W) number of evaluations of each token, including this one.
-            active: (B, W) bool, tokens that are neither settled nor padding.
+            z, fz: (B, W, D) the iterate, and f at the iterate.
+            iterations: (B, W) number of evaluations of each token, including this evaluation.
+            active: (B, W) bool, true for tokens that still iterate, false for settled tokens and padding.
         """
 
     def __and__(self, other: ConvergencePolicy) -> ConvergencePolicy:
@@ -86,8 +87,8 @@ class ConvergencePolicy(ABC):
 class FixedIterations(ConvergencePolicy):
     """Evaluates every token exactly ``iterations`` times. There is no tolerance.
 
-    Combined with another policy, this policy sets a bound. ``Residual(rtol=1e-3) & FixedIterations(4)`` does
-    at least four iterations, and ``Residual(rtol=1e-3) | FixedIterations(4)`` does at most four.
+    In a combination with another policy, this policy is a bound: ``Residual(rtol=1e-3) & FixedIterations(4)``
+    does at least four iterations. ``Residual(rtol=1e-3) | FixedIterations(4)`` does at most four iterations.
 
     Raises:
         ValueError: ``iterations`` below 1.
@@ -111,7 +112,7 @@ class FixedIterations(ConvergencePolicy):
 
 class _Policies(Registry[ConvergencePolicy]):
     def create(self, spec: ConvergencePolicy | str | Mapping[str, Any] | None) -> ConvergencePolicy:
-        """As in :class:`~deqseq.registry.Registry`; ``None``: the paper's policy for training."""
+        """Make the policy that ``spec`` describes. ``None`` stands for the paper's policy for training."""
         policy = super().create({"name": "residual", "rtol": 0.05, "max_iter": 32} if spec is None else spec)
         check_count(f"max_iter of {policy}", getattr(policy, "max_iter", None))
         return policy

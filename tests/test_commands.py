@@ -1,8 +1,10 @@
 """Programs accept every command in the README, CONTRIBUTING and docs/.
 
-A command runs until its arguments are parsed, so unknown flags and wrong or missing values fail the test.
-A command that ends before that, such as one with ``--help``, must not fail. Other tests must check that the
-programs work: a command fails here if no other test runs its program.
+Each command runs only until its arguments are parsed. A test fails if the program refuses the arguments, for
+example because a flag is unknown or a value is missing. Some commands, such as those with ``--help``, end
+before the arguments are parsed; their exit status must be 0.
+
+These tests do not check that a program works. So a command also fails if no other test runs its program.
 """
 
 import argparse
@@ -53,7 +55,10 @@ def commands(page: str) -> Iterator[list[str]]:
 
 
 def _closed(page: str) -> str:
-    """The page without blocks of Python and other code. Their last line looks like a shell block's first."""
+    """The page without code blocks of other languages, such as Python.
+
+    The last line of such a block is removed too, because it looks like the first line of a shell block.
+    """
     return re.sub(r"^```(?!sh\n|bash\n)\w+\n.*?^```\n", "", page, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -154,7 +159,7 @@ def _run(program: Callable[[], object], argv: list[str], monkeypatch: pytest.Mon
 
 
 def _recipe(arguments: list[str]) -> list[list[str]]:
-    """The commands with our programs that ``make`` would run for these arguments."""
+    """The commands of this library (``-m deqseq...``) that ``make`` would run with these arguments."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     venv = ".venv"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Each rank runs this script in its own process. Rank 1's map converges more slowly.
+# Each rank runs this script in its own process. Rank 1's map converges more slowly than rank 0's.
 SCRIPT = """
 import datetime, json, sys
 import torch
@@ -87,6 +87,6 @@ def test_ranks_stop_together(tmp_path: Path, window: int | None) -> None:
 
 
 def test_without_a_group_each_rank_stops_on_its_own(tmp_path: Path) -> None:
-    """The ranks then call f different numbers of times. If f communicates, the layer needs a group."""
+    """Ranks without a group call f different numbers of times. A layer needs a group if f communicates."""
     fast, slow = run_two_ranks(tmp_path, None, "alone")
     assert fast["nfe"] < slow["nfe"] and fast["adjoint"] < slow["adjoint"]

@@ -1,4 +1,4 @@
-"""Find parts by name (solvers, policies, gradients, guesses, backbones), here and in other packages."""
+"""Registries find solvers, policies, gradients, guesses and backbones by name, also in other packages."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""The mixer backbone: a stack of blocks that mix tokens, then channels, with MLPs.
+"""The mixer backbone: a stack of blocks. Each block mixes tokens with one MLP, then channels with another.
 
 Shapes: B sequences, L tokens, D width.
 """
@@ -17,8 +17,8 @@ from deqseq.ops.one_token import SwiGLUWeights
 class TokenMixer(nn.Module):
     """A SwiGLU over the L tokens of each channel.
 
-    Its hidden width is int(2 d_inner / 3), rounded up to a multiple of 8, because matrix products of such
-    widths are faster on GPUs.
+    Its hidden width is int(2 d_inner / 3), rounded up to a multiple of 8. Matrix products of such widths are
+    faster on GPUs.
     """
 
     def __init__(self, tokens: int, d_inner: int) -> None:
@@ -30,7 +30,7 @@ class TokenMixer(nn.Module):
         return self.mlp.weights()
 
     def forward(self, u: Tensor, weights: SwiGLUWeights, injection: Tensor | None) -> tuple[Tensor, None]:
-        """The output (B, L, D). There is no trace, because the mixer keeps no state."""
+        """Returns the output (B, L, D) and no trace (``None``), because the mixer keeps no state."""
         if injection is not None:
             u = u + injection
         return self.mlp(u.transpose(1, 2), weights).transpose(1, 2), None
@@ -41,24 +41,27 @@ class MixerBlock(Block):
         self, stream: Tensor, added: Tensor | None, weights: tuple[SwiGLUWeights, SwiGLUWeights],
         state: None, choice: kernels.Choice, injection: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
-        """Returns the stream, the block's last output (to be added by the next block), and no trace."""
+        """Returns the residual stream, the block's last output, and no trace (``None``).
+
+        The next block adds the output to the stream. A post-norm block adds the output itself, and
+        returns ``None`` in its place.
+        """
         return self.by_parts(stream, added, weights, choice.others, injection)
 
 
 class MixerBackbone(Stack):
     """f(z, x): an MLP-Mixer for boards, with x injected into every block.
 
-    (MLP-Mixer, Tolstikhin et al., 2021, arXiv 2105.01601; here with SwiGLU and RMSNorm.)
+    The MLP-Mixer is by Tolstikhin et al. (2021, arXiv 2105.01601). This version uses SwiGLU and RMSNorm.
 
     A block mixes the tokens of each channel, then the channels of each token. One shared injection
     W RMSNorm(x) + b is added to the input of every token mixer.
 
-    A mixer has no position embeddings, because the MLPs over tokens have weights of their own for every
-    position. So a mixer is not causal, keeps no state, and takes sequences of exactly ``tokens`` tokens,
-    without padding.
+    The MLPs over tokens have separate weights for every position, so a mixer needs no position embeddings. It
+    takes sequences of exactly ``tokens`` tokens, without padding. It is not causal and keeps no state.
 
-    The weights of all linear maps are initially normal with standard deviation 1 / sqrt(fan-in), truncated to
-    [-2, 2].
+    The initial weights of all linear maps are drawn from a normal distribution with standard deviation
+    1 / sqrt(fan-in), truncated to [-2, 2].
 
     Args:
         d_model: width D.
@@ -67,17 +70,20 @@ class MixerBackbone(Stack):
         d_inner: the MLP over channels has int(2 d_inner / 3) hidden units; by default ``d_inner`` is 4 D.
         tokens_inner: the MLP over tokens has int(2 tokens_inner / 3) hidden units, rounded up to a multiple
             of 8; by default ``tokens_inner`` is 4 L.
-        norm_eps, weight_norm, injection, input_skip: as in :class:`Mamba2Backbone`.
+        norm_eps: constant that every norm adds to the mean square.
+        weight_norm: true: use weight normalisation for every linear map.
+        injection: true: every block adds the injection. Set false for explicit layers, which pass x as z.
+        input_skip: true: the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0.
         post_norm: true: a block computes u <- norm(u + mix(u)), then u <- norm2(u + mlp(u)), and there is no
             final norm. False: pre-norm blocks and a final norm.
 
     Raises:
-        ValueError: a size is too small or no whole number, or another option breaks a rule above; in a call,
-            x has another number of tokens, or there is a mask.
+        ValueError: a size is too small or not a whole number, or another option is invalid; in a call, the
+            number of tokens is not ``tokens``, or a mask is given.
     """
 
     causal = False
-    initial_state = Backbone.initial_state  # keeps no state
+    initial_state = Backbone.initial_state  # raises ValueError, because a mixer keeps no state
 
     def __init__(
         self, d_model: int, n_layer: int, tokens: int, d_inner: int | None = None,

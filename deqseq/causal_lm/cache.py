@@ -14,13 +14,13 @@ from deqseq.backbone import State, take_tokens
 
 
 class StateLayer(CacheLayerMixin):
-    """The only layer of an :class:`EquilibriumCache`: holds the backbone's state.
+    """The only layer of an :class:`EquilibriumCache`. It holds the backbone's state.
 
     All blocks are solved together, so one layer holds the states of all blocks. The state of a Llama block
     has one key and one value per token. The state of a Mamba2 block has a constant size.
 
     Attributes:
-        state: the backbone's state; ``None`` before the first call, unless the cache was made with a state.
+        state: the backbone's state; ``None`` before the first call of a cache that was made without a state.
         equilibrium: (B, D) the equilibrium of each sequence's last token; ``None`` if it is unknown.
     """
 
@@ -35,8 +35,8 @@ class StateLayer(CacheLayerMixin):
     def reset(self, state: State | None = None) -> None:
         self.state = state
         self.equilibrium: Tensor | None = None
-        # The caller's state may cover millions of tokens, so store their number and not a mask.
-        self._earlier = None if state is None else state.seen.clone()  # (B,) number of tokens in that state
+        # Store the number of tokens in ``state``, not their mask. The state may cover millions of tokens.
+        self._earlier = None if state is None else state.seen.clone()  # (B,) number of tokens in ``state``
         self._earlier_columns = 0 if state is None else int(state.seen.max())
         self._called: Tensor | None = None  # (B, columns of all calls) bool, false for padding
 
@@ -44,8 +44,8 @@ class StateLayer(CacheLayerMixin):
     def real(self) -> Tensor | None:
         """(B, C) bool, true for tokens and false for padding; ``None`` if there are no columns.
 
-        If the constructor got a ``state``, the state's tokens are the first columns. Sequences of the state
-        that are shorter than the longest one are padded at the front.
+        If the constructor got a ``state``, the state's tokens are the first columns. The state's shorter
+        sequences are padded at the front.
         """
         if self._earlier is None:
             return self._called
@@ -54,10 +54,11 @@ class StateLayer(CacheLayerMixin):
         return earlier if self._called is None else torch.cat([earlier, self._called], 1)
 
     def continued(self, fresh: State) -> State:
-        """The state that a call starts from: the cached state, or ``fresh`` if there is none.
+        """The state that a call starts from: the cached state, or ``fresh`` if the cache has no state.
 
         Raises:
-            ValueError: the cache has another number of sequences, type or device, or is of another model.
+            ValueError: the cache has another number of sequences, was filled in another data type or on
+                another device, or belongs to another model.
         """
         if self.state is None:
             return fresh
@@ -76,7 +77,8 @@ class StateLayer(CacheLayerMixin):
 
         Args:
             state: the backbone's state after the call's last token.
-            z: (B, L, D) the call's equilibria. The cache keeps only the last token of each sequence.
+            z: (B, L, D) the call's equilibria. The cache keeps only the equilibrium of each sequence's last
+                real token.
             attention_mask: (B, L), 1 or true for real tokens; ``None``: all tokens are real.
         """
         real = (z.new_ones(z.shape[:2]) if attention_mask is None else attention_mask).bool()
@@ -102,7 +104,8 @@ class StateLayer(CacheLayerMixin):
         """Remove the last columns: ``crop(-2)`` removes two, as in transformers.
 
         Raises:
-            ValueError: the number is positive; the cache has too few columns; the state is recurrent.
+            ValueError: ``tokens_to_remove`` is positive; the cache has too few columns; the state is
+                recurrent, so it cannot forget tokens.
         """
         columns = self.get_seq_length()
         if not -columns <= tokens_to_remove <= 0:
@@ -123,7 +126,8 @@ class StateLayer(CacheLayerMixin):
         if self._called is not None:
             self._called = self._called[:, : kept - self._earlier_columns]
             seen = seen + self._called.sum(1)
-        # Only `seen` changes: keys and values past `seen` are never read, and new tokens overwrite them.
+        # Change only `seen`, and leave the removed keys and values in place. They are never read, and new
+        # tokens overwrite them.
         self.state = State(seen, self.state.layers)
         self.equilibrium = None
 
@@ -158,7 +162,7 @@ class StateLayer(CacheLayerMixin):
 def _same_form(state: State, fresh: State) -> bool:
     """Whether ``state`` and ``fresh`` agree in layers, types, devices and sizes.
 
-    A size of 0 in ``fresh`` agrees with every size: a fresh cache of keys and values has no tokens yet.
+    A size of 0 in ``fresh`` agrees with every size, because a fresh cache of keys and values has no tokens.
     """
     if [len(layer) for layer in state.layers] != [len(layer) for layer in fresh.layers]:
         return False
@@ -174,13 +178,13 @@ class EquilibriumCache(Cache):
     """The models' ``past_key_values``: the backbone's state after the tokens of all earlier calls.
 
     ``model(..., use_cache=True)`` and ``generate`` make a cache. Beam search can reorder the cache's
-    sequences. ``crop(-n)`` removes the last n columns of an attention model's cache. The state of a recurrent
-    model (Mamba2) cannot forget tokens: ``crop`` raises ``ValueError``.
+    sequences. In the cache of an attention model, ``crop(-n)`` removes the last n columns. The state of a
+    recurrent model (Mamba2) cannot forget tokens, so ``crop`` raises ``ValueError`` for such a model.
 
     Args:
         rewinds: whether the last tokens can be removed; see :attr:`~deqseq.Backbone.rewinds`.
         state: backbone state to continue; by default the cache is empty. The state's tokens count as columns.
-            If its sequences differ in length, the shorter sequences are padded at the front.
+            The state's shorter sequences are padded at the front.
     """
 
     def __init__(self, rewinds: bool, state: State | None = None) -> None:

@@ -27,14 +27,14 @@ _TRANSFORMERS = {
 
 
 def _unknown(settings: Mapping[str, Any]) -> list[str]:
-    """The names in ``settings`` that neither transformers nor :class:`ImplicitConfig` uses."""
+    """The names in ``settings`` that are unknown to both transformers and :class:`ImplicitConfig`."""
     known = {*_TRANSFORMERS, *vars(GenerationConfig()), *(f.name for f in fields(ImplicitConfig))}
     return sorted(name for name in settings if name not in known)
 
 
 @strict
 class ImplicitConfig(PreTrainedConfig):
-    """A causal language model over any backbone, implicit or explicit.
+    """The configuration of a causal language model, implicit or explicit, with any backbone.
 
     Give the backbone, solver, gradient strategy and policies as names or mappings
     ``{"name": ..., **options}``, as for :class:`~deqseq.ImplicitSequenceLayer`.
@@ -42,15 +42,16 @@ class ImplicitConfig(PreTrainedConfig):
     Args:
         vocab_size: number of tokens in the vocabulary.
         backbone: the map f, such as ``{"name": "mamba2", "d_model": 256, "n_layer": 1}``.
-        implicit: false: an explicit model, which applies the same stack once, without injection.
+        implicit: true: an implicit model. False: an explicit model, which applies the same stack once and
+            without injection.
         solver, gradient: solver and gradient strategy of the implicit layer.
         convergence: convergence policy in training.
         eval_convergence: convergence policy in evaluation; by default the policy of training.
         window: number of tokens solved together; by default all.
         causal: true: training raises an error if the solver or the policy could make a token depend on later
             tokens.
-        guess: decides where the search starts. In calls that continue a cache, such as in generation,
-            ``"previous"`` starts at the equilibrium of the last token in the cache.
+        guess: decides where the search starts. With ``"previous"``, a call that continues a cache starts at
+            the equilibrium of the last token in the cache.
         initializer_range: standard deviation of the initial embeddings and output weights.
         use_cache: true: calls in evaluation mode return a cache by default.
         tie_word_embeddings: true: the output layer uses the embeddings as its weights.
@@ -66,7 +67,7 @@ class ImplicitConfig(PreTrainedConfig):
     vocab_size: int = 50277
     backbone: Any = None
     implicit: bool = True
-    # Like ``backbone``, each of the next five settings is a name or a mapping. Objects raise ``ValueError``.
+    # Each of the next five settings is a name or a mapping, like ``backbone``. Objects raise ``ValueError``.
     solver: Any = "picard"
     gradient: Any = "phantom"
     convergence: Any = None
@@ -119,10 +120,10 @@ class ImplicitConfig(PreTrainedConfig):
 
     @PreTrainedConfig._attn_implementation.setter  # type: ignore[attr-defined, untyped-decorator]
     def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
-        """Set the backbone's option ``attention``, if it has one, to transformers' ``attn_implementation=``.
+        """Pass transformers' ``attn_implementation=`` to the backbone's option ``attention``, if it has one.
 
-        The backbone checks the value. transformers would reject some valid values, so this method tells
-        transformers "eager", which every model class supports.
+        The backbone checks the value. transformers would reject some values that the backbone accepts, so
+        transformers gets "eager" instead, which every model class supports.
         """
         name = value.get("") if isinstance(value, Mapping) else value
         if name and backbones.takes(self.backbone, "attention"):
@@ -135,7 +136,7 @@ class ImplicitConfig(PreTrainedConfig):
         """The paper's configuration ``name``, such as ``"llama-1.3b-free"``, with ``overrides`` applied.
 
         Raises:
-            ValueError: no preset has this name; the message lists all (:mod:`deqseq.causal_lm.presets`).
+            ValueError: no preset has this name; the message lists all presets.
         """
         from deqseq.causal_lm.presets import options
 
@@ -143,12 +144,12 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but ``kwargs`` replace fields in ``config_dict`` before the fields are checked.
+        """Make a configuration from ``config_dict``. ``kwargs`` replace fields before the fields are checked.
 
         Unknown settings in ``config_dict`` raise no error, because other packages also store settings in
         ``config.json``. The configuration keeps and saves unknown settings, and a warning names them.
 
-        In files of version 0.2.0 and earlier, ``guess`` has the name ``initial_guess``.
+        The field ``initial_guess`` of files of version 0.2.0 and earlier is read as ``guess``.
         """
         config_dict = dict(config_dict)
         if "initial_guess" in config_dict:
@@ -157,7 +158,7 @@ class ImplicitConfig(PreTrainedConfig):
         settings = {**config_dict, **{name: kwargs.pop(name) for name in ours}}
         follows = config_dict.get("eval_convergence") == config_dict.get("convergence")
         if "convergence" in ours and "eval_convergence" not in ours and follows:
-            settings["eval_convergence"] = None  # the file has one policy for both modes: replace both
+            settings["eval_convergence"] = None  # the new policy is for evaluation too
         extra = {name: settings.pop(name) for name in _unknown(settings)}
         made = super().from_dict(settings, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
@@ -169,10 +170,10 @@ class ImplicitConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, but configurations of the reference implementation are translated.
+        """Read the settings of a configuration, and translate settings of the reference implementation.
 
         Raises:
-            ValueError: the configuration has another ``model_type``.
+            ValueError: the configuration is of another kind of model (``model_type``).
         """
         settings, unused = super().get_config_dict(*args, **kwargs)
         if reference.is_reference(settings):
@@ -197,7 +198,7 @@ class ImplicitConfig(PreTrainedConfig):
 
 
 class _ReferenceConfig(PreTrainedConfig):
-    """Lets ``AutoConfig`` load configurations of the reference implementation, as an ImplicitConfig."""
+    """Lets ``AutoConfig`` load a configuration of the reference implementation as an ImplicitConfig."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

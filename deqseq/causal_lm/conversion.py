@@ -1,6 +1,7 @@
 """Convert transformers' models into our explicit models, and explicit models into implicit models.
 
-:meth:`ImplicitForCausalLM.from_explicit` and :meth:`ImplicitForCausalLM.to_implicit` call these functions.
+The methods ``from_explicit`` and ``to_implicit`` of :class:`ImplicitForCausalLM` call the functions of this
+module.
 """
 
 import os
@@ -19,8 +20,8 @@ from deqseq.ops.mixer.naive import at_least_float32
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-# How weight names begin: regular expressions for transformers' names -> our names. Our names are written here
-# without ``model.`` and ``model.layer.backbone.``.
+# Translation of weight names. A key is a regular expression for the beginning of transformers' name, and its
+# value is the beginning of our name. ``model.`` and ``model.layer.backbone.`` are left out of our names.
 _LLAMA = {
     r"model\.embed_tokens\.": "embed_tokens.",
     r"model\.norm\.": "norm_f.",
@@ -39,7 +40,7 @@ def from_explicit(
     cls: type[Model], source: str | os.PathLike[str] | PreTrainedModel, weight_norm: bool,
     dtype: torch.dtype | None, overrides: Mapping[str, Any],
 ) -> Model:  # fmt: skip
-    """See :meth:`ImplicitForCausalLM.from_explicit`."""
+    """Convert a model of transformers into an explicit model (:meth:`ImplicitForCausalLM.from_explicit`)."""
     _refuse_overrides(overrides)
     model: Any = source
     if not isinstance(source, PreTrainedModel):
@@ -91,7 +92,7 @@ def _llama(model: Any) -> dict[str, Any]:
 
 
 def swiglu_width(hidden: int) -> int:
-    """The ``d_inner`` of a SwiGLU whose hidden width is ``hidden``: ``2 * d_inner // 3 == hidden``."""
+    """The ``d_inner`` that gives a SwiGLU ``hidden`` hidden units: ``2 * d_inner // 3 == hidden``."""
     return -(-3 * hidden // 2)
 
 
@@ -105,7 +106,8 @@ def _mamba2(model: Any) -> dict[str, Any]:
     }
     supported = {"hidden_act": "silu", "use_bias": False, "time_step_limit": (0.0, float("inf"))}
     _check(found, {**supported, "num_heads * head_dim": inner})
-    # The gated norm has groups only in some versions of transformers: read the group size from the module.
+    # Read the group size of the gated norm from the module. The norm has groups only in some versions of
+    # transformers.
     norm = model.backbone.layers[0].mixer.norm
     return {
         "name": "mamba2", "d_model": config.hidden_size, "n_layer": config.num_hidden_layers,
@@ -130,7 +132,7 @@ def _refuse_overrides(overrides: Mapping[str, Any]) -> None:
 
 
 def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load ``weights`` into a backbone. If it uses weight normalisation, split each weight into g and v."""
+    """Load ``weights`` into a backbone. Weights that the backbone normalises are split into g and v."""
     state = {}
     for name, target in backbone.state_dict().items():
         module, _, part = name.partition(".parametrizations.weight.")
@@ -140,12 +142,12 @@ def _load(backbone: nn.Module, weights: Mapping[str, Tensor]) -> None:
         elif name in weights:
             state[name] = weights[name]
         elif name.endswith("conv1d.bias"):
-            state[name] = torch.zeros_like(target)  # the source has no convolution bias
+            state[name] = torch.zeros_like(target)  # zero, because the source has no convolution bias
     backbone.load_state_dict(state)
 
 
 def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """g and v of weight normalisation, where each row w of ``weight`` is g v / ||v||.
+    """Compute g and v of weight normalisation, which represents each row w of ``weight`` as g v / ||v||.
 
     g is ||w||, and v is w. For a row of zeros, g is 0 and v is all ones.
     """
@@ -154,21 +156,21 @@ def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
-    """See :meth:`ImplicitForCausalLM.to_implicit`."""
+    """Make an implicit model from an explicit model (:meth:`ImplicitForCausalLM.to_implicit`)."""
     _refuse_overrides(overrides)
     if model.config.implicit:
         raise ValueError("to_implicit takes an explicit model (implicit=False); this model is implicit")
-    ImplicitConfig(**overrides)  # raises for unknown names
+    ImplicitConfig(**overrides)  # raises an error for unknown names
     settings = model.config.to_dict() | dict(overrides)
-    if "convergence" in overrides:  # use the policy in evaluation too, unless the caller gave another
+    if "convergence" in overrides:  # use the new policy in evaluation too, if no other is given
         settings["eval_convergence"] = overrides.get("eval_convergence")
     backbone = {k: v for k, v in settings["backbone"].items() if k != "injection"}
     settings |= {"backbone": {**backbone, "input_skip": True}, "implicit": True}
     converted: Any = type(model)(ImplicitConfig.from_dict(settings))
     converted.to(device=model.device, dtype=model.dtype)
-    # Make the new map equal to the explicit stack. The stream begins with gain * z + x (``InputSkip``), and
-    # the gain is initialised to 0. So only the injection must be set to 0. With weight normalisation
-    # (w = g v / ||v||), set only g to 0: v stays random, so that g gets a non-zero gradient.
+    # Set the injection to 0, so that the new map equals the explicit stack. The first block of the new map
+    # gets gain * z + x, which equals x already, because the gain is initialised to 0. With weight
+    # normalisation (w = g v / ||v||), set only g to 0. v stays random, so g gets a non-zero gradient.
     linear = converted.model.layer.backbone.injection.linear
     weight = linear.parametrizations.weight.original0 if is_parametrized(linear) else linear.weight
     with torch.no_grad():

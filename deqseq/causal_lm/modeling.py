@@ -36,7 +36,7 @@ class ImplicitModelOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: (B, L, D) the equilibria z*, or the output of an explicit stack.
-        past_key_values: the cache to pass to the next call; see ``use_cache``.
+        past_key_values: the cache to pass to the next call; ``None`` if the call uses no cache.
         hidden_states: with ``output_hidden_states``, two tensors (B, L, D): the embeddings x and
             ``last_hidden_state``. Outputs of single blocks or iterations are not returned.
         solution: residual, iterations and status of every token; ``None`` for explicit models.
@@ -54,7 +54,8 @@ class ImplicitCausalLMOutput(ModelOutput):
 
     Attributes:
         loss: mean cross-entropy of token t + 1 given the tokens up to t; ``None`` without labels.
-        logits: (B, L, V), or (B, n, V) for n tokens in ``logits_to_keep``; ``None`` with ``skip_logits``.
+        logits: (B, L, V), or (B, n, V) for n tokens in ``logits_to_keep``; ``None`` if a loss is
+            computed with ``skip_logits``.
         past_key_values, hidden_states, solution: as in :class:`ImplicitModelOutput`.
     """
 
@@ -72,22 +73,22 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     config: ImplicitConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    # Keep each layer on one device: accelerate moves weights when a module's forward is called, but backbones
-    # read weights without calling forward.
+    # Keep each layer on one device. accelerate moves weights between devices only when a module's forward is
+    # called, but backbones read weights without calling forward.
     _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers' form
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Backbones are initialised when they are built, so initialise only embeddings and output layer here.
+        # Initialise only embeddings and output layer. Backbones are initialised when they are built.
         if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
             nn.init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, but a checkpoint that does not fit the model raises an error, not a warning.
+        """Load a model. Raise an error if the checkpoint does not fit the model (transformers only warns).
 
         Raises:
-            ValueError: weights are missing, unknown or of another shape (missing weights would be random);
-                ``device_map`` offloads weights of the layer.
+            ValueError: weights are missing, unknown or of another shape; ``device_map`` offloads weights of
+                the layer.
         """
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("key_mapping", reference.KEYS)
@@ -144,30 +145,29 @@ class ImplicitModel(ImplicitPreTrainedModel):
         """Solve for the equilibria of a batch.
 
         Args:
-            input_ids: (B, L) int64 token ids. Give either these or ``inputs_embeds`` (B, L, D).
-            attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding, which may be anywhere.
-                With a cache of C columns, the mask may also be (B, C + L), with the columns of earlier calls
-                first.
+            input_ids: (B, L) int64 token ids. Give either ``input_ids`` or ``inputs_embeds`` (B, L, D).
+            attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding. Padding may be
+                anywhere. With a cache of C columns, the mask may also be (B, C + L). The columns of earlier
+                calls then come first.
             position_ids: (B, L) or (1, L) int64. Where positions restart at 0, another sequence begins.
             past_key_values: the cache of an earlier call, which this call continues and extends.
-            use_cache: true: return a cache. By default, a call that gets a cache returns it. For a call
-                without a cache, the configuration decides, but there is no cache in training or if a row
-                holds several sequences.
+            use_cache: true: return a cache. By default, a call that gets a cache returns this cache. If a
+                call gets no cache, the configuration decides whether to make one. In training, or if a row
+                holds several sequences, no cache is made by default.
             output_hidden_states: true: return ``hidden_states``. By default the configuration decides.
             solve: solver, policy, window and guess; by default the configuration's.
             window: number of tokens solved together; ``None``: all; ``"layer"``: the window of ``solve`` or,
                 without ``solve``, of the configuration.
             z0: (B, L, D) initial guess, instead of the guess of ``solve`` or of the configuration.
-            unused: arguments that tokenizers, collators and ``generate`` may add, and that have no effect
-                here: ``token_type_ids``, ``cache_position``, ``output_attentions=False``, and the sequence
-                boundaries of flattened batches, which ``position_ids`` gives too.
+            unused: arguments that tokenizers, collators and ``generate`` may add. They have no effect here:
+                ``token_type_ids``, ``cache_position``, ``output_attentions=False``, and the sequence
+                boundaries of flattened batches (``position_ids`` also contains these boundaries).
 
         Raises:
-            ValueError: neither or both of ``input_ids`` and ``inputs_embeds``; on the CPU, ids that are not
-                in the vocabulary (a GPU raises its own error); a mask of another shape, or
-                one that differs from the masks of earlier calls; a cache of another model; ``solve``,
-                ``window`` or ``z0`` for an explicit model; inputs that the layer rejects; other
-                arguments.
+            ValueError: ``input_ids`` and ``inputs_embeds`` are both given or both missing; on the CPU, ids
+                that are not in the vocabulary (a GPU raises its own error); a mask that has another shape or
+                contradicts the masks of earlier calls; a cache of another model; ``solve``, ``window`` or
+                ``z0`` for an explicit model; inputs that the layer rejects; unknown arguments.
         """
         _check_unused(unused)
         if getattr(self, "_is_replica", False):
@@ -219,7 +219,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         )
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
-        """The embeddings (B, L, D) of the ids. On the CPU, ids that are not in the vocabulary raise."""
+        """The embeddings (B, L, D) of the ids. Ids outside the vocabulary raise an error."""
         check_tensor("input_ids", input_ids)
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be (B, L), got {tuple(input_ids.shape)}")
@@ -237,7 +237,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         if self.training or not self.config.use_cache or not self.layer.backbone.keeps_state:
             return False
         fits = all(t is None or t.shape == x.shape[:2] for t in (position_ids, attention_mask))
-        # Do not call ``packs_rows`` on tensors of wrong shape; the layer raises an error for them later.
+        # Call ``packs_rows`` only on tensors of the right shape. For other shapes, the layer raises an error.
         return position_ids is None or not fits or not packs_rows(position_ids, attention_mask)
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> EquilibriumCache | None:
@@ -259,7 +259,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
 
 
 def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) -> Tensor | None:
-    """The last L columns (B, L) of the attention mask, which are this call's columns."""
+    """The part (B, L) of the attention mask that belongs to this call: its last L columns."""
     if mask is None or (mask.dim() == 2 and mask.shape[1] == length):
         return mask
     seen = 0 if content is None else content.get_seq_length()
@@ -279,10 +279,13 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
 
 
 def _last_real(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """``hidden`` (B, L, D) of the last real token of each row: (B, 1, D).
+    """The hidden state of each row's last real token: (B, 1, D).
 
-    In a row without real tokens, that of the last column. ``attention_mask``: (B, C + L); its last L columns
-    are those of ``hidden``.
+    A row without real tokens gets the hidden state of its last column.
+
+    Args:
+        hidden: (B, L, D).
+        attention_mask: (B, C + L). Its last L columns belong to ``hidden``.
     """
     length = hidden.shape[1]
     if length == 1:
@@ -294,7 +297,7 @@ def _last_real(hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def _check_kept(logits_to_keep: int | Tensor, length: int) -> None:
-    """Raise ``ValueError`` unless ``logits_to_keep`` is a number of tokens, or their indices.
+    """Raise ``ValueError`` if ``logits_to_keep`` is not a valid number of tokens or tensor of token indices.
 
     The values of indices are checked on the CPU only.
     """
@@ -311,7 +314,7 @@ def _check_kept(logits_to_keep: int | Tensor, length: int) -> None:
 
 
 def aligned_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T``, padded with zero columns to a multiple of 64, because GPUs compute this faster."""
+    """``x @ weight.T``, padded with zero columns to a multiple of 64. GPUs compute such widths faster."""
     return F.linear(x, F.pad(weight, (0, 0, 0, -weight.shape[0] % 64)))
 
 
@@ -322,7 +325,7 @@ _UNUSED_ARGUMENTS = {
 
 
 def _check_unused(arguments: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for arguments other than those that tokenizers and collators add."""
+    """Raise ``ValueError`` for ``output_attentions=True`` and for arguments not in _UNUSED_ARGUMENTS."""
     if arguments.get("output_attentions"):
         raise ValueError("output_attentions: these models keep no attention weights")
     if unknown := set(arguments) - _UNUSED_ARGUMENTS:
@@ -340,7 +343,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ImplicitModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # transformers' flag for caches that cannot remove tokens: speculative decoding then raises an error.
+        # True: the cache cannot remove tokens. transformers' speculative decoding then raises an error.
         self._is_stateful = not self.model.layer.backbone.rewinds
         self.post_init()  # type: ignore[no-untyped-call]
 
@@ -355,11 +358,10 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
 
         Args:
             source: the model, or its folder or name on the hub.
-            weight_norm: true: use weight normalisation in the backbone, as implicit models do by default. The
-                logits stay the same.
+            weight_norm: true: use weight normalisation in the backbone, as implicit models do by default.
             dtype: type of the weights; by default the type of ``source``.
-            config_overrides: further settings of :class:`ImplicitConfig`, such as ``solver``. A later
-                :meth:`to_implicit` uses them.
+            config_overrides: further settings of :class:`ImplicitConfig`, such as ``solver``. A later call of
+                :meth:`to_implicit` uses these settings.
 
         Raises:
             ValueError: a model of another class; a setting that this library's backbones do not support
@@ -368,12 +370,12 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         return conversion.from_explicit(cls, source, weight_norm, dtype, config_overrides)
 
     def to_implicit(self, **config_overrides: Any) -> ImplicitForCausalLM:
-        """An implicit model that initially computes the same function as this explicit one, for fine-tuning.
+        """Make an implicit model for fine-tuning. It initially computes the same function as this model.
 
         The weights are copied. The new model differs in two places: its first block gets ``gain * z + x``
         instead of x (the backbone's ``input_skip``), and x is injected into every block. The gain and the
-        injection start at 0, so initially f(z, x) does not depend on z and equals the explicit stack. A
-        search then needs two evaluations. The gain and the injection get gradients from the first step on.
+        injection start at 0. So f(z, x) initially does not depend on z and equals the explicit stack, and a
+        search needs two evaluations. The gain and the injection get gradients from the first step on.
 
         Args:
             config_overrides: settings of :class:`ImplicitConfig`, such as ``solver`` and ``convergence``.
@@ -392,21 +394,21 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         solve: SolveOptions | None = None, window: int | Literal["layer"] | None = "layer",
         z0: Tensor | None = None, skip_logits: bool = False, **loss_options: Any,
     ) -> ImplicitCausalLMOutput:  # fmt: skip
-        """Logits (B, L, V) and, with ``labels`` (B, L), the loss of predicting the next token.
+        """Compute logits (B, L, V) and, with ``labels`` (B, L), the loss of predicting the next token.
 
         As in transformers, pass the input ids as ``labels``. This method shifts the labels and ignores -100.
-        Pass labels that are shifted already as ``shift_labels``.
+        If your labels are shifted already, pass them as ``shift_labels``.
 
         Args:
             labels: (B, L) int64 ids, or -100.
             logits_to_keep: number of last tokens to compute logits for, at most L (0: all tokens), or indices
-                of the tokens (n,). With 1, the last real token of each row counts, so ``generate`` takes
-                prompts with padding at any place.
-            skip_logits: true: with ``labels``, return the loss and no logits. This saves memory, because
+                of the tokens (n,). With 1, each row gets the logits of its last real token, so ``generate``
+                accepts prompts with padding at any place.
+            skip_logits: true: with labels, return the loss and no logits. This saves memory, because
                 mixed-precision wrappers copy returned logits to float32.
-            loss_options: ``num_items_in_batch``, which transformers' trainer passes; and ``shift_labels``
-                (B, L), labels that are shifted already, which then count instead of ``labels``. Other
-                arguments are ignored or refused as in :meth:`ImplicitModel.forward`.
+            loss_options: ``num_items_in_batch``, which transformers' trainer passes, and ``shift_labels``
+                (B, L), shifted labels that replace ``labels``. Other arguments are ignored or raise
+                ``ValueError``, as in :meth:`ImplicitModel.forward`.
 
         The other arguments are those of :meth:`ImplicitModel.forward`.
         """
@@ -451,7 +453,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         )  # fmt: skip
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (B, L, V), and padded logits (B, L, V'), whose first V columns are the logits."""
+        """Returns the logits (B, L, V) and padded logits (B, L, V'). Their first V columns are equal."""
         head = self.lm_head
         plain = type(head) is nn.Linear and head.bias is None
         if not (hidden.is_cuda and plain) or head._forward_hooks or head._forward_pre_hooks:
@@ -461,10 +463,10 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         return padded[..., : head.weight.shape[0]], padded
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: Any) -> Tensor:
-        """Positions (B, L) that count real tokens only; padding gets the position of the token before it.
+        """Positions (B, L) that count real tokens only. Padding gets the position of the token before it.
 
-        ``generate`` continues the numbering of the last column. transformers numbers padding 0, so the first
-        token after padding would get position 1.
+        ``generate`` gives the first new token the position after that of the last column. transformers gives
+        padding position 0. If the last column is padding, the first new token would wrongly get position 1.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is None or mask.dim() != 2:
@@ -478,7 +480,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         refused = {"cache_implementation": "one kind of cache", "assistant_early_exit": "no early exit"}
         for option, reason in refused.items():
             value = getattr(generation_config, option)
-            if value is not None and value != "dynamic":  # "dynamic": a cache that grows, as ours does
+            if value is not None and value != "dynamic":  # "dynamic": a growing cache, like ours
                 raise ValueError(f"these models have {reason}: leave {option} unset, got {value!r}")
         if model_kwargs.get("past_key_values") is not None:
             super()._prepare_cache_for_generation(  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Back-propagation through every iteration, or through the last ones."""
+"""Back-propagation through every iteration, or through the last iterations only."""
 
 from dataclasses import dataclass, replace
 
@@ -15,20 +15,22 @@ from deqseq.solution import Solution
 class Unrolled(GradientStrategy):
     """Back-propagation through ``iterations`` steps of the layer's solver.
 
-    The steps begin at the initial guess. With ``before``, the solver first does ``before`` steps without a
-    graph. Gradients are then truncated: they do not reach the initial guess. If the detached result of each
-    optimiser step is also the ``z0`` of the next one, this is deep supervision in segments, as in HRM (arXiv
-    2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488).
+    The steps begin at the initial guess. If ``before`` is positive, the solver first does ``before`` steps
+    without an autograd graph. Gradients then do not reach the initial guess.
 
-    While gradients are enabled, the layer does not search for the fixed point. It then uses neither its
-    policy nor its window. With Anderson and Broyden, second derivatives raise ``RuntimeError``: they would be
-    wrong, because autograd treats the coefficients of these solvers as constants. They also raise it with
-    ``before``.
+    HRM (arXiv 2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488) train by deep supervision in
+    segments. To do the same, pass the detached result of each optimiser step as ``z0`` of the next step.
+
+    While gradients are enabled, the layer does not search for the fixed point, and ignores its policy and its
+    window. Second derivatives raise ``RuntimeError`` if ``before`` is positive, or if the solver is Anderson
+    or Broyden. Autograd treats the coefficients of these two solvers as constants, so second derivatives
+    would be wrong.
 
     Args:
-        iterations: number of iterations that autograd records. Each evaluates f once on all tokens.
-        checkpoint: store no activations of the iterations, and recompute them in the backward pass.
-        before: number of iterations without a graph before them. The solver's memory does not carry over.
+        iterations: number of iterations that autograd records. Each iteration evaluates f once on all tokens.
+        checkpoint: true: store no activations, and recompute the iterations in the backward pass.
+        before: number of iterations without a graph, before the recorded iterations. The recorded iterations
+            start with an empty solver memory.
 
     Raises:
         ValueError: ``iterations`` below 1; ``before`` below 0; a ``checkpoint`` that is not a bool.

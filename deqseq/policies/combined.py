@@ -22,8 +22,9 @@ class _Combined(ConvergencePolicy):
 class Both(_Combined):
     """``first & second``: a token may stop when both policies let it stop.
 
-    A token has converged when it meets the tolerances of both policies. ``FixedIterations`` has no tolerance,
-    so only the other policy's tolerance counts. ``max_iter`` is the larger ``max_iter`` of the two policies.
+    A token has converged when it meets the tolerances of both policies. If one policy is ``FixedIterations``,
+    which has no tolerance, only the tolerance of the other policy counts. ``max_iter`` is the larger
+    ``max_iter`` of the two policies.
     """
 
     def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:

@@ -18,11 +18,11 @@ class Residual(ConvergencePolicy):
         rtol: relative tolerance.
         atol: absolute tolerance. At least one of the two tolerances must be positive.
         max_iter: maximum number of evaluations per token.
-        scope: with ``"token"``, every token has its own norm. With ``"sequence"``, all tokens of a sequence
-            share one norm (the reference implementation's rule). A token's last iteration then depends on
-            later tokens, so training refuses ``"sequence"`` unless ``ImplicitSequenceLayer(causal=False)``
-            allows it.
-        check_every: see :class:`ConvergencePolicy`.
+        scope: with ``"token"``, both norms are those of the token. With ``"sequence"``, both norms are over
+            all tokens of the sequence, as in the reference implementation. Later tokens then influence when a
+            token stops, so training with ``"sequence"`` needs ``ImplicitSequenceLayer(causal=False)``.
+        check_every: once every ``check_every`` calls of f, the host checks whether all tokens have settled.
+            :class:`ConvergencePolicy` describes the default.
 
     Raises:
         ValueError: a tolerance is negative or not finite, both tolerances are zero, ``max_iter`` or

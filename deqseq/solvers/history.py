@@ -1,10 +1,11 @@
 """Base class of solvers with a memory.
 
 The memory is a list of M tensors (B, W, D), called slots; the latest slot comes first. The age of a token is
-the number of its valid slots. Solvers ignore the other slots. A restart sets the age to zero.
+the number of its valid slots, which were filled after its last restart. Solvers ignore the other slots. A
+restart sets the age to zero.
 
-A step makes a new list of slots: the new slot, then the old slots without the last. It never overwrites a
-slot, so autograd can record the step.
+A step makes a new list of slots: the new slot, then the old slots without the oldest slot. A step never
+overwrites a slot, so autograd can record the step.
 
 Shapes: B sequences, W tokens in the window, D width, M memory.
 """
@@ -19,7 +20,7 @@ from deqseq.solver import Progress, Solver
 MAX_STEP = 100.0
 """Maximum length of a step, as a multiple of ``||f(z) - z||``. Longer steps are replaced by Picard steps."""
 STEADY_SHARE = 0.3
-"""Token t restarts while the residual of a token before t exceeds this share of the residual of t."""
+"""Token t restarts while an unsettled token before t has a residual above this share of the residual of t."""
 
 
 class HistorySolver(Solver):
@@ -65,10 +66,10 @@ class HistorySolver(Solver):
         return torch.arange(self.memory, device=age.device) < age[..., None]
 
     def restarted(self, progress: Progress) -> Tensor:
-        """(B, W) bool, tokens that restart, so their history is not used.
+        """(B, W) bool, true for tokens that restart. Their history is dropped.
 
         In token scope, a new token restarts. Any other token t restarts while an unsettled token before t has
-        a residual above ``STEADY_SHARE`` times the residual of t, because f(z) at t depends on the tokens
+        a residual above ``STEADY_SHARE`` times the residual of t. The reason: f(z) at t depends on the tokens
         before t. In sequence scope, all tokens of a sequence restart when a new token enters the window.
         """
         entered = progress.entered
@@ -78,7 +79,7 @@ class HistorySolver(Solver):
             return entered
         moving = progress.residual.masked_fill(progress.settled, 0.0)
         largest = F.pad(moving[:, :-1], (1, 0)).cummax(1).values  # largest residual of the earlier tokens
-        return entered | ~(largest <= STEADY_SHARE * progress.residual)  # also true for NaN
+        return entered | ~(largest <= STEADY_SHARE * progress.residual)  # also true if a residual is NaN
 
 
 def combine(slots: list[Tensor], weights: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def combine(slots: list[Tensor], weights: Tensor) -> Tensor:
 
 
 def guarded(z: Tensor, proposal: Tensor, fallback: Tensor, limit: Tensor) -> Tensor:
-    """``proposal`` where it is finite and at most ``limit`` (B, W) away from z, else ``fallback``."""
+    """The proposal at tokens where it is finite and at most ``limit`` (B, W) from z, else the fallback."""
     with torch.no_grad():
         length = torch.linalg.vector_norm(proposal - z, dim=-1, dtype=limit.dtype)
         good = length <= limit  # false for NaN

@@ -60,7 +60,7 @@ def _pretrain(
         plot: PNG file to which a dry run draws the schedule; beside the output folder by default
         processes: number of processes that a dry run assumes
     """
-    # Importing models takes seconds, so check the arguments first.
+    # Import these modules late, so that wrong arguments are reported at once. The imports take seconds.
     from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.pretraining.plan import describe, plot_schedule
     from deqseq.tasks.pretraining.run_files import load_run

@@ -1,4 +1,4 @@
-"""Folding weight normalisation: the same function with plain linear maps, in models, layers and backbones."""
+"""Folding weight normalisation into plain linear maps keeps the function of models, layers and backbones."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -26,7 +26,7 @@ V = 32
 
 
 def trained(module: Any) -> Any:
-    """``module`` with other parameters than its initial ones, so that g differs from ||v||."""
+    """Change all parameters of ``module``, so that g of weight normalisation no longer equals ||v||."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -94,7 +94,7 @@ def test_a_model_is_folded_saved_and_loaded(
     logits = model(ids).logits
     assert_close(logits, expected, 1e-6)
     assert model.config.backbone["weight_norm"] is False and model.model.config is model.config
-    assert other.config is config and config.backbone == BODIES[body]  # a model with the same configuration
+    assert other.config is config and config.backbone == BODIES[body]  # the other model is unchanged
     fold_weight_norm(model).save_pretrained(tmp_path)
     loaded = ImplicitForCausalLM.from_pretrained(tmp_path).eval()
     assert_plain(loaded)

@@ -23,7 +23,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in this process, because a new process would import torch and transformers again."""
+    """Run a script in this process. A new process would have to import torch and transformers again."""
     argv = [str(BENCHMARKS / script), *arguments]
     streams = [io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2)]
     status = 0
@@ -78,7 +78,7 @@ def test_solvers(trained: Path, tmp_path: Path) -> None:
     done = run("solvers.py", *arguments)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert len(rows) == 7  # three solvers in two windows; torchdeq supports no window
+    assert len(rows) == 7  # two windows for three solvers; torchdeq supports only "all"
     causal = [row for row in rows if row["solver"] in ("picard-0.7", "anderson-2")]
     assert all(row["leak"] == 0 and row["converged"] == 1 and row["problem"] is None for row in causal)
     assert all(row["leak"] > 0 for row in rows if row not in causal)
@@ -110,12 +110,12 @@ def test_a_row_that_raises_or_is_wrong_names_its_problem(
         done = run("solvers.py", *arguments)
     assert done.returncode == 0, done.stderr
     leaks, raises = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert "leak" in leaks["problem"]  # found although the batch has only one sequence
+    assert "leak" in leaks["problem"]  # the leak is found even in a batch of one sequence
     assert raises["problem"].startswith("RuntimeError")
 
     file = tmp_path / "out" / "rows.jsonl"
     (line,) = file.read_text().splitlines()
-    file.write_text(f'{line}\n{{"case": "to')  # as if the script had been interrupted while it wrote a row
+    file.write_text(f'{line}\n{{"case": "to')  # an interrupted script may leave such a line
     done = run("solvers.py", *arguments)
     assert done.returncode == 0, done.stderr
     first, second = file.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The paper's configurations."""
+"""Presets, which are the paper's configurations of language models."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_a_preset_with_other_fields() -> None:
 @pytest.mark.parametrize("form", ["explicit", "bounded"])
 @torch.no_grad()
 def test_the_small_ones_run(body: str, form: str) -> None:
-    """Full width, but only two layers."""
+    """The smallest presets, with only two layers, return finite logits of the right shape."""
     config = ImplicitConfig.from_preset(f"{body}-130m-{form}", vocab_size=500)
     config.backbone["n_layer"] = 2
     logits = ImplicitForCausalLM(config).eval()(torch.randint(0, 500, (1, 8))).logits

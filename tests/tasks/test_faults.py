@@ -1,4 +1,4 @@
-"""Runs that are killed, damaged or started twice: they lose no work and report damaged files."""
+"""Runs that are killed, damaged or started twice lose no work and report damaged files."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def weights(run: Path) -> bytes:
 
 
 def cut(run: Path, folder: Path) -> Path:
-    """A copy of a run as it was before its model was saved."""
+    """Copy a run to ``folder``, as the run was before its model was saved."""
     shutil.copytree(run, folder)
     shutil.rmtree(folder / "model")
     for name in ("training.json", seals.SEAL):
@@ -83,12 +83,15 @@ def flip(file: Path, place: float = 0.7) -> None:
 
 
 def dies(name: str, at: Callable[[Path], bool]) -> Callable[..., None]:
-    """The function ``name`` of ``seals`` or ``shutil``, except that it raises KillError if ``at(path)``."""
+    """Replaces the function ``name`` of ``seals`` or ``shutil``: raises KillError if ``at(path)`` is true.
+
+    Before the exception, one file in ``path`` is removed. If ``at(path)`` is false, calls the original.
+    """
     original = getattr(seals, name, None) or getattr(shutil, name)
 
     def function(path: Path, *args: Any) -> None:
         if at(Path(path)):
-            for file in [p for p in Path(path).iterdir() if p.is_file()][:1]:  # leave the work half done
+            for file in [p for p in Path(path).iterdir() if p.is_file()][:1]:  # as if killed half-way
                 file.unlink()
             raise KillError
         original(path, *args)
@@ -173,7 +176,7 @@ def test_a_run_killed_before_its_seal_is_not_finished(
         patch.setattr("deqseq.tasks.common.runs.seal", Mock(side_effect=KillError))
         with pytest.raises(KillError):
             pretrain(settings, run, progress=False)
-    (run / "model" / "model.safetensors").write_bytes(b"")  # as if killed before the file was synced
+    (run / "model" / "model.safetensors").write_bytes(b"")  # a kill before the sync may leave an empty file
     with pytest.raises(ValueError, match="run was not written to its end"):
         load_model(str(run / "model"))
     assert train(settings, run) == weights(whole)
@@ -220,7 +223,7 @@ def test_a_checkpoint_of_another_run_is_refused(settings: RunSettings, whole: Pa
     seal(last)
     with pytest.raises(ValueError, match=rf"{last} .* other settings \(seed: 7 there, .* remove {last.name}"):
         pretrain(settings, run, progress=False)
-    (last / "run_settings.json").unlink()  # as in older versions
+    (last / "run_settings.json").unlink()  # checkpoints of older versions have no such file
     seal(last)
     late = last.rename(run / "checkpoint-14")
     with pytest.raises(ValueError, match=f"{late} is not of this run, which has {STEPS} steps"):
@@ -275,7 +278,7 @@ def test_a_damaged_start_is_refused(settings: RunSettings, whole: Path, tmp_path
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     for source in (f"checkpoint-{STEPS}", "model", "stage-1"):
         flip(run / source / "model.safetensors")
-        if source == "stage-1":  # repeats the last steps; stage-1 must still count as damaged
+        if source == "stage-1":  # trains the last steps again, and leaves stage-1 damaged
             train(settings, run)
         begun = replace(settings, start_from=str(run / source))
         with pytest.raises(ValueError, match=r"is damaged: .*model\.safetensors .* copy it again"):
@@ -368,7 +371,7 @@ class Harm:
 def test_a_refused_pickle_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, refused: str
 ) -> None:
-    """The message of torch says how to load the file anyway; ours does not."""
+    """The error says only why the file is refused. torch's message also says how to load the file anyway."""
     file = tmp_path / "optimizer.pt"
     file.write_bytes(pickle.dumps(os.getcwd)) if form == "plain" else torch.save(Harm(), file)
     assert run_command(lambda: torch.load(file, weights_only=True)) == 1

@@ -1,6 +1,7 @@
-"""Updating states in place in Triton. The kernels skip sequences whose ``count`` is 0.
+"""Triton kernels that add new tokens to states, in place. They skip sequences whose ``count`` is 0.
 
-Shapes as in :mod:`deqseq.ops.advance`; G groups of heads.
+Shapes: B sequences, W tokens of the evaluation, H heads, G groups of heads, P head dim, N state dim, K taps,
+C convolved channels; J key/value heads, S slots.
 """
 
 import triton
@@ -17,7 +18,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
                       C: tl.constexpr, H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
                       SUMMED: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
                       BC: tl.constexpr, BT: tl.constexpr):  # fmt: skip
-    """Program h < H updates the SSM state of head h. Each other program updates BC channels of the tail."""
+    """Program h < H updates the SSM state of head h. Each further program updates BC channels of the tail."""
     h = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
     consumed = tl.load(count + i)
@@ -38,7 +39,7 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
         elif TAPS > 0:
             c = (h - H) * BC + tl.arange(0, BC)[None, :]
             k = tl.arange(0, BT)[:, None]
-            at = k + (consumed - TAPS).to(tl.int32)  # index in the window; negative: in the tail
+            at = k + (consumed - TAPS).to(tl.int32)  # index of the token; negative: read the old tail
             real = (k < TAPS) & (c < C)
             kept = tail + i * TAPS * C + c
             new = tl.load(first + i * first_b + at * first_t + c, real & (at >= 0), 0.0).to(tl.float32)
@@ -47,12 +48,15 @@ def _recurrent_kernel(tail, ssm, first, second, x, b, step, decay, count, first_
                     tl.float32
                 )
             new += tl.load(kept + (at + TAPS) * C, real & (at < 0), 0.0).to(tl.float32)
-            tl.debug_barrier()  # read everything before writing anything
+            tl.debug_barrier()  # all threads read the old tail before any thread overwrites it
             tl.store(kept + k * C, new.to(tail.dtype.element_ty), real)
 
 
 def recurrent_(tail: Tensor, ssm: Tensor, trace: LayerTrace, count: Tensor) -> None:
-    """Update a layer's tail (B, K-1, C) and SSM state (B, H, P, N) with the first ``count`` (B,) tokens."""
+    """Add the first ``count`` (B,) tokens to a layer's tail (B, K-1, C) and SSM state (B, H, P, N).
+
+    The tail is the last K-1 inputs of the convolution.
+    """
     batch, heads, headdim, d_state = ssm.shape
     taps, channels = tail.shape[1:]
     first, second = trace.conv[0], trace.conv[-1]
@@ -72,7 +76,7 @@ def _append_kernel(keys, values, k, v, seen, count, S, k_b, k_j, k_t, v_b, v_j, 
                    P: tl.constexpr, BP: tl.constexpr):  # fmt: skip
     j = tl.program_id(0)
     i = tl.program_id(1).to(tl.int64)
-    consumed = tl.minimum(tl.load(count + i), S - tl.load(seen + i))  # never beyond slot S-1
+    consumed = tl.minimum(tl.load(count + i), S - tl.load(seen + i))  # never write beyond slot S-1
     if consumed > 0:
         p = tl.arange(0, BP)
         slot = ((i * J + j) * S + tl.load(seen + i)) * P + p
@@ -86,7 +90,7 @@ def _append_kernel(keys, values, k, v, seen, count, S, k_b, k_j, k_t, v_b, v_j, 
 def append_(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, seen: Tensor, count: Tensor) -> None:
     """Write the first ``count`` (B,) tokens of k, v (B, J, W, P) into keys, values (B, J, S, P).
 
-    The first of these tokens goes to slot ``seen`` (B,).
+    The first token goes to slot ``seen`` (B,), and the others go to the slots after it.
     """
     batch, heads, slots, headdim = keys.shape
     launch(

@@ -15,14 +15,16 @@ def mix(
     u: Tensor, weights: MixerWeights, injection: Tensor | None, state: tuple[Tensor, ...] | None,
     sizes: MixerSizes, form: str,
 ) -> tuple[Tensor, LayerTrace | None]:  # fmt: skip
-    """The mixer's output (B, W, D), and the trace for updating ``state`` (``None`` without a state).
+    """The mixer's output (B, W, D) and the trace, the values for a later update of ``state``.
+
+    The trace is ``None`` if there is no state.
 
     Args:
-        u: (B, W, D).
+        u: (B, W, D) the mixer's input.
         injection: (B, W, 2 E + 2 G N + H) added to the projection of ``u``.
-        state: the convolution's tail (B, K-1, E + 2 G N), which is its last K-1 inputs, and the SSM state
-            (B, H, P, N), both before the first token; ``None``: zeros.
-        form: the implementation. With more than four taps, "triton" uses plain PyTorch instead.
+        state: the state before the first token, in two tensors: the last K-1 inputs of the convolution
+            (B, K-1, E + 2 G N), and the SSM state (B, H, P, N). ``None``: both are zero.
+        form: name of the implementation. With more than four taps, "triton" uses plain PyTorch instead.
     """
     if form == "triton" and weights.conv.shape[1] <= 4:
         from deqseq.ops.mixer.triton import mix as fused

@@ -1,6 +1,6 @@
-"""The convolution and the recurrence of Mamba2 by causal_conv1d and mamba_ssm.
+"""The convolution and the recurrence of Mamba2, by kernels of the packages causal_conv1d and mamba_ssm.
 
-Shapes and arguments as in :mod:`deqseq.ops.mixer.naive`.
+:mod:`deqseq.ops.mixer.naive` has the same functions in plain PyTorch, with the same shapes and arguments.
 """
 
 from causal_conv1d import causal_conv1d_fn
@@ -13,7 +13,7 @@ CHUNK = 256  # the fastest size for mamba_ssm's kernels on an H100
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
-    """SiLU of the causal convolution. With a tail, or a shape that the kernel refuses, uses plain PyTorch."""
+    """SiLU of the causal convolution. Plain PyTorch handles tails, and shapes that the kernel refuses."""
     by_channel = x.transpose(1, 2)
     aligned = by_channel.stride(0) % 8 == 0 and by_channel.stride(2) % 8 == 0
     if tail is not None or not aligned or not 2 <= weight.shape[1] <= 4:
@@ -26,7 +26,7 @@ def recur(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
     chunk: int,
 ) -> Tensor:  # fmt: skip
-    """The recurrence plus skip * x."""
+    """The output of the recurrence, plus ``skip * x``."""
     y: Tensor = mamba_chunk_scan_combined(
         x, step, decay, b, c, chunk_size=CHUNK, D=skip.float(), initial_states=state
     )

@@ -1,6 +1,6 @@
-"""The causal convolution of Mamba2 with injection and activation in Triton, forward and backward.
+"""Triton kernels for Mamba2's causal convolution with injection and SiLU, forward and backward.
 
-Shapes: B sequences, L tokens, J columns of the projection [gate, x, b, c, dt], W convolved columns.
+Shapes: B sequences, L tokens, J columns of the projection [gate, x, b, c, dt], W convolved columns (x, b, c).
 """
 
 import torch
@@ -22,8 +22,8 @@ def _conv_input(proj, inj, tail, t, c, L, J: tl.constexpr, W: tl.constexpr, HAS_
                 HAS_TAIL: tl.constexpr):  # fmt: skip
     """The convolution's input at token t and channels c.
 
-    For t < 0, the input is read from ``tail``, the three inputs before the first token. Without a tail, the
-    input is 0.
+    For t < 0, the input is read from ``tail``, which has the three inputs before the first token. Without a
+    tail, the input for t < 0 is 0.
     """
     at = tl.zeros_like(c) + t
     inside = (c < W) & (at >= 0) & (at < L)
@@ -77,10 +77,11 @@ def _conv_backward_kernel(d_out, proj, inj, tail, weight, bias, d_proj, shares, 
                           J: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, HAS_INJ: tl.constexpr,
                           HAS_TAIL: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
                           UNROLL: tl.constexpr):  # fmt: skip
-    """Gradients for a block of T tokens: of the input, and of weight and bias (summed over the block).
+    """Compute gradients for a block of T tokens: of their inputs, and of weight and bias.
 
-    The block's inputs also affect the next three tokens. The loop therefore continues for three more tokens,
-    which add to the input's gradients but not to the sums.
+    The gradients of weight and bias are sums over the block. The block's inputs also affect the outputs of
+    the next three tokens. The loop therefore continues for three more tokens. They add to the gradients of
+    the inputs, but not to the sums.
     """
     c = tl.program_id(0) * C + tl.arange(0, C)
     first = tl.program_id(1) * T
@@ -141,7 +142,7 @@ def _grid(batch: int, length: int, width: int, unroll: int) -> tuple[tuple[int, 
 def convolve(
     proj: Tensor, inj: Tensor | None, w: MixerWeights, tail: Tensor | None, sizes: MixerSizes
 ) -> Tensor:
-    """Convolve the columns x, b, c of proj + inj causally, with four taps, then apply SiLU: (B, L, W)."""
+    """SiLU of the causal convolution (four taps) of the columns x, b, c of ``proj + inj``: (B, L, W)."""
     batch, length, columns = proj.shape
     out = proj.new_empty(batch, length, sizes.conv_width)
     grid, options = _grid(batch, length, sizes.conv_width, unroll=8)
@@ -157,7 +158,7 @@ def convolve_backward(
     d_conv: Tensor, proj: Tensor, inj: Tensor | None, tail: Tensor | None, w: MixerWeights, d_proj: Tensor,
     sizes: MixerSizes,
 ) -> Tensor:  # fmt: skip
-    """Gradients of the four taps and the bias, (W, 5). The input's gradient is written into ``d_proj``."""
+    """Returns the gradients (W, 5) of the four taps and the bias. The input's gradient goes to ``d_proj``."""
     batch, length, columns = proj.shape
     grid, options = _grid(batch, length, sizes.conv_width, unroll=4)
     shares = proj.new_empty(grid[1] * batch, sizes.conv_width, 5, dtype=torch.float32)

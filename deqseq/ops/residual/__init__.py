@@ -24,7 +24,7 @@ def residual_norms(z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative(change: Tensor, size: Tensor) -> Tensor:
-    """``change / size`` as float32. 0 / 0 gives 0, and finite inputs give finite results."""
+    """``change / size`` as float32. 0 / 0 gives 0. The result is finite if the inputs are finite."""
     ratio = change / size.clamp_min(torch.finfo(size.dtype).tiny)
     largest = torch.finfo(torch.float32).max
     return torch.where(torch.isfinite(change), ratio.clamp_max(largest), ratio).float()
@@ -33,8 +33,8 @@ def relative(change: Tensor, size: Tensor) -> Tensor:
 def judge(z: Tensor, fz: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tensor]:
     """Judge every token by its residual.
 
-    Returns the relative residual, (B, W) float32, and whether the token has converged, (B, W) bool:
-    ``||f(z) - z|| <= atol + rtol * ||f(z)||``.
+    A token has converged if ``||f(z) - z|| <= atol + rtol * ||f(z)||``. Returns the relative residual, (B, W)
+    float32, and whether the token has converged, (B, W) bool.
     """
     if kernels.fused(z):
         from deqseq.ops.residual import triton
@@ -53,23 +53,24 @@ def settle(
     A token is done if one of these is true:
 
     - the policy lets it stop, and its residual is finite;
-    - its budget is exhausted;
-    - its residual is not finite, and neither is that of any earlier token that is not settled yet.
+    - it has had ``max_iter`` evaluations;
+    - its residual is not finite, and no earlier token can still change. A token can change if it is not
+      settled and its residual is finite.
 
     Args:
         residual: (B, W) residual of each token's last evaluation.
         converged: (B, W) bool, true if the token meets the tolerance.
         stops: (B, W) bool, true if the policy lets the token settle.
         settled: (B, W) bool, true for padding and for tokens that settled before this evaluation.
-        active: (B, W) bool, the opposite of ``settled``: the tokens of this evaluation.
+        active: (B, W) bool, true for the tokens of this evaluation: the opposite of ``settled``.
         iterations: (B, W) int64, number of evaluations of each token, including this one.
-        status: (B, W) int64 before this evaluation.
+        status: (B, W) int64, status of each token before this evaluation.
         max_iter: maximum number of evaluations per token.
         codes: the statuses for tokens that converged, that did not converge, and that are not finite.
 
     Returns:
-        ``settled`` and ``status`` after this evaluation, and ``frozen`` (B, W) bool, true if the token is
-        settled or its residual is not finite. z of a frozen token must not change.
+        ``settled`` and ``status`` after this evaluation, and ``frozen`` (B, W) bool. A token is frozen if it
+        is settled or its residual is not finite. z of a frozen token must not change.
     """
     if kernels.fused(residual):
         from deqseq.ops.residual import triton
@@ -77,9 +78,10 @@ def settle(
         return triton.settle(residual, converged, stops, settled, iterations, status, max_iter, codes)
     finite = torch.isfinite(residual)
     can_change = ~settled & finite
-    failed = ~finite & (can_change.cumsum(1) == 0)  # no earlier token can change this one
+    failed = ~finite & (can_change.cumsum(1) == 0)  # no earlier token can make it finite again
     done = settled | (stops & finite) | (iterations >= max_iter) | failed
-    # A settled token stays settled. Padding counts as settled, even if tokens before it have not settled.
+    # Settle done tokens up to the first token that is not done. Tokens after it stay settled if they already
+    # are: padding is always settled.
     settled = settled | ((~done).cumsum(1) == 0)
     code = torch.where(converged, codes[0], codes[1])
     code = torch.where(finite, code, codes[2])
@@ -87,7 +89,7 @@ def settle(
 
 
 def freeze(frozen: Tensor, z: Tensor, proposal: Tensor) -> Tensor:
-    """For ``frozen`` (B, W) tokens returns z (B, W, D), for other tokens the proposal.
+    """Returns z (B, W, D) at the tokens that are ``frozen`` (B, W), and the proposal at all other tokens.
 
     If gradients are disabled, the function may write the result into ``proposal``.
     """

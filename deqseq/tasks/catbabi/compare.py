@@ -53,7 +53,7 @@ def read(run: str | Path, split: str) -> Named:
 
 
 def check_comparable(rows: Sequence[Named]) -> None:
-    """Raise ``ValueError`` unless all runs were evaluated on the same data and the same tasks."""
+    """Raise ``ValueError`` if the runs were evaluated on different data or on different tasks."""
     (first, expected), *others = ((name, (e.data, sorted(e.accuracy_by_task))) for name, e in rows)
     for name, found in others:
         for what, one, other in zip(("data", "tasks"), expected, found, strict=True):
@@ -64,7 +64,7 @@ def check_comparable(rows: Sequence[Named]) -> None:
 
 
 def tables(rows: Sequence[Named]) -> str:
-    """Two tables as text: accuracy with a line per task and a column per run, and a summary of each run."""
+    """Two tables as text: the accuracy of each run (column) on each task (row), and a summary of each run."""
 
     def accuracy(name: str, found: Evaluation) -> Column:
         shares = found.accuracy_by_task
@@ -79,9 +79,9 @@ def _tasks(rows: Sequence[Named]) -> list[int]:
 
 
 def better(rows: Sequence[Named]) -> dict[str, dict[str, list[int]]]:
-    """The tasks on which an implicit run is more accurate than an explicit run, for all pairs of such runs.
+    """For every implicit and every explicit run, the tasks on which the implicit run is more accurate.
 
-    Returns ``{implicit name: {explicit name: tasks}}``.
+    Returns ``{name of implicit run: {name of explicit run: tasks}}``.
     """
     implicit, explicit = (
         {name: e.accuracy_by_task for name, e in rows if (e.iterations is None) == is_explicit}

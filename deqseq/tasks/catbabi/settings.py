@@ -26,11 +26,11 @@ class TrainSettings(TwoStageSettings):
 
     Args:
         data: folder written by the build command
-        mode: what the loss counts: only the answers (qa) or all tokens (lm)
+        mode: tokens in the loss: only the answers (qa) or all tokens (lm)
         tasks: train only on these tasks, numbers from 1 to 20; all by default
         batch_size: number of parallel streams
         cut: tokens of each stream per step; the state is carried to the next step
-        checkpoint: recompute unrolled iterations in the backward pass, which saves memory but takes more time
+        checkpoint: recompute unrolled iterations in the backward pass; this saves memory but takes more time
     """
 
     data: str
@@ -62,7 +62,7 @@ class TrainSettings(TwoStageSettings):
         if unknown or self.tasks == []:
             raise ValueError(f"tasks must be numbers from 1 to 20, got {unknown or 'none'}")
         self.curriculum()
-        with torch.device("meta"):  # checks that the sizes fit together
+        with torch.device("meta"):  # raises an error if the sizes do not fit together
             ImplicitForCausalLM(self.config(vocab_size=2))
 
     def config(self, vocab_size: int) -> ImplicitConfig:

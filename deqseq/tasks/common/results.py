@@ -1,4 +1,4 @@
-"""Tables, and the folders that hold a report's JSON and figure."""
+"""Text tables, and the folders that hold the JSON file and the figure of a report."""
 
 import json
 import platform
@@ -32,8 +32,9 @@ def column(
     """A column that shows one attribute of every row, or ``-`` if the attribute is ``None``.
 
     Args:
-        name: name of the attribute; also the title unless ``title`` is given.
+        name: name of the attribute.
         form: format specification of the values, such as ``.2f``.
+        title: title of the column; by default ``name`` with spaces instead of underscores.
         of: maps a row to the object with the attribute; by default the row itself.
     """
 
@@ -45,9 +46,9 @@ def column(
 
 
 class ResultFolder:
-    """The folder of one report: REPORT.json and REPORT.png.
+    """The folder of one report. It holds REPORT.json and REPORT.png, where REPORT is the argument ``report``.
 
-    Writing results makes the folder and overwrites an earlier result with the same settings.
+    :meth:`write` makes the folder and overwrites an earlier result with the same settings.
 
     Args:
         settings: everything that the results depend on, as JSON types.
@@ -69,7 +70,7 @@ class ResultFolder:
             self._check()
 
     def write(self, rows: Sequence[Any], model: Any, **more: Any) -> None:
-        """Write the JSON file: rows (dataclasses), ``more``, model configuration and :func:`provenance`."""
+        """Write the JSON file: rows (dataclasses), ``more``, model configuration, versions and machine."""
         self.path.mkdir(parents=True, exist_ok=True)
         config = json.loads(model.config.to_json_string())
         made = {**self._head, "config": config, **provenance(model.device)}
@@ -109,7 +110,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions of the loaded libraries, the machine and the date, for the record of a result."""
+    """Versions of the loaded libraries, the machine and the date, to be stored with a result."""
     libraries = {name: sys.modules.get(name) for name in ("torch", "transformers", "lm_eval")}
     versions = {name: found.__version__ for name, found in libraries.items() if found}
     return {

@@ -26,7 +26,7 @@ class RunFolder:
     """The folder of one run, with its settings in ``settings.json``. Nothing is written before :meth:`start`.
 
     Args:
-        settings: plain data; may be nested.
+        settings: settings of the run as JSON types; may be nested.
         may_change: names of settings that may differ when a run is resumed. The new values then replace the
             old ones in ``settings.json``.
 
@@ -73,7 +73,7 @@ class RunFolder:
             ValueError: another process trains in the folder, or has begun another run there.
         """
         with locked(self.path, "trains in"):
-            self._check()  # before the lock, another process may have begun a run
+            self._check()  # check again: another process may have begun a run before we had the lock
             yield
 
     def finished(self) -> bool:
@@ -96,25 +96,29 @@ class RunFolder:
         return False
 
     def finish(self, record: Mapping[str, Any], files: Iterable[Path]) -> None:
-        """Write the record of training and seal the run. ``files``: the files of the trained model."""
-        write_json(self.path / _RECORD, {**record, "sealed": True})  # see _fault_of_finished
+        """Write the record of training, then the seal: a file with the checksums of the run's files.
+
+        ``files``: the files of the trained model.
+        """
+        # "sealed" says that the run must have a seal. Runs of versions 0.1 and 0.2 have no seal.
+        write_json(self.path / _RECORD, {**record, "sealed": True})
         seal(self.path, [self.path / _SETTINGS, self.path / _RECORD, *files])
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete, undamaged checkpoint; ``None`` if there is none.
 
-        Every newer checkpoint is incomplete or damaged. This method logs a warning for it and removes its
-        seal.
+        Checkpoints that are newer than the returned checkpoint are incomplete or damaged. This method logs a
+        warning for each of them and removes its seal.
 
         Raises:
-            ValueError: the checkpoint is of a run with other settings.
+            ValueError: the checkpoint belongs to a run with other settings.
             OSError: a checkpoint cannot be read.
         """
         found = checkpoints(self.path)
         for path in reversed(found):
             wrong = fault(path)
             if wrong is None:
-                if (path / _SETTINGS_OF_CHECKPOINT).exists():  # checkpoints of version 0.2 have none
+                if (path / _SETTINGS_OF_CHECKPOINT).exists():  # checkpoints of version 0.2 have no settings
                     self._check_same(path / _SETTINGS_OF_CHECKPOINT, f"remove {path.name}")
                 return path
             logger.warning("%s %s: going back to the checkpoint before it", path, wrong)
@@ -145,10 +149,11 @@ def copy_settings(checkpoint: Path) -> None:
 def check_model(path: str | Path) -> None:
     """Raise ``ValueError`` if a model is incomplete or damaged.
 
-    A model that has no seal and lies in no run is accepted without a check.
+    A model that has no seal and is not part of a run is accepted without a check.
 
     Args:
-        path: the folder of a finished run, or of a checkpoint, a stage or the final model in a run.
+        path: the folder of the model: a finished run; a checkpoint, a stage or the final model in a run; or
+            any other folder with a model.
     """
     place = Path(os.path.abspath(path))
     inside = _FOLDERS.fullmatch(place.name) and not (place / _SETTINGS).exists()
@@ -158,19 +163,19 @@ def check_model(path: str | Path) -> None:
         return
     if sealed or place in checkpoints(run) or not (run / _RECORD).exists():
         wrong = fault(place)
-    else:  # the final model, which the run's seal lists, or a stage of version 0.2, which has no seal
+    else:  # check the whole run: the final model and the stages of version 0.2 have no seal of their own
         place, wrong = run, _fault_of_finished(run)
     if wrong:
         raise ValueError(f"{place} {wrong}: copy it again, or name another one")
 
 
 def _fault_of_finished(run: Path) -> str | None:
-    """:func:`fault` of a finished run; ``None`` for runs of versions 0.1 and 0.2, which have no seal."""
+    """What is wrong with a finished run, or ``None``. Runs of versions 0.1 and 0.2 have no seal and pass."""
     return fault(run) if (run / SEAL).exists() or read_record(run).get("sealed") else None
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """The settings of the run in folder ``path``; ``ValueError`` if they do not exist or cannot be read."""
+    """The settings of the run in folder ``path``. Raises ``ValueError`` if they are missing or unreadable."""
     file = Path(path) / _SETTINGS
     if not file.exists():
         raise ValueError(f"{path} holds no run: {file} does not exist")
@@ -178,7 +183,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """The record of a finished run: seconds, parameters, ``log``; ``ValueError`` if it cannot be read."""
+    """The record of a finished run: seconds, parameters, ``log``. Raises ``ValueError`` if unreadable."""
     file = Path(path) / _RECORD
     if not file.is_file():
         raise ValueError(f"{path} holds no finished run: repeat its command to finish it")

@@ -1,4 +1,4 @@
-"""Duality: whether a model predicts the same in different windows, and what each window costs.
+"""Duality: whether a model makes the same predictions in different windows, and the cost of each window.
 
 A window is the number of tokens that are solved together.
 
@@ -22,7 +22,8 @@ from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer
 from deqseq.tasks.evaluate.perplexity import Search, batches, exponential, losses, run, search_fields
 
-# Rows of logits to convert to float32 and compare at a time, to save memory.
+# Number of rows of logits that are converted to float32 and compared at a time. All rows together would need
+# much memory.
 _ROWS = 1024
 # Number of tokens in ``Agreement.worst``.
 _WORST = 5
@@ -117,7 +118,7 @@ class _Comparison:
         return Agreement(
             **search_fields(self.options, self.solves), tokens=tokens, agreement=same,
             max_logit_diff=self.worst[0].max_logit_diff, mean_logit_diff=mean,
-            kl=max(0.0, divergence),  # rounding can make a mean of 0 negative
+            kl=max(0.0, divergence),  # rounding can make a mean near 0 negative
             perplexity=exponential(self.nll / tokens), seconds=self.seconds,
             worst=[found for found in self.worst if found.max_logit_diff > 0],
         )  # fmt: skip
@@ -132,7 +133,8 @@ def compare_windows(
 
     Args:
         length: tokens per sequence.
-        windows: two or more: numbers of tokens, ``None`` for all tokens, ``"model"`` for the model's window.
+        windows: two or more windows, each a number of tokens, ``None`` (all tokens) or ``"model"`` (the
+            window of the model).
         policy: convergence policy for every window; the model's evaluation policy by default.
 
     Raises:
@@ -157,14 +159,17 @@ def compare_windows(
             start = time.perf_counter()
             out = run(model, inputs, comparison.options)
             comparison.nll += losses(out.logits, targets).sum().item()
-            comparison.seconds += time.perf_counter() - start  # item() waits for the device
+            comparison.seconds += time.perf_counter() - start  # item() has waited for the device
             first = out if first is None else first
             comparison.add(out, first)
     return [comparison.read(len(tokens) - 1) for comparison in comparisons]
 
 
 def unconverged(found: Sequence[Agreement]) -> list[str]:
-    """A warning if tokens did not converge, because their predictions may differ between windows."""
+    """A list with one warning if tokens did not converge, else an empty list.
+
+    The predictions of tokens that did not converge may differ between windows.
+    """
     short = [a for a in found if a.converged is not None and a.converged < 1]
     if not short:
         return []

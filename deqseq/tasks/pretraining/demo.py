@@ -28,7 +28,7 @@ _COLUMNS = (
 
 
 def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) -> None:
-    """Prepare data, then train, compare, sample and evaluate models in folder ``output``; prints results."""
+    """Prepare data, train models in folder ``output``, and print comparisons, samples and evaluations."""
     start = time.perf_counter()
     if steps is not None and (steps < 5 or steps % 5):
         raise ValueError(f"steps must be a multiple of 5: the first stage takes 4/5 of them; got {steps}")
@@ -89,7 +89,7 @@ def help_pages(path: Path) -> Path:
 
 
 def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
-    """Train a byte-level tokenizer of 1024 tokens on the texts and save it, unless ``path`` exists."""
+    """Train a byte-level tokenizer of 1024 tokens on the texts and save it. An existing file is kept."""
     if path.exists():
         return path
     made: Any = Tokenizer(models.BPE())
@@ -101,7 +101,7 @@ def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
     )  # fmt: skip
     try:
         made.train(list(texts), trainer)
-    except Exception as error:  # tokenizers raises bare exceptions
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise ValueError(f"no tokenizer can be trained on {', '.join(texts)}: {error}") from error
     made.save(str(path))
     return path

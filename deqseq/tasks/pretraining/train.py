@@ -36,9 +36,10 @@ _VISIBLE_AFTER = 60  # seconds in which a shared file system must show a new fil
 def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -> Path:
     """Train a model in folder ``output``. Resumes an interrupted run from its last complete checkpoint.
 
-    Writes ``settings.json``, checkpoints and ``training.json`` (scores and log). ``stage-N/`` gets the model
-    at the end of every stage but the last; ``model/`` gets the final model, its tokenizer and a model card.
-    Does not train if the run in ``output`` is finished already. Returns the folder of the model.
+    Writes ``settings.json``, checkpoints and ``training.json`` (scores and log). At the end of every stage
+    except the last, saves the model in ``stage-N/``. At the end of training, saves the final model, its
+    tokenizer and a model card in ``model/``. If the run in ``output`` is finished already, does not train
+    again. Returns the folder of the final model.
 
     Raises:
         ValueError: ``output`` holds another run; the data are missing or too few, or do not fit the model's
@@ -46,7 +47,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
         Diverged: a loss, gradient or equilibrium is not finite.
     """
     args = arguments(settings, Path(output), progress)
-    state = PartialState()  # TrainingArguments has set up the processes
+    state = PartialState()  # TrainingArguments has set up the process group
     data = everywhere(lambda: open_data(settings))
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
     everywhere(lambda: _check_order(Path(output), data))
@@ -85,10 +86,10 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
 
 
 def _check_order(output: Path, data: Data) -> None:
-    """Raise ``ValueError`` if the run in ``output`` was begun with another version of the row order."""
+    """Raise ``ValueError`` if the run in ``output`` began with another version of the order of its rows."""
     if data.order is None or not (output / "settings.json").exists():
         return
-    before = read_settings(output).get("order") or 1  # runs with version 1 did not record it
+    before = read_settings(output).get("order") or 1  # runs with order version 1 did not record the version
     if before != data.order:
         raise ValueError(
             f"the run in {output} has its rows in an order of version {before}, this program in one of "
@@ -98,7 +99,7 @@ def _check_order(output: Path, data: Data) -> None:
 
 
 def _check_shared(folder: Path) -> None:
-    """Raise ``ValueError`` unless every process sees a file that the first process writes to ``folder``."""
+    """Raise ``ValueError`` if a process does not see a file that the first process writes to ``folder``."""
     file = on_first(lambda: folder / f"{time.time_ns()}{PART}")
     on_first(file.touch)
 
@@ -119,7 +120,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> ImplicitForCausalLM:
-    """The model in float32. Its weights are from ``checkpoint`` or ``settings.start_from``, else random."""
+    """The model in float32, with weights from ``checkpoint``, else ``settings.start_from``, else random."""
     set_seed(settings.seed)
     config = data.fitted(settings.config())
     check_fits(config)
@@ -143,7 +144,7 @@ def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> Implic
 def make_trainer(
     settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: Path | None = None
 ) -> PretrainTrainer:
-    """The trainer and model of a run; ``ValueError`` if the model's weights are missing or do not fit."""
+    """The trainer of a run, with its model. Raises ``ValueError`` if weights are missing or do not fit."""
     model = _model(settings, data, checkpoint)
     model.model.layer.gradient_checkpointing = settings.recompute
     if settings.compile and args.device.type != "cpu":
@@ -156,7 +157,7 @@ def make_trainer(
         model, args, settings.curriculum(), speed, settings.spectral_every, train_dataset=data.train,
         eval_dataset=Subset(data.validation, few), processing_class=data.tokenizer,
     )  # fmt: skip
-    # The log goes to the folder and to report_to, so do not print it.
+    # Do not print the log. It goes to the folder of the run and to ``report_to``.
     trainer.remove_callback(PrinterCallback)
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(Progress)
@@ -166,14 +167,15 @@ def make_trainer(
 def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
     """Compile every block.
 
-    ``budget``: share of the activations that blocks keep for the backward pass. Blocks recompute the others,
-    which are cheap to compute.
+    ``budget``: share of the activations that blocks keep for the backward pass. Blocks recompute the other
+    activations, which are the cheapest to compute.
     """
     import torch._dynamo.config
     import torch._functorch.config
 
-    # A block is compiled again for each stage, for calls without an autograd graph, and for a smaller last
-    # batch of an evaluation. After more compilations than the limit, PyTorch silently runs blocks uncompiled.
+    # Allow more compilations of a block than by default. A block is compiled again for each stage, for calls
+    # without an autograd graph, and for a smaller last batch of an evaluation. Above the limit, PyTorch
+    # silently runs the block uncompiled.
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.activation_memory_budget = budget
     body: Any = model.model.layer.backbone
@@ -182,7 +184,7 @@ def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
 
 
 def arguments(settings: RunSettings, output: Path, progress: bool = True) -> TrainingArguments:
-    """The Trainer's arguments; ``ValueError`` if the processes cannot share a step's rows evenly."""
+    """The Trainer's arguments. Raises ``ValueError`` if processes cannot share the rows of a step evenly."""
     args = TrainingArguments(
         output_dir=str(output),
         max_steps=settings.total_steps,
@@ -201,7 +203,7 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         adam_beta2=settings.beta2,
         max_grad_norm=settings.max_grad_norm,
         bf16=settings.bf16,
-        use_cpu=not torch.accelerator.is_available(),  # without this, bf16 is refused on CPUs
+        use_cpu=not torch.accelerator.is_available(),  # transformers refuses bf16 on CPUs if this is false
         seed=settings.seed,
         train_sampling_strategy="sequential",  # the dataset is already in order
         dataloader_num_workers=settings.workers if isinstance(settings.data, str) else 0,

@@ -1,4 +1,4 @@
-"""Collects generated puzzles: several threads, results in a fixed order, without duplicates."""
+"""Collects the puzzles that several threads generate, in a fixed order and without duplicates."""
 
 import os
 from collections import deque
@@ -19,9 +19,9 @@ from deqseq.tasks.reasoning.puzzles import Puzzles
 T = TypeVar("T")
 
 CHUNK = 64
-"""Puzzles that a thread makes at a time."""
+"""Number of puzzles that a thread makes at a time."""
 
-_PATIENCE = 2000  # chunks without a new puzzle, after which to give up
+_PATIENCE = 2000  # number of chunks without a new puzzle after which :func:`collect` gives up
 
 
 def compiled(name: str) -> Any:
@@ -48,12 +48,13 @@ def collect(
     """The first ``count`` different puzzles of ``make(0)``, ``make(1)``, and so on.
 
     Args:
-        make: makes a chunk of at most ``CHUNK`` puzzles: questions (P, C) uint8, answers (P, C) uint8 and
-            ratings (P,) int64, as arrays. Several threads call it, so it should release the GIL.
+        make: makes a chunk of P <= ``CHUNK`` puzzles with C cells each. Returns three arrays: questions
+            (P, C) uint8, answers (P, C) uint8 and ratings (P,) int64. Several threads call ``make``, so it
+            should release the GIL.
         seed: the seed that ``make`` uses. This function only checks that it is in range.
-        workers: number of threads, by default the number of CPU cores. The result does not depend on it.
+        workers: number of threads, by default the number of CPU cores. It does not affect the result.
         progress: show a progress bar.
-        advice: what to change if puzzles run out; the end of an error message.
+        advice: what the user should change if no new puzzles are found; the end of the error message.
 
     Raises:
         ValueError: a wrong ``count``, ``seed`` or ``workers``; or 2,000 chunks without a new puzzle.
@@ -89,7 +90,7 @@ def collect(
 
 
 def _in_order(make: Callable[[int], T], workers: int) -> Generator[T, None, None]:
-    """Yield ``make(0)``, ``make(1)``, ... without end. Threads work a little ahead."""
+    """Yield ``make(0)``, ``make(1)``, ... without end. Threads compute the next few results in advance."""
     with ThreadPoolExecutor(workers) as pool:
         pending = deque(pool.submit(make, chunk) for chunk in range(2 * workers))
         try:

@@ -1,6 +1,7 @@
-"""Random numbers for compiled functions: SplitMix64. The same on every machine and in every version of numba.
+"""The random number generator SplitMix64, for functions that numba compiles.
 
-A state is an array of one uint64. All functions are compiled by numba and change the state in place.
+The random numbers are the same on every machine and in every version of numba. The state of a generator is an
+array of one uint64. All functions are compiled by numba and change the state in place.
 """
 
 import numpy as np
@@ -20,7 +21,7 @@ def _scramble(z):
 
 @njit(cache=True, nogil=True)
 def start(state, seed, index):
-    """Set ``state`` to the start of stream number ``index`` of ``seed``."""
+    """Set ``state`` to the start of a random stream. Each pair of ``seed`` and ``index`` has its stream."""
     state[0] = _scramble(_scramble(np.uint64(seed) + _GAMMA) + np.uint64(index))
 
 

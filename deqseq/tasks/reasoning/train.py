@@ -1,4 +1,4 @@
-"""Training on puzzles, with transformers' Trainer, iterates that persist and averaged weights."""
+"""Training on puzzles with transformers' Trainer. Iterates persist over steps, and weights are averaged."""
 
 import json
 import logging
@@ -36,8 +36,8 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
     and a log. If the run is finished, this function only loads its model.
 
     Raises:
-        ValueError: ``output`` holds another run, or the puzzles cannot be read, have another size, or are not
-            those of the checkpoint.
+        ValueError: ``output`` holds another run; the puzzles cannot be read, have another size than in the
+            settings, or differ from the puzzles of the checkpoint.
         FloatingPointError: a loss or weight is not finite.
     """
     check_one_process()
@@ -49,7 +49,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
         puzzles, tests = _puzzles(settings)
         set_seed(settings.seed)
         model = settings.model()
-        with torch.random.fork_rng([]):  # a trial refuses wrong parts before the folder is made
+        with torch.random.fork_rng([]):  # wrong parts raise an error here, before the folder is made
             model(puzzles.questions[:1].long())
         folder.start()
         arguments = short_run_arguments(settings, folder.path, save_steps)
@@ -126,13 +126,13 @@ class _Trainer(PersistentTrainer):
         return record
 
     def test(self) -> None:
-        """Log the share of ``tests`` that are solved from fresh starts."""
+        """Log the share of ``tests`` that are solved with averaged weights, and with raw weights."""
         raw: Any = self.model
         models = {"accuracy": self.average.model, "raw_accuracy": raw}
         depth = self.settings.eval_depth
         found = {name: accuracy(model, self.tests, depth) for name, model in models.items()}
         raw.train()
-        asked = self.control.should_log  # logging clears it, but the loss is still to be logged
+        asked = self.control.should_log  # self.log clears this flag, but the loss must still be logged
         self.log({name: round(value, 4) for name, value in found.items()})
         self.control.should_log = asked
 
@@ -146,16 +146,17 @@ class _Tests(TrainerCallback):
         if every and (state.global_step % every == 0 or state.global_step == state.max_steps):
             due = control.should_log
             self._trainer.test()
-            control.should_log = due  # the log of the test has cleared it; the loss is still to be logged
+            control.should_log = due  # test() cleared this flag, but the loss must still be logged
 
 
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy with stablemax in place of softmax (Prieto et al., 2025, arXiv 2501.04697).
 
-    Stablemax divides s(logit) by the sum of s over the vocabulary. s(x) is x + 1 for x >= 0, and 1 / (1 - x)
-    otherwise. ``logits`` (N, V), ``labels`` (N,).
+    Stablemax divides s(logit) by the sum of s over all V logits. s(x) is x + 1 for x >= 0, and 1 / (1 - x)
+    otherwise. ``logits`` is (N, V), and ``labels`` is (N,).
     """
-    # Clamp, so that both branches are finite. torch.where passes on a NaN gradient of the unused branch.
+    # Clamp the logits, so that both branches are finite. Otherwise torch.where would pass on a NaN gradient
+    # of the branch that it does not use.
     s = torch.where(logits < 0, 1 / (1 - logits.clamp(max=0)), logits.clamp(min=0) + 1)
     share = s.gather(-1, labels[:, None])[:, 0] / s.sum(-1)
     return -share.log().mean()

@@ -1,4 +1,4 @@
-"""The state-tracking demo: compares an implicit Mamba2 with an explicit one that has the same blocks."""
+"""The state-tracking demo: compares an implicit Mamba2 with an explicit Mamba2 that has the same blocks."""
 
 from itertools import product
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A convergence policy: no entry of a token may change by more than a tolerance."""
+"""A convergence policy that limits the largest change of a token's entries."""
 
 from deqseq import ConvergencePolicy, Judgement
 

@@ -3,8 +3,9 @@
 A shard is a file of tokens of one split: little-endian uint16 or uint32, without a header. ``manifest.json``
 lists the finished shards, their sources and settings. Shard files that it does not list are ignored.
 
-To finish a shard, its file is synced to the disk and renamed; then the manifest is replaced atomically. So
-the folder is always valid, and a killed process loses only the shards that it was writing.
+A shard is finished in three steps: its file is synced to the disk, the file is renamed, and the manifest is
+replaced atomically. So the folder is always valid. A killed process loses only the shards that it was
+writing.
 
 The manifest has the SHA-256 of every shard, of every file of the tokenizer, and of its own content.
 """
@@ -29,10 +30,10 @@ from deqseq.tasks.common.results import changes
 from deqseq.tasks.common.settings import flat
 from deqseq.tasks.common.tokenizer import first_line
 
-VERSION = 2  # version 1: no checksum of the manifest; of the tokenizer's files, only tokenizer.json's
+VERSION = 2  # version 1 lacks the checksums of the manifest and of most files of the tokenizer
 _MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
-_TIMES = ("modified", "modified_ns")  # see storage.stamp
+_TIMES = ("modified", "modified_ns")  # entries with the modification time of a source
 _HEAD = {"tokenizer", "dtype", "sources", "hold_out", "shard_tokens"}
 
 
@@ -58,7 +59,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Place:
-    """Where reading continues: the number of a source, and an offset in it (see ``Document.next``)."""
+    """A position in the sources at which reading continues: the number of a source, and an offset in it."""
 
     source: int = 0
     offset: int = 0
@@ -75,7 +76,7 @@ class Manifest:
     head: dict[str, Any]  # tokenizer, sources and settings
     next: Place | None = None  # where an unfinished preparation continues
     shards: list[Shard] = field(default_factory=list)  # finished shards
-    tokenizer_files: dict[str, str] = field(default_factory=dict)  # SHA-256 by file name
+    tokenizer_files: dict[str, str] = field(default_factory=dict)  # SHA-256 of each file
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -103,8 +104,11 @@ class Manifest:
 
     @classmethod
     def _parsed(cls, found: dict[str, Any]) -> Manifest:
-        """The manifest from a JSON object. Raises ``ValueError``, ``TypeError``, ``KeyError`` or
-        ``AttributeError`` if the object is not a valid manifest."""
+        """Make a manifest from a JSON object.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: the object is not a valid manifest.
+        """
         version = found.pop("version")
         if version not in (1, VERSION):
             raise ValueError(f"it has version {version!r}, this program reads versions 1 and {VERSION}")
@@ -172,7 +176,13 @@ class Preparation:
     """Writes the shards of a folder, or continues an interrupted preparation.
 
     Lock the folder first, because the constructor reads its manifest. Nothing is written before
-    :meth:`start`. ``force``: start again, and replace the folder's shards. ``begin``: where reading begins.
+    :meth:`start`.
+
+    Args:
+        path: the folder.
+        head: the tokenizer, sources and settings of this preparation.
+        force: start again, and replace the folder's shards.
+        begin: the position at which a new preparation begins to read; by default the first source's start.
 
     Raises:
         ValueError: the folder contains a ``tokenizer`` that no preparation wrote. Without ``force``, also if
@@ -205,7 +215,7 @@ class Preparation:
                 "them with --force"
             )
         elif prepared:
-            with suppress(ValueError):  # a damaged manifest
+            with suppress(ValueError):  # ignore a damaged manifest
                 self.manifest.tokenizer_files = Manifest.read(path).tokenizer_files
         place = path / TOKENIZER
         if os.path.lexists(place) and not (prepared and place.is_dir()):
@@ -214,12 +224,12 @@ class Preparation:
     def start(self, save_tokenizer: Callable[[Path], Any]) -> None:
         """Save the tokenizer, and remove the tokenizer files of an earlier preparation.
 
-        Also removes the earlier preparation's shards, unless this preparation continues it. Nothing is
+        If this preparation starts again, also remove the shards of the earlier preparation. Nothing is
         removed before the new tokenizer is complete. Files that no preparation wrote stay.
         """
         place = self.path / TOKENIZER
         part = self.path / f"{TOKENIZER}{PART}"
-        shutil.rmtree(part, ignore_errors=True)  # a killed process left it
+        shutil.rmtree(part, ignore_errors=True)  # a killed process may have left this folder
         try:
             save_tokenizer(part)
         except Exception as error:  # the tokenizers library raises Exception if the disk is full
@@ -227,7 +237,7 @@ class Preparation:
             raise ValueError(f"the tokenizer cannot be saved in {part}: {first_line(error)}") from error
         files = {file.name: checksum(file) for file in sorted(part.iterdir()) if file.is_file()}
         if self.fresh:
-            self.manifest.tokenizer_files |= files  # for the next process, if this one is killed
+            self.manifest.tokenizer_files |= files  # the next process needs these if this process is killed
             self.manifest.write(self.path)  # from now on, the old shards are ignored
             for split in SPLITS:
                 for stale in self.path.glob(f"{split}-[0-9][0-9][0-9][0-9][0-9].bin"):
@@ -298,10 +308,10 @@ class ShardWriter:
 def flat_head(head: dict[str, Any], times: bool = True) -> dict[str, Any]:
     """``Manifest.head`` as a flat dictionary. Keys of a source's settings begin with the source's path.
 
-    ``times``: with the modification times of the sources.
+    ``times``: false leaves out the modification times of the sources.
     """
     sources = head["sources"]
     own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
     found = {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}
-    found.pop("tokenizer.name")  # not compared: sha256 identifies the tokenizer
+    found.pop("tokenizer.name")  # not needed: the sha256 identifies the tokenizer
     return {name: value for name, value in found.items() if times or not name.endswith(_TIMES)}

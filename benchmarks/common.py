@@ -1,4 +1,8 @@
-"""Functions for the benchmark scripts: arguments, timing, tables, results, and resumable measurements."""
+"""Functions that all benchmark scripts share.
+
+They parse arguments, measure time and memory, print tables, write results, and resume measurements that were
+interrupted.
+"""
 
 import argparse
 import hashlib
@@ -24,12 +28,12 @@ Row = dict[str, Any]
 
 
 def parser(text: str | None, output: str, device: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the options that all scripts have: ``--device`` and ``--output``.
+    """Make a parser with the two options of all benchmark scripts: ``--device`` and ``--output``.
 
     Args:
-        text: the docstring of the script.
-        output: default file or folder, in ``runs/benchmarks``.
-        device: the default device; ``None``: a GPU if there is one.
+        text: the docstring of the script, shown by ``--help``.
+        output: default of ``--output``, a file or folder in ``runs/benchmarks``.
+        device: default of ``--device``. ``None`` means a GPU if there is one, else the CPU.
     """
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,7 +44,10 @@ def parser(text: str | None, output: str, device: str | None = None) -> argparse
 
 
 def comparison_parser(text: str | None, output: str) -> argparse.ArgumentParser:
-    """:func:`parser` plus the options of scripts that compare solvers or gradients on trained models."""
+    """Make a parser for a script that compares solvers or gradients on trained models.
+
+    The parser has the options of :func:`parser`, and options for the models and the size of a batch.
+    """
     made = parser(text, output)
     made.add_argument("--quick", action="store_true", help="smaller models, fewer rows")
     made.add_argument("--batch", type=int, help="number of sequences")
@@ -51,7 +58,11 @@ def comparison_parser(text: str | None, output: str) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser, **defaults: tuple[Any, Any]) -> argparse.Namespace:
-    """Parse the command line. ``defaults``: for each option, its default and its default with ``--quick``."""
+    """Parse the command line.
+
+    ``defaults`` maps the name of an option to two values: the default without ``--quick``, and the default
+    with ``--quick``.
+    """
     options = made.parse_args()
     for name, (full, quick) in defaults.items():
         if getattr(options, name) is None:
@@ -60,7 +71,10 @@ def parse(made: argparse.ArgumentParser, **defaults: tuple[Any, Any]) -> argpars
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script and exit. A ``ValueError`` is printed as one line; the exit status is then 2."""
+    """Call ``main`` and exit with the status that it returns.
+
+    If ``main`` raises ``ValueError``, print one line and exit with status 2.
+    """
     try:
         sys.exit(main())
     except ValueError as error:
@@ -81,10 +95,10 @@ def stopwatch(function: Callable[[], Any], device: str) -> float:
 def time_over(
     bare: Callable[[], Any], function: Callable[[], Any], device: str, rounds: int
 ) -> tuple[float, float]:
-    """Time alternating calls of ``function`` and ``bare``.
+    """Call ``bare`` and ``function`` once in every round, and time both.
 
-    Returns two medians over the rounds: the seconds of ``function``, and these seconds divided by those of
-    ``bare``.
+    Returns two medians over the rounds: the seconds of ``function``, and the ratio of the seconds of
+    ``function`` to the seconds of ``bare``.
     """
     bare(), function()
     pairs = [(stopwatch(bare, device), stopwatch(function, device)) for _ in range(rounds)]
@@ -93,18 +107,24 @@ def time_over(
 
 
 def family(name: str) -> str:
-    """A solver's or strategy's name without options: ``anderson`` for ``anderson-5`` and ``anderson:5``."""
+    """The name of a solver or gradient strategy without its options.
+
+    For example, ``anderson-5`` and ``anderson:5`` both become ``anderson``.
+    """
     return name.replace(":", "-").partition("-")[0]
 
 
 def relative_distance(z: Tensor, reference: Tensor) -> Tensor:
-    """||z - reference|| / ||reference|| of every token, (B, L) float64."""
+    """The relative distance ||z - reference|| / ||reference|| of every token, in float64.
+
+    Takes tensors of B sequences with L tokens of width D, (B, L, D). Returns a tensor (B, L).
+    """
     z, reference = z.double(), reference.double()
     return torch.linalg.vector_norm(z - reference, dim=-1) / torch.linalg.vector_norm(reference, dim=-1)
 
 
 def peak_mib(function: Callable[[], Any], device: str) -> float | None:
-    """Call ``function``. Returns the peak of the memory that it allocates, in MiB; ``None`` without CUDA."""
+    """Call ``function`` once. Returns the peak GPU memory of the call in MiB; ``None`` on the CPU."""
     if device == "cpu":
         function()
         return None
@@ -122,7 +142,7 @@ def machine_name(device: str) -> str:
 
 
 def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows as a table with a column for every key that occurs."""
+    """Print the rows as a table. Every key that occurs in a row gets a column."""
     cells = [{name: _cell(value) for name, value in row.items()} for row in rows]
     text = tabulate(cells, "keys", "plain", stralign="right", missingval="-", disable_numparse=True)
     print(title, text, sep="\n", flush=True)
@@ -137,9 +157,9 @@ def _cell(value: Any) -> str:
 def write_results(
     file: Path, options: argparse.Namespace, machine: Mapping[str, Any] | None = None, **results: Any
 ) -> None:
-    """Write settings, machine, versions, date and ``results`` as JSON.
+    """Write a JSON file with the settings, the machine, the versions, the date and ``results``.
 
-    ``machine``: entries to add to the description of the machine.
+    ``machine``: more entries for the description of the machine.
     """
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
     versions = {"torch": torch.__version__, "python": platform.python_version()}
@@ -168,11 +188,11 @@ def checksum(model: torch.nn.Module, *inputs: Tensor) -> str:
 def measure_grid(
     file: Path, keys: Sequence[Mapping[str, Any]], measure: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> list[Row]:
-    """Measure one row per key: ``{**key, **measure(key)}``. Returns all rows.
+    """Measure one row for every key, and return all rows. A row is ``{**key, **measure(key)}``.
 
     Each row is appended to ``file`` (JSON lines) as soon as it is measured. Rows that are already in the file
-    are not measured again. If a measurement fails, the returned row has the error as ``problem``. This row is
-    not written to the file, so the next run measures it again.
+    are not measured again. If a measurement fails, the entry ``problem`` of the returned row is the error.
+    Such a row is not written to the file, so the next run measures it again.
 
     Raises:
         ValueError: a line of the file is not a row.
@@ -195,7 +215,7 @@ def measure_grid(
 
 
 def _read_rows(file: Path) -> list[Row]:
-    """The rows of ``file``. Removes the last line from the file if that line is incomplete."""
+    """Read the rows of ``file``. If the last line of the file is incomplete, remove this line."""
     file.touch()
     text = file.read_bytes()
     whole = text[: text.rfind(b"\n") + 1]

@@ -61,8 +61,9 @@ class Program:
         """Run the program in a forked process, and append what it prints to ``log``. Returns the exit status.
 
         Args:
-            changes: kill the process at this file change in ``output``; 1 is the first change.
-            seconds: kill the process after this time; ``None``: after ``_WAIT`` seconds, because it hangs.
+            changes: kill the process when it changes a file in ``output`` for the ``changes``-th time.
+            seconds: kill the process after this time. By default, kill it after ``_WAIT`` seconds, because
+                the process then counts as hanging.
         """
         child = os.fork()
         if child == 0:
@@ -118,9 +119,11 @@ def whole_checkpoint(folder: Path) -> bool:
 
 
 def kill(program: Program, place: Path, chance: random.Random, seconds: float, changes: int) -> Row:
-    """Run a program one to three times with a kill, then once to its end. Returns what happened.
+    """Start a program and kill it, one to three times. Then run the program to its end.
 
-    In the row, "from step 0" is true if the program ignored an undamaged checkpoint.
+    A kill comes at a random file change up to the number ``changes``, or after a random time up to
+    ``seconds``. Returns a row that says what happened. Its entry "from step 0" is true if a run started from
+    step 0 although an undamaged checkpoint existed.
     """
     output, log, killed, anew = place / "output", place / "log.txt", 0, False
     for _ in range(chance.randint(1, 3)):
@@ -146,10 +149,13 @@ def flip_bit(file: Path, chance: random.Random) -> None:
 def flip(program: Program, place: Path, chance: random.Random, whole: Path, damaged: Path) -> Row:
     """Flip one random bit of a file, then run the program.
 
-    If ``damaged`` is a folder with prepared data, the bit is in this folder. If ``damaged`` is the finished
-    run ``whole``, this function copies the run and picks one of two kinds at random. In kind "finished run",
-    the bit is in the copy, outside its checkpoints. In kind "checkpoint", this function removes the trained
-    model, its record and its seal from the copy, and the bit is in the copy's newest checkpoint.
+    ``damaged`` is either a folder with prepared data or the folder ``whole`` of a finished run. In prepared
+    data, any file may get the wrong bit. Of a finished run, this function first makes a copy. It then chooses
+    one of two kinds of fault at random:
+
+    - "finished run": a file of the copy gets the wrong bit, but no file of a checkpoint.
+    - "checkpoint": a file of the newest checkpoint gets the wrong bit. The trained model, its record and its
+      seal are removed from the copy, so the program has to continue from a checkpoint.
     """
     output, log = place / "output", place / "log.txt"
     if damaged != whole:
@@ -169,8 +175,8 @@ def flip(program: Program, place: Path, chance: random.Random, whole: Path, dama
             if f.is_file() and (kind == "checkpoint" or "checkpoint" not in str(f))
         ]
     pool = [file for file in pool if file.stat().st_size]
-    # Half of the time, choose a file in proportion to its size. The other half, all files are equally likely,
-    # so that small files are chosen too.
+    # Choose a file. Half of the time, its probability is in proportion to its size. Otherwise all files are
+    # equally likely, so that small files are chosen too.
     weights = [file.stat().st_size for file in pool] if chance.random() < 0.5 else None
     file = chance.choices(pool, weights)[0]
     former = file.read_bytes()
@@ -198,7 +204,10 @@ def judge(row: Row, program: Program, place: Path, reference: dict[str, str]) ->
 
 
 def corpus(folder: Path) -> Path:
-    """Write a text, a byte-level tokenizer, and stories of twenty bAbI tasks. Returns the text's path."""
+    """Write a text, a byte-level tokenizer, and stories of twenty bAbI tasks to ``folder``.
+
+    Returns the path of the text.
+    """
     chance = random.Random(0)
     text = folder / "text.txt"
     text.write_text("".join("".join(chance.choices("abc defgh", k=40)) + "\n" for _ in range(400)))
@@ -223,7 +232,7 @@ def corpus(folder: Path) -> Path:
 
 
 def programs(folder: Path) -> dict[str, Program]:
-    """Write small input data to ``folder``. Returns the programs by name."""
+    """Write small input data to ``folder``. Returns the programs to test, by name."""
     text = corpus(folder)
     shards = ["--tokenizer", str(folder / "tokenizer.json"), "--documents", "line", "--workers", "1"]
     few = ["--validation-share", "0.1", "--shard-tokens", "3000"]
@@ -278,7 +287,7 @@ def main() -> int:
         seconds = time.perf_counter() - start
         references[program.name] = program.result(output)
         changes = 1
-        while changes < 4096:  # find a power of two above the number of file changes of a run
+        while changes < 4096:  # double until the run ends before it is killed
             with tempfile.TemporaryDirectory() as place:
                 if program.run(Path(place) / "output", Path(place) / "log.txt", changes=changes) == 0:
                     break
@@ -312,7 +321,10 @@ def main() -> int:
 def conclude(
     title: str, options: argparse.Namespace, rows: list[Row], summary: list[Row], folder: Path, wrong: bool
 ) -> int:
-    """Print ``summary`` and write all rows. Remove ``folder`` unless ``wrong``. Returns the exit status."""
+    """Print ``summary`` and write all rows. Keep ``folder`` only if ``wrong`` is true.
+
+    Returns the exit status: 1 if ``wrong`` is true, else 0.
+    """
     common.print_table(f"\n{title}", summary)
     common.write_results(options.output, options, rows=rows, summary=summary)
     if not wrong:

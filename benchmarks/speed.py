@@ -3,11 +3,13 @@
 The numbers of the reference implementation are from one H100 (torch 2.11). Weights and data are random, with
 a fixed seed. Timed runs use bfloat16 autocast, except decoding, which uses bfloat16 weights.
 
-The script first compares the values and gradients of every implementation of f with plain PyTorch in float64.
-It stops if an error is above the limit.
+The script first checks every implementation of the map f: it compares values and gradients with plain PyTorch
+in float64. The script stops if an error is above its limit.
 
-Times are medians over repeats, after a warm-up. "over reference" is our time divided by the reference's time;
-below 1, we are faster. If a case fails, its row has the reason. The sections:
+Times are medians over repeats, after a warm-up. "over reference" is our time divided by the reference's time.
+A value below 1 means that we are faster. If a case fails, its row has the reason.
+
+The sections:
 
     state-tracking, llama, mamba2   a training step with AdamW; the learning rate is 0, so all steps are equal
     evaluation                      one evaluation of f, and the shortest time that the device allows
@@ -44,8 +46,8 @@ from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 Tables = dict[str, list[Row]]
 
 TRACKING, LLAMA, MAMBA2 = "mamba2-state-tracking", "llama-130m", "mamba2-130m"
-SIZES = {TRACKING: (512, 256), LLAMA: (8, 2048), MAMBA2: (8, 2048)}  # B sequences, L tokens
-SMALL = {  # for the checks and --quick; mamba_ssm and fla support these sizes
+SIZES = {TRACKING: (512, 256), LLAMA: (8, 2048), MAMBA2: (8, 2048)}  # batch size, sequence length
+SMALL = {  # sizes that mamba_ssm and fla support, for --quick and the check of correctness
     "mamba2": {"name": "mamba2", "d_model": 64, "n_layer": 2, "d_state": 32, "headdim": 16},
     "llama": {"name": "llama", "d_model": 64, "n_layer": 2, "n_head": 4},
 }
@@ -56,13 +58,13 @@ def fixed(iterations: int) -> Row:
 
 
 def language_model(n: int, explicit: Row, bounded: Row, free: Row) -> dict[str, tuple[str, Row, Row]]:
-    """The training steps that are timed for a language model.
+    """The cases of a language model whose training step is timed.
 
-    A name such as "bounded, 4 + 1" means 4 iterations and 1 phantom step.
+    The case "bounded, 4 + 1" of the bounded model has 4 iterations and 1 phantom step.
 
     Args:
-        n: iterations of the "free" model in the case with a fixed number of iterations.
-        explicit, bounded, free: time and memory of the reference implementation.
+        n: number of iterations of the free model, in its case with a fixed number of iterations.
+        explicit, bounded, free: time and memory of the reference implementation, for each of these models.
     """
     return {
         "explicit": ("-explicit", {}, explicit),
@@ -72,7 +74,8 @@ def language_model(n: int, explicit: Row, bounded: Row, free: Row) -> dict[str, 
     }
 
 
-# Preset -> case -> (suffix of the preset's name, changes to the preset, time and memory of the reference).
+# For every preset, its cases. A case has three parts: a suffix for the preset's name, changes to the preset's
+# options, and time and memory of the reference implementation.
 STEPS: dict[str, dict[str, tuple[str, Row, Row]]] = {
     TRACKING: {
         "unrolled 4": ("", {"gradient": {"name": "unrolled", "iterations": 4}}, {"ms": 77, "GiB": 8.2}),
@@ -86,7 +89,7 @@ STEPS: dict[str, dict[str, tuple[str, Row, Row]]] = {
 
 
 class Bench(argparse.Namespace):
-    """The options of the command line, and methods for all sections."""
+    """The options of the command line, and methods that the sections share."""
 
     device: str
     quick: bool
@@ -107,7 +110,7 @@ class Bench(argparse.Namespace):
             return ImplicitForCausalLM(config)
 
     def bare(self, name: str) -> tuple[Backbone, Tensor, Context]:
-        """A preset's backbone, a random z, and the context of a random x."""
+        """The backbone of a preset, a random iterate z, and the backbone's context for a random input x."""
         torch.manual_seed(0)
         with torch.device(self.device), self.autocast():
             backbone = backbones.create(self.config(name, "" if name == TRACKING else "-free").backbone)
@@ -118,9 +121,10 @@ class Bench(argparse.Namespace):
         return torch.autocast(self.device, torch.bfloat16)
 
     def implementations(self, body: str) -> list[str]:
-        """The implementations of f that run on this machine.
+        """The names of the implementations of f that run on this machine.
 
-        For Llama, these are our Triton kernels (of the norms), plain PyTorch, and compiled PyTorch.
+        ``body`` is ``"mamba2"`` or ``"llama"``. Llama has at most three implementations: our Triton kernels
+        (used for the norms), plain PyTorch, and compiled PyTorch.
         """
         names = [n for n in self.kernels if kernels.available(n)] if self.device != "cpu" else ["torch"]
         if body == "llama":
@@ -130,7 +134,10 @@ class Bench(argparse.Namespace):
     def milliseconds(
         self, function: Callable[[], Any], setup: Callable[[], Any] = lambda: None, warm_up: int = 3
     ) -> float:
-        """Median time of ``function``; ``setup`` runs before each call and is not counted."""
+        """The median time of a call of ``function``, in milliseconds.
+
+        ``setup`` runs before each call, and its time is not counted.
+        """
         seconds = []
         for i in range(-warm_up, self.repeats):
             setup()
@@ -140,7 +147,7 @@ class Bench(argparse.Namespace):
         return 1e3 * statistics.median(seconds[warm_up:])
 
     def peak(self) -> float | None:
-        """Peak of allocated memory in GiB since the timed calls began; ``None`` on the CPU."""
+        """The peak of allocated GPU memory since the timed calls began, in GiB; ``None`` on the CPU."""
         return None if self.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
 
     def against(self, ms: float, reference: float | None) -> Row:
@@ -148,7 +155,7 @@ class Bench(argparse.Namespace):
         return {"reference ms": reference, "over reference": reference and ms / reference}
 
     def rows(self, measure: Callable[..., Row], cases: Mapping[str, tuple[Any, ...]]) -> list[Row]:
-        """Measure one row per case. If a case fails, its row has the reason. Frees memory after each case."""
+        """Measure one row for each case. Free memory afterwards. If a case fails, its row has the reason."""
         rows = []
         for case, arguments in cases.items():
             try:
@@ -165,14 +172,17 @@ class Bench(argparse.Namespace):
 
 
 def compile_blocks(backbone: Backbone) -> None:
-    """Compile every block. Backward passes recompute cheap operations, to halve the memory of activations."""
+    """Compile every block. To halve the memory of activations, backward passes recompute cheap operations."""
     torch._functorch.config.activation_memory_budget = 0.5
     for block in backbone.layers:
         block.compile()
 
 
 def computed_by(name: str, backbone: Backbone) -> AbstractContextManager[None]:
-    """A context manager that selects the implementation. "compiled" compiles the backbone in place."""
+    """A context manager in which the implementation ``name`` computes f.
+
+    If ``name`` is "compiled", this function compiles the backbone in place.
+    """
     if name != "compiled":
         return kernels.use(name)
     compile_blocks(backbone)
@@ -180,10 +190,11 @@ def computed_by(name: str, backbone: Backbone) -> AbstractContextManager[None]:
 
 
 def correctness(bench: Bench) -> Tables:
-    """Relative L2 errors of f(z) and of its gradients, against plain PyTorch in float64.
+    """Measure the relative L2 errors of f(z) and of its gradients. Plain PyTorch in float64 counts as exact.
 
-    The limit applies to f(z), and to all gradients concatenated. The error of a single gradient may be five
-    times the limit. The sequences have an odd length and span several chunks.
+    The limit applies to the error of f(z), and to the error of all gradients concatenated. The error of a
+    single gradient may be five times the limit. The sequences have an odd length, and are several chunks of
+    the Mamba2 recurrence long.
     """
     rows = []
     for body, options in SMALL.items():
@@ -193,19 +204,19 @@ def correctness(bench: Bench) -> Tables:
         exact = value_and_gradients(copy.deepcopy(original).double(), z.double(), x.double(), weight)
         for name, dtype in product(bench.implementations(body), ("float32", "bfloat16")):
             if (body, name, dtype) == ("mamba2", "triton", "float32") and bench.device != "cpu":
-                continue  # exact float32 products take Triton minutes to compile; the tests check this case
+                continue  # skip: this case takes Triton minutes to compile, and the tests check it
             tf32 = name in ("mamba_ssm", "fla")  # kernels that round float32 products to TF32
             limit = 3e-2 if dtype == "bfloat16" else 1e-2 if tf32 else 1e-4
             row, backbone = {"f": f"{body}, {name}", "type": dtype}, copy.deepcopy(original)
             try:
                 with computed_by(name, backbone), bench.autocast() if dtype == "bfloat16" else nullcontext():
                     found = value_and_gradients(backbone, z, x, weight)
-            except RuntimeError as error:  # another package may not support this device
+            except RuntimeError as error:  # a package may not support this device
                 rows.append({**row, "failed": str(error)[:100]})
                 continue
             value, *gradients = (distance([a], [b]) for a, b in zip(found, exact, strict=True))
             together, worst = distance(found[1:], exact[1:]), max(gradients)
-            right = all(error < limit for error in (value, together, worst / 5))  # false for NaN
+            right = all(error < limit for error in (value, together, worst / 5))  # false if an error is NaN
             errors = {"of values": value, "of gradients": together, "of the worst": worst}
             rows.append({**row, **errors, "limit": limit, "right": right})
     return {"errors": rows}
@@ -224,7 +235,7 @@ def distance(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def training_step(bench: Bench, name: str, form: str, changes: Row, reference: Row) -> Row:
-    """Time a training step. Language models predict the next token; state tracking has separate targets."""
+    """Time a training step. Language models predict the next token; state tracking has random targets."""
     model = bench.model(bench.config(name, form, **changes)).train()
     if bench.compile and name == LLAMA:
         compile_blocks(model.model.layer.backbone)
@@ -237,7 +248,7 @@ def training_step(bench: Bench, name: str, form: str, changes: Row, reference: R
         with bench.autocast():
             out = model(tokens, labels=None if name == TRACKING else tokens)
             if out.solution is not None:
-                # Keep only these two values: storing `out` would keep the logits in memory.
+                # Store only two values. Storing all of `out` would keep the logits in memory.
                 solved.update(evaluations=out.solution.nfe, iterations=out.solution.iterations)
             if name == TRACKING:
                 return F.cross_entropy(out.logits.flatten(0, 1).float(), targets.flatten())
@@ -257,33 +268,34 @@ def training_step(bench: Bench, name: str, form: str, changes: Row, reference: R
 
 
 def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float, float]]:
-    """Count the bytes that each part of f moves, and its arithmetic operations, under autocast.
+    """Count the bytes that each part of f moves under autocast, and the arithmetic operations of each part.
 
-    Every matrix product is assumed to read and write each tensor once. All operations between two matrix
-    products are assumed to be fused. The residual stream is float32, everything else bfloat16.
+    The count assumes that a matrix product reads and writes each of its tensors once, and that all operations
+    between two matrix products are fused. The residual stream is float32, and all other tensors are bfloat16.
     """
     T, D, n = batch * length, backbone.d_model, len(backbone.layers)
     mixer = backbone.layers[0].mixer
 
     def matrix(into: int, out: int, gates: int = 0) -> tuple[float, float]:
-        """Bytes and operations of a matrix product that each block does once, summed over the blocks.
+        """Bytes and operations of a matrix product with ``into`` input and ``out`` output features.
 
-        ``gates``: number of result columns that are not written, because the fused gate consumes them.
+        Each block does the product once. The counts are sums over all blocks. ``gates``: number of output
+        features that are not written to memory, because the fused gate consumes them.
         """
         return n * 2 * (T * (into + out - gates) + into * out), n * 2 * T * into * out
 
     def norms(count: int) -> tuple[float, float]:
-        """Bytes and operations of all norms together.
+        """Bytes and operations of all ``count`` norms together.
 
-        Every norm after the first also adds to the residual stream. The last norm writes only its result,
-        in float32.
+        Every norm after the first also adds the output of the part before it to the residual stream. The
+        last norm does not write the residual stream. It writes only its own result, in float32.
         """
         return T * D * (6 + (count - 2) * 12 + 10), T * D * 5 * count
 
     if hasattr(mixer, "sizes"):
         s, taps, chunk = mixer.sizes, mixer.conv1d.kernel_size[0], 64
         columns, shared = mixer.in_proj.out_features, s.n_groups * s.d_state
-        moved = 2 * (2 * columns + s.inner)  # read projection and injection, write y
+        moved = 2 * (2 * columns + s.inner)  # bytes per token: read projection and injection, write y
         recurrence = 4 * s.inner * s.d_state + 2 * chunk * (shared + s.inner)
         operations = 2 * taps * s.conv_width + recurrence + 8 * s.inner
         return {
@@ -296,7 +308,7 @@ def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float,
     return {
         "norms": norms(2 * n + 1),
         "queries, keys, values": matrix(D, qkv),
-        "attention": (n * T * 2 * (2 * qkv + D), n * T * 2 * length * D),  # causal: half of the L x L scores
+        "attention": (n * T * 2 * (2 * qkv + D), n * T * 2 * length * D),  # half the scores: it is causal
         "projection out": matrix(D, D),
         "MLP in, gate": matrix(D, 2 * hidden, gates=hidden),
         "MLP out": matrix(hidden, D),
@@ -304,7 +316,7 @@ def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float,
 
 
 def rates(bench: Bench) -> tuple[float, float]:
-    """Measure the bytes per ms of a copy, and the operations per ms of a bfloat16 matrix product."""
+    """Measure two speeds: bytes per ms of a copy, and operations per ms of a bfloat16 matrix product."""
     size, n = (2**22, 256) if bench.quick else (2**30, 8192)
     source, target = torch.empty(2, size, device=bench.device, dtype=torch.uint8)
     a, b = torch.randn(2, n, n, device=bench.device, dtype=torch.bfloat16)
@@ -345,7 +357,7 @@ def evaluate(bench: Bench, name: str, how: str, limit: float, reference: float |
 
 @torch.no_grad()
 def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
-    """Greedy decoding after a prompt of 16 tokens."""
+    """Time greedy decoding after a prompt of 16 tokens."""
     model = bench.model(bench.config(name, "-free")).bfloat16().eval()
     prompt = torch.randint(model.config.vocab_size, (batch, 16), device=bench.device)
     count = 4 if bench.quick else 32
@@ -367,9 +379,9 @@ def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
 
 @torch.no_grad()
 def one_by_one(bench: Bench) -> Row:
-    """Time state tracking with window 1.
+    """Time state tracking with a window of one token.
 
-    A sequence moves to its next token when its current token has converged or used up its evaluations.
+    A sequence moves to its next token when its current token has converged, or has used all its evaluations.
     """
     rule = {"name": "residual", "rtol": 0.05, "max_iter": 32}
     model = bench.model(bench.config(TRACKING, eval_convergence=rule)).eval()
@@ -389,7 +401,7 @@ def one_by_one(bench: Bench) -> Row:
 
 
 def section(bench: Bench, name: str) -> Tables:
-    """The tables of one section."""
+    """Run one section. Returns its tables by title."""
     if name == "correctness":
         return correctness(bench)
     if name == "evaluation":

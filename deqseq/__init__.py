@@ -1,6 +1,7 @@
-"""Deep-equilibrium sequence models with exchangeable backbone, solver, gradient, policy and guess.
+"""Deep-equilibrium sequence models with exchangeable parts.
 
-Start with :class:`ImplicitSequenceLayer`. Importing this package needs only torch and einops.
+The parts are the backbone, the solver, the gradient strategy, the convergence policy and the guess. Start
+with :class:`ImplicitSequenceLayer`. Importing this package needs only torch and einops.
 """
 
 from deqseq.backbone import Backbone, Context, State

@@ -1,4 +1,4 @@
-"""Checks of arguments. No check makes the host wait for a device."""
+"""Functions that check arguments. They never make the host wait for a device."""
 
 import math
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from torch import Tensor
 Scope = Literal["token", "sequence"]
 
 MOST_STEPS = 4096
-"""Largest memory of a solver, as a number of steps. More would fill the machine's memory."""
+"""The largest number of past steps that a solver may store. More steps would fill the machine's memory."""
 
 
 def shown(value: object) -> str:
-    """The value for an error message: its ``repr`` in one line, shortened to 80 characters."""
+    """The text for a value in an error message: its ``repr`` in one line, shortened to 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -27,7 +27,7 @@ def check_scope(scope: str) -> None:
 
 
 def check_count(name: str, value: object, least: int = 1, most: float = math.inf) -> None:
-    """Raise ``ValueError`` unless ``value`` is a whole number of at least ``least`` and at most ``most``."""
+    """Raise ``ValueError`` unless ``value`` is a whole number from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
         raise ValueError(f"{name} must be a whole number {rule}, got {shown(value)}")
@@ -46,7 +46,7 @@ def check_not_negative(name: str, value: object) -> None:
 
 
 def check_share(name: str, value: object, hint: str = "") -> None:
-    """Raise ``ValueError`` unless ``value`` is a number in (0, 1]. ``hint``: the end of the message."""
+    """Raise ``ValueError`` unless ``value`` is a number in (0, 1]. ``hint``: appended to the message."""
     if not _is_number(value) or not 0 < value <= 1:
         raise ValueError(f"{name} must be in (0, 1], got {shown(value)}{hint}")
 
@@ -63,13 +63,16 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_instance(name: str, value: object, kind: type | UnionType, what: str) -> None:
-    """Raise ``ValueError`` unless ``value`` is a ``kind``. ``what``: the kind in words."""
+    """Raise ``ValueError`` unless ``value`` is an instance of ``kind``. ``what``: ``kind`` in words."""
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be {what}, got {shown(value)}")
 
 
 def check_tensor(name: str, value: object, shape: Sequence[int] | None = None, meaning: str = "") -> None:
-    """Raise ``ValueError`` unless ``value`` is a tensor, of the given shape. ``meaning``: names the shape."""
+    """Raise ``ValueError`` unless ``value`` is a tensor. If ``shape`` is given, also check its shape.
+
+    ``meaning``: words to put before the shape in the message, such as ``"shape (B, L) = "``.
+    """
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, got {shown(value)}")
     if shape is not None and value.shape != tuple(shape):
@@ -77,13 +80,13 @@ def check_tensor(name: str, value: object, shape: Sequence[int] | None = None, m
 
 
 def check_floating(name: str, value: Tensor) -> None:
-    """Raise ``ValueError`` unless the tensor is of a floating-point type."""
+    """Raise ``ValueError`` unless the tensor has a floating-point dtype."""
     if not value.is_floating_point():
         raise ValueError(f"{name} must be of a floating-point type, got {value.dtype}")
 
 
 def check_integers(name: str, value: Tensor) -> None:
-    """Raise ``ValueError`` unless the tensor is of int64 or int32."""
+    """Raise ``ValueError`` unless the tensor has the dtype int64 or int32."""
     if value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{name} must be int64 or int32, got {value.dtype}")
 

@@ -1,4 +1,4 @@
-"""The output of a layer, made from the solution of its problem.
+"""The output of a sequence layer, and how non-finite inputs show in it.
 
 Shapes: B sequences, L tokens, D width.
 """
@@ -21,7 +21,8 @@ class LayerOutput:
 
     Attributes:
         z: (B, L, D); zero at padding.
-        state: the detached backbone state after the last token; ``None`` if the call had no ``state``.
+        state: the detached backbone state after the last token; ``None`` if the layer was called with no
+            state.
         solution: how every token was solved; ``None`` for an explicit layer.
     """
 
@@ -31,7 +32,11 @@ class LayerOutput:
 
 
 def finished(solution: Solution, inputs: Inputs) -> Solution:
-    """Set ``solution`` to NaN at the tokens that depend on a non-finite input, and return it."""
+    """Mark the tokens that depend on a non-finite input. Changes ``solution`` and returns it.
+
+    The z and the residual of these tokens become NaN, and their status becomes ``NON_FINITE``. The states of
+    their sequences become NaN too.
+    """
     unsolvable = inputs.unsolvable
     solution.z = solution.z.masked_fill(unsolvable[..., None], torch.nan)
     solution.residual = solution.residual.masked_fill(unsolvable, torch.nan)
@@ -41,7 +46,10 @@ def finished(solution: Solution, inputs: Inputs) -> Solution:
 
 
 def state_after(state: State | None, unsolvable: Tensor) -> State | None:
-    """Set the state of sequences with ``unsolvable`` (B, L) tokens to NaN; count these tokens as seen."""
+    """A copy of ``state`` that is NaN for every sequence with an ``unsolvable`` token.
+
+    ``unsolvable`` (B, L) marks the tokens that depend on a non-finite input. The copy counts them as seen.
+    """
     if state is None:
         return None
     affected = unsolvable.any(1)

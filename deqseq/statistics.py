@@ -1,4 +1,4 @@
-"""Statistics of solves. Sums over tokens stay on the device until they are read.
+"""Statistics of fixed-point solves. Sums over tokens stay on the device until the statistics are read.
 
 Shapes: B sequences, L tokens.
 """
@@ -28,8 +28,8 @@ class Solved(Protocol):
 class SolveStatistics:
     """Means over the tokens of one or more solves. Padding does not count.
 
-    :meth:`read` waits for the device; :meth:`add` never waits. All tokens of all solves have the same
-    weight. Sums are float64 (float32 on MPS devices).
+    All tokens of all solves have the same weight. :meth:`read` makes the host wait for the device, and
+    :meth:`add` never does. Sums are float64 (float32 on MPS devices).
 
     Args:
         tail: also report ``residual_p99``, the 99th percentile of the last solve's residuals (estimated from
@@ -47,7 +47,8 @@ class SolveStatistics:
         """Forget all solves."""
         self.solves = 0
         self._nfe = 0
-        # One column per position. Row 0 counts the tokens; each other row is the sum for one mean.
+        # One column per position in the sequence. Row 0 counts the tokens. Every other row has the sums for
+        # one of the means.
         self._sums = torch.zeros(1 + len(_MEANS), 0)
         self._residuals = torch.empty(0)
 
@@ -75,7 +76,7 @@ class SolveStatistics:
             self._residuals = residual.flatten()[::every].clone()
 
     def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
-        """The means by name; empty if there was no solve.
+        """The means by name. The result is empty if no solve was added.
 
         ``nfe`` is a mean over solves. ``iterations``, ``residual`` and the share of each final status, such
         as ``share_converged``, are means over tokens.

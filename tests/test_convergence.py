@@ -1,4 +1,4 @@
-"""Convergence policies: tolerances, budgets and how they combine."""
+"""Tests of convergence policies: tolerances, maximum numbers of iterations, and combinations of policies."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def judge(
 
 
 def pair(change: list[float], size: float = 1.0) -> tuple[Tensor, Tensor]:
-    """One sequence of z and f(z) with ||f(z)|| = ``size`` and ||f(z) - z|| = ``change`` at each token."""
+    """Make z and f(z) of one sequence. At token t, ||f(z)|| is ``size`` and ||f(z) - z|| is ``change[t]``."""
     fz = torch.zeros(1, len(change), 3)
     fz[..., 0] = size
     z = fz.clone()
@@ -98,7 +98,7 @@ def test_combinations() -> None:
     assert judge(both, z, fz, iterations=3).stops.tolist() == [[True, False]]
     assert judge(either, z, fz, iterations=2).stops.tolist() == [[True, False]]
     assert judge(either, z, fz, iterations=3).stops.tolist() == [[True, True]]
-    for policy in (both, either):  # a token that stops without meeting the tolerance has not converged
+    for policy in (both, either):  # token 1 stops above the tolerance, so it has not converged
         assert judge(policy, z, fz, iterations=3).converged.tolist() == [[True, False]]
     assert both.causal
     assert not (loose & Residual(rtol=0.1, scope="sequence")).causal
@@ -131,7 +131,7 @@ def test_at_least_and_at_most(rates: Backbone) -> None:
 
 @pytest.mark.parametrize("window", [None, 1])
 def test_status_says_converged_only_where_a_tolerance_was_met(rates: Backbone, window: int | None) -> None:
-    """With ``Residual | FixedIterations``, a token that stops at the fixed number has not converged."""
+    """A token that stops after a fixed number of iterations, above the tolerance, has not converged."""
     x = torch.ones(1, 2, 2)
     x[0, :, 0] = torch.tensor([0.01, 0.9])
     policy = Residual(rtol=0.05) | FixedIterations(9)
@@ -160,7 +160,7 @@ def test_quantile_does_not_wait_for_the_slow(rates: Backbone) -> None:
 
 
 def test_quantile_counts_all_tokens_of_the_sequence(rates: Backbone) -> None:
-    """Tokens that settled early count too: five early tokens and four later ones reach the share of 0.9."""
+    """Tokens that settled early still count: five early and four later tokens of ten reach the share 0.9."""
     values = [0.3] * 5 + [0.5] * 4 + [0.95]
     everyone = quantile_iterations(rates, values, share=1.0)
     most = quantile_iterations(rates, values, share=0.9)

@@ -1,4 +1,4 @@
-"""Where the search starts: guesses, and what a guess may depend on."""
+"""Tests of guesses: where the search starts, and what a guess may depend on."""
 
 import io
 import pickle
@@ -22,7 +22,10 @@ GradientsOf = Callable[..., list[Tensor]]
 
 
 def start(guess: Any, x: Tensor, train: bool = False, **options: Any) -> Tensor:
-    """The initial iterate of a call. The map is z + x, so one evaluation returns the guess plus x."""
+    """The initial iterate of a call of a layer.
+
+    The layer's map is f(z) = z + x. It is evaluated once, so the output is the initial iterate plus x.
+    """
     once = FixedIterations(1)
     layer = ImplicitSequenceLayer(ModuleBackbone(nn.Identity()), convergence=once, guess=guess).train(train)
     with torch.no_grad():
@@ -34,7 +37,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 class Given(Guess):
-    """Proposes a fixed value, which may be wrong."""
+    """A guess that proposes ``value``, or ``value(x)`` if it is a function. The value may be invalid."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -61,7 +64,11 @@ def test_a_given_z0_wins() -> None:
 
 
 def test_noise_in_evaluation_depends_on_the_place_of_the_token_only() -> None:
-    """Not on L, on other sequences, on padding before, inside or after the sequence, or on packed rows."""
+    """A token's noise in evaluation depends only on the place of the token among the tokens of its sequence.
+
+    It does not depend on the length of the sequence, on other sequences, on padding before, inside or after
+    the sequence, or on how sequences are packed into rows.
+    """
     guess, x = Noise(0.5, seed=3), torch.randn(1, 150, D)
     expected = start(guess, x)
     assert 0.45 < expected.std() < 0.55 and expected.mean().abs() < 0.05
@@ -81,7 +88,10 @@ def test_noise_in_evaluation_depends_on_the_place_of_the_token_only() -> None:
 
 
 def test_noise_in_evaluation_repeats() -> None:
-    """A second call, in another type, after other random numbers or a copy of the guess gives equal noise."""
+    """The noise stays equal in a second call, for a copy of the guess, and in another dtype.
+
+    Drawing other random numbers in between does not change it. Another start or another seed does.
+    """
     x = torch.randn(1, 9, D)
     with torch.inference_mode():
         first = Noise().propose(x, 0, None)
@@ -93,7 +103,7 @@ def test_noise_in_evaluation_repeats() -> None:
     for other in (Noise().propose(x, 1, None), Noise(seed=1).propose(x, 0, None)):
         assert (other - first).abs().mean() > 0.5
     layer = ImplicitSequenceLayer(ModuleBackbone(nn.Linear(D, D)), gradient=Unrolled(2), guess="noise").eval()
-    layer(x.requires_grad_()).z.sum().backward()  # noise made in inference mode is no obstacle to autograd
+    layer(x.requires_grad_()).z.sum().backward()  # works with noise that was first made in inference mode
     assert x.grad.any()
 
 
@@ -120,7 +130,7 @@ def test_previous_is_the_same_start_for_every_token() -> None:
     x, previous = torch.randn(3, 4, D), torch.randn(3, D)
     mask = torch.ones(3, 4)
     mask[1, :2] = 0
-    previous[2, 3] = torch.nan  # a start that is not finite becomes zero
+    previous[2, 3] = torch.nan  # a previous equilibrium that is not finite becomes zero
     found = start("previous", x, attention_mask=mask, previous=previous)
     expected = previous[:, None].expand(3, 4, D).clone()
     expected[2] = 0

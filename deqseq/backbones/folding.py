@@ -17,12 +17,13 @@ Module = TypeVar("Module", bound=nn.Module)
 def fold_weight_norm(module: Module) -> Module:
     """Replace every weight-normalised linear map and convolution of a model by a plain one, in place.
 
-    The plain weight is the effective weight, so results stay equal up to rounding. The configuration of a
-    language model then says ``backbone["weight_norm"] = False``, so ``save_pretrained`` and
-    ``from_pretrained`` keep the plain maps. Fold the whole model: if you fold only its layer or backbone, its
-    configuration does not change.
+    The plain weight equals the normalised weight, so results stay equal up to rounding.
 
-    The plain weights are new parameters, so create optimisers afterwards. Folding a second time changes
+    If ``module`` is a language model, its configuration changes to ``backbone["weight_norm"] = False``. So
+    ``save_pretrained`` and ``from_pretrained`` keep the plain maps. Pass the whole language model: if you
+    pass only its layer or its backbone, the configuration does not change.
+
+    The plain weights are new parameters, so create optimisers after folding. Folding a second time changes
     nothing.
 
     Args:
@@ -32,7 +33,7 @@ def fold_weight_norm(module: Module) -> Module:
         ``module``.
 
     Raises:
-        ValueError: ``module`` contains no such backbone.
+        ValueError: ``module`` contains no backbone that takes the option ``weight_norm``.
     """
     stacks = [part for part in module.modules() if isinstance(part, Stack)]
     if not stacks:
@@ -43,7 +44,7 @@ def fold_weight_norm(module: Module) -> Module:
     adapters: list[Any] = [part for part in module.modules() if is_adapter(part)]
     for adapter in adapters:
         if getattr(adapter, "merged", False) and _is_normalised(adapter.base_layer):
-            adapter.unmerge()  # the merge had no effect; afterwards the adapter is active again
+            adapter.unmerge()  # undo a merge that had no effect, so that the adapter is active again
     for linear in [part for stack in stacks for part in stack.modules() if _is_normalised(part)]:
         _fold(linear)
     replaced: dict[int, Any] = {}
@@ -51,7 +52,7 @@ def fold_weight_norm(module: Module) -> Module:
         config = vars(part).get("config")
         backbone = getattr(config, "backbone", None)
         if isinstance(backbone, Mapping) and (plain := _without_weight_norm(backbone)) != backbone:
-            if id(config) not in replaced:  # copy it: other models may use the same object
+            if id(config) not in replaced:  # copy the configuration: other models may share it
                 replaced[id(config)] = deepcopy(config)
                 replaced[id(config)].backbone = plain
             part.config = replaced[id(config)]
@@ -70,15 +71,20 @@ def _is_normalised(module: nn.Module) -> bool:
 def _fold(linear: Any) -> None:
     trains = linear.parametrizations["weight"].original1.requires_grad
     weight, bias = nn.Parameter(linear.weight.detach().clone(), requires_grad=trains), linear.bias
-    # torch's remove_parametrizations breaks copies of the map, which share its class.
+    # Restore the plain class here. torch's remove_parametrizations would also change the parametrised class,
+    # and copies of the map share this class.
     linear.__class__ = type_before_parametrizations(linear)
-    del linear.parametrizations, linear.bias  # register the bias after the weight, as plain maps do
+    del linear.parametrizations, linear.bias  # register both again, in the order of plain maps
     linear.register_parameter("weight", weight)
     linear.register_parameter("bias", bias)
 
 
 def _without_weight_norm(backbone: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping of a backbone with ``weight_norm`` set to false; in a recursion, the mapping of its map."""
+    """A copy of a backbone's configuration in which ``weight_norm`` is false.
+
+    The recursion backbone contains another backbone, its ``map``. In this case, ``weight_norm`` becomes false
+    in the configuration of the ``map``.
+    """
     if isinstance(inner := backbone.get("map"), Mapping):
         return {**backbone, "map": _without_weight_norm(inner)}
     return {**backbone, "weight_norm": False}

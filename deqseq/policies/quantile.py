@@ -10,15 +10,15 @@ from deqseq.policy import ConvergencePolicy, Judgement, policies
 
 @dataclass(frozen=True)
 class Quantile(ConvergencePolicy):
-    """Stops all tokens of a sequence when the inner policy lets at least the given share of them stop.
+    """Stops all tokens of a sequence once the inner policy would stop at least the given share of the tokens.
 
     So the slowest tokens do not keep the sequence running. But the iteration at which a token stops depends
-    on later tokens. Training therefore refuses this policy unless ``ImplicitSequenceLayer(causal=False)``
-    allows it.
+    on later tokens. Therefore causal layers refuse this policy in training. To use it, make the layer with
+    ``ImplicitSequenceLayer(causal=False)``.
 
     Args:
-        policy: the inner policy, an object, a name or a mapping.
-        share: share of the tokens, in (0, 1].
+        policy: the inner policy: an object, a name, or a mapping with a name and options.
+        share: share of the sequence's tokens, in (0, 1].
 
     Raises:
         ValueError: ``share`` outside (0, 1].

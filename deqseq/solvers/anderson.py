@@ -1,4 +1,9 @@
-"""Anderson acceleration (Walker & Ni, 2011, difference form), one small linear system per token."""
+"""Anderson acceleration in the difference form of Walker & Ni (2011).
+
+In every step, each token solves a small linear system.
+
+Shapes: B sequences, W tokens in the window, D width, M memory.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,11 +20,11 @@ from deqseq.solvers.picard import damped
 class _State(NamedTuple):
     residuals: list[Tensor]  # M differences (B, W, D): r_{i+1} - r_i with r = f(z) - z
     iterates: list[Tensor]  # M differences (B, W, D): u_{i+1} - u_i with u = z + damping * r
-    gram: Tensor  # (B, W, M, M) dot products of the tensors in ``residuals``
-    age: Tensor  # (B, W) number of valid differences
+    gram: Tensor  # (B, W, M, M) dot products of all pairs of ``residuals``
+    age: Tensor  # (B, W) number of differences that may be used
     residual: Tensor  # (B, W, D) r of the previous step
     iterate: Tensor  # (B, W, D) u of the previous step
-    pairs: Tensor  # (B, W) evaluations since the last restart
+    pairs: Tensor  # (B, W) number of evaluations since the last restart
 
 
 @dataclass(frozen=True)
@@ -31,19 +36,20 @@ class Anderson(HistorySolver):
     Here r = f(z) - z. Δz_i and Δr_i are differences of z and r between successive iterations.
 
     f(z) at a token depends on earlier tokens. While earlier tokens still change, old differences are
-    misleading. Therefore a token uses them only while the residuals of all earlier tokens are at most 30 % of
-    the token's own residual. A damped Picard step replaces a non-finite or huge step.
+    misleading. Therefore a token uses its old differences only while the residuals of all earlier tokens are
+    at most 30 % of the token's own residual. A damped Picard step replaces a step that is not finite, or is
+    longer than 100 ||r||.
 
     Args:
         memory: number of differences to keep, from 1 to 4096.
         damping: β in (0, 1].
         regularisation: λ, at least 0.
         scope: with ``"token"``, every token has its own coefficients γ. With ``"sequence"``, all tokens of a
-            sequence share coefficients. Then iterates depend on later tokens, so a causal layer refuses
+            sequence share coefficients, so iterates depend on later tokens. Therefore a causal layer refuses
             ``"sequence"`` in training.
 
     Raises:
-        ValueError: a value outside these ranges.
+        ValueError: a value is outside its range, or the scope is unknown.
     """
 
     memory: int = 5
@@ -87,12 +93,12 @@ class Anderson(HistorySolver):
         return z_next, state
 
     def _weights(self, gram: Tensor, target: Tensor, valid: Tensor) -> Tensor:
-        """Solve the normal equations for γ (B, W, M). Scales the differences to unit length first.
+        """Solve the normal equations for γ (B, W, M). First scales the residual differences to unit length.
 
         Args:
             gram: (B, W, M, M) dot products of the residual differences with each other.
-            target: (B, W, M) their dot products with the current residual.
-            valid: (B, W, M) bool, differences to use.
+            target: (B, W, M) dot products of the residual differences with the current residual.
+            valid: (B, W, M) bool, true for the differences to use.
         """
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
         usable = valid & (diagonal > 0) & torch.isfinite(diagonal)

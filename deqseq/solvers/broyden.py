@@ -1,4 +1,7 @@
-"""Broyden's method ("good" update, limited memory), one inverse Jacobian per token."""
+"""Broyden's "good" method with limited memory. Every token has its own approximate inverse Jacobian.
+
+Shapes: B sequences, W tokens in the window, D width, M memory.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,32 +15,33 @@ from deqseq.solvers.history import MAX_STEP, HistorySolver, combine, guarded
 
 
 class _State(NamedTuple):
-    u: list[Tensor]  # M = ``memory`` slots (B, W, D)
-    v: list[Tensor]  # M slots (B, W, D); the approximate inverse Jacobian is B = -I + Σ u_i v_i^T
-    age: Tensor  # (B, W) number of valid slots
+    u: list[Tensor]  # M slots (B, W, D)
+    v: list[Tensor]  # M slots (B, W, D); the approximate inverse Jacobian is H = -I + Σ u_i v_i^T
+    age: Tensor  # (B, W) number of slots that may be used
     residual: Tensor  # (B, W, D) g = f(z) - z of the previous step
     z: Tensor  # (B, W, D) z of the previous step
-    known: Tensor  # (B, W) bool, whether ``residual`` and ``z`` are set: false before the first step
+    known: Tensor  # (B, W) bool, true once ``residual`` and ``z`` are those of a previous step
 
 
 @dataclass(frozen=True)
 class Broyden(HistorySolver):
     """Broyden's quasi-Newton method on g(z) = f(z) - z (Broyden, 1965; Kelley, 1995, ch. 7).
 
-    z <- z - B g, where B = -I + Σ u_i v_i^T approximates the inverse Jacobian of g. Every step adds one term
-    to the sum. When its memory is full, a token restarts from B = -I.
+    A step is z <- z - H g, where H = -I + Σ u_i v_i^T approximates the inverse Jacobian of g. Every step adds
+    one term to the sum. When the memory of a token is full, the token restarts from H = -I.
 
-    The first step is a Picard step. A Picard step also replaces a non-finite or huge step. f(z) at a token
-    depends on earlier tokens. Therefore a token takes Picard steps while the residual of an earlier token
-    exceeds 30 % of the token's own residual.
+    The first step is a Picard step. A Picard step also replaces a step that is not finite, or is longer than
+    100 ||g||. f(z) at a token depends on earlier tokens. Therefore a token takes Picard steps while the
+    residual of an earlier token exceeds 30 % of the token's own residual.
 
     Args:
         memory: maximum number of terms in the sum, from 1 to 4096.
-        scope: with ``"token"``, every token has its own B. With ``"sequence"``, all tokens of a sequence
-            share one B. Then iterates depend on later tokens, so causal training refuses ``"sequence"``.
+        scope: with ``"token"``, every token has its own H. With ``"sequence"``, all tokens of a sequence
+            share one H, so iterates depend on later tokens. Therefore a causal layer refuses ``"sequence"``
+            in training.
 
     Raises:
-        ValueError: ``memory`` outside this range, or an unknown scope.
+        ValueError: ``memory`` is outside its range, or the scope is unknown.
     """
 
     memory: int = 8
@@ -60,7 +64,7 @@ class Broyden(HistorySolver):
 
         moved, changed = z - state.z, residual - state.residual
         with torch.no_grad():
-            # Dot products v_i · Δg and u_i · Δz. They give B Δg and Δz^T B, with B of the previous step.
+            # Dot products v_i · Δg and u_i · Δz. They give H Δg and Δz^T H, with H of the previous step.
             on_changed = torch.where(valid, self.dots(state.v, changed), 0.0)
             on_moved = torch.where(valid, self.dots(state.u, moved), 0.0)
         left = combine(state.v, on_moved) - moved

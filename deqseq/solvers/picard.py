@@ -17,7 +17,7 @@ class Picard(Solver):
         damping: in (0, 1]; with 1, the next iterate is f(z).
 
     Raises:
-        ValueError: ``damping`` outside (0, 1].
+        ValueError: ``damping`` is outside (0, 1].
     """
 
     damping: float = 1.0
@@ -38,5 +38,5 @@ class Picard(Solver):
 
 
 def damped(z: Tensor, fz: Tensor, damping: float) -> Tensor:
-    """z + damping (f(z) - z); f(z) itself if ``damping`` is 1."""
+    """The next iterate of damped Picard iteration: z + damping (f(z) - z)."""
     return fz if damping == 1 else torch.lerp(z, fz, damping)

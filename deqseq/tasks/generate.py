@@ -20,11 +20,14 @@ from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, Posi
 
 # ANSI 256-colour codes, from few to many iterations: green, yellow, orange, red.
 SHADES = (34, 70, 106, 142, 178, 208, 196)
-# The figure labels its axis with the tokens' texts if there are at most this many tokens.
+# Largest number of tokens for which the figure's axis shows the text of every token.
 _FEW = 64
 
 Show = Callable[[str, int | None], str]
-"""Formats a token's text and its number of iterations, which is ``None`` if the token was not solved."""
+"""A function that formats a token for printing, from its text and its number of iterations.
+
+The number is ``None`` if the token was not solved.
+"""
 
 
 class _Watch:
@@ -43,8 +46,9 @@ class _Watch:
 class _SolvedStreamer:
     """Prints each token of the prompt and of the continuation with its number of iterations.
 
-    A call of the model generates a token. Only the next call, which has this token as its input, solves it
-    and knows its iterations. So each token is printed one call after it was generated.
+    A call of the model generates a token, but does not solve it. The next call has this token as its input
+    and solves it. Only then is its number of iterations known. So each token is printed one call after it was
+    generated.
     """
 
     def __init__(self, tokenizer: Any, watch: _Watch, show: Show) -> None:
@@ -54,13 +58,13 @@ class _SolvedStreamer:
         self.text = ""
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive the prompt (1, L) or the next token (1,)."""
+        """Receive the prompt (1, L) or the next token (1,). Prints the tokens that have been solved since."""
         self.tokens.extend(value.flatten().tolist())
         for iterations in self.watch.iterations[self.printed : len(self.tokens)]:
             self._print(iterations)
 
     def end(self) -> None:
-        """Print the last token, which is not solved because no token follows."""
+        """Print the last token. It is not solved, because the model never gets it as an input."""
         while self.printed < len(self.tokens):
             self._print(None)
         sys.stdout.write("\n")
@@ -69,21 +73,21 @@ class _SolvedStreamer:
         self.printed += 1
         text = str(self.tokenizer.decode(self.tokens[: self.printed]))
         added = ""
-        if not text.endswith("\ufffd"):  # an incomplete last character is printed later
+        if not text.endswith("\ufffd"):  # print a character only when it is complete
             added, self.text = text[len(self.text) :], text
         sys.stdout.write(self.show(added, iterations))
         sys.stdout.flush()
 
 
 def in_colour(text: str, iterations: int | None, budget: int) -> str:
-    """Colour ``text`` by its number of iterations. Marks line breaks with ⏎ to make their colour visible."""
+    """Colour ``text`` by its number of iterations. A ⏎ before each line break makes its colour visible."""
     if iterations is None:
         return text
     return _shaded(text.replace("\n", "⏎\n"), shade_of(iterations, budget))
 
 
 def in_lines(text: str, iterations: int | None) -> str:
-    """One line per token: its iterations, and its text in quotes."""
+    """Format a token as one line: its number of iterations, then its text in quotes."""
     return f"{'-' if iterations is None else iterations:>10}  {text!r}\n"
 
 
@@ -150,7 +154,8 @@ def generate(
         guess: where a token's search starts: zero, previous (the previous token's equilibrium), noise, or a
             registered name; the model's by default
         show_iterations: colour each token by its iterations and print a summary below the text. If the
-            output is not a terminal or NO_COLOR is set, print a line per token with its iterations instead
+            output is not a terminal or NO_COLOR is set, print a line with the iterations of each token
+            instead of colours
         plot: PNG file for a figure of every token's iterations and residual
         device: device to run on, such as cpu; by default a GPU if there is one
     """
@@ -164,14 +169,14 @@ def generate(
         if plot.is_dir():
             raise ValueError(f"{plot} is a folder, name a file")
         command_line.check_folder(plot.parent)
-    # transformers takes seconds to import, so check the arguments first.
+    # Import transformers only now, after the arguments are checked, because the import takes seconds.
     from transformers.generation.streamers import TextStreamer
 
     from deqseq.tasks.common import models
     from deqseq.tasks.common.tokenizer import load_tokenizer
 
     models.quiet_transformers()
-    # `echo PROMPT |` adds a line break that is not part of the prompt.
+    # Remove the line break that `echo PROMPT |` adds to a piped prompt.
     prompt = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
     try:
         prompt.encode()
@@ -201,7 +206,7 @@ def generate(
             streamer = _SolvedStreamer(vocabulary, watch, show)
     torch.manual_seed(seed)
     options: dict[str, Any] = {} if solve is None else {"solve": solve}
-    if temperature > 0:  # top_k=0: no limit; the default is the 50 most likely tokens
+    if temperature > 0:  # top_k=0 allows all tokens; the default allows only the 50 likeliest
         options |= {"temperature": temperature, "top_p": top_p or 1.0, "top_k": 0}
     found = network.generate(
         tokens.input_ids, attention_mask=tokens.attention_mask, max_new_tokens=max_new_tokens,
@@ -216,7 +221,7 @@ def generate(
 
 
 def summary(watch: _Watch) -> str:
-    """One line: tokens solved, iterations per token and share converged."""
+    """One line with the number of solved tokens, the iterations per token, and the share that converged."""
     count = len(watch.iterations)
     converged = sum(code == Status.CONVERGED for code in watch.status)
     return (
@@ -227,10 +232,13 @@ def summary(watch: _Watch) -> str:
 
 
 def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Path) -> bool:
-    """Draw iterations and residual of every token as a PNG; returns whether it was written.
+    """Draw the iterations and the residual of every token. Returns whether the PNG file was written.
 
-    ``prompt``: number of tokens of the prompt. ``texts``: the text of each token; labels the axis if there
-    are few tokens.
+    Args:
+        texts: the text of each token. The axis shows the texts if there are few tokens.
+        prompt: number of tokens of the prompt.
+        budget: maximum number of iterations per token.
+        path: the PNG file.
     """
 
     def drawn(axes: list[Any]) -> None:
@@ -243,7 +251,7 @@ def draw(watch: _Watch, texts: Sequence[str], prompt: int, budget: int, path: Pa
         below.set_ylabel("relative residual")
         log_scale(above.yaxis, 2)
         log_scale(below.yaxis)
-        above.set_ylim(bottom=0.8)  # below 1, so that one iteration is visible as a bar
+        above.set_ylim(bottom=0.8)  # start below 1, so that one iteration is a visible bar
         for axis in axes:
             axis.axvline(prompt - 0.5, color="black", linestyle=":", label="end of the prompt")
         above.legend()

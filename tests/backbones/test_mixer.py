@@ -1,4 +1,4 @@
-"""The mixer: blocks that mix tokens, then channels."""
+"""Tests of the mixer, a backbone whose blocks mix tokens, then channels."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def mixer(**options: Any) -> MixerBackbone:
 
 
 def contraction() -> MixerBackbone:
-    """Small weights of the norms shrink f(z) beside the injection."""
+    """A mixer whose map is a contraction. Small weights of its norms keep f(z) far below the injection."""
     made = mixer(n_layer=1)
     with torch.no_grad():
         for norm in (made.layers[0].norm, made.layers[0].norm2):
@@ -43,7 +43,7 @@ def swiglu(u: Tensor, mlp: Any) -> Tensor:
 @torch.no_grad()
 def test_against_the_equations(post_norm: bool, options: dict[str, bool]) -> None:
     f = mixer(post_norm=post_norm, weight_norm=False, **options).double()
-    for parameter in f.parameters():  # so that no weight is exactly 1 or 0
+    for parameter in f.parameters():  # add noise, because a weight of exactly 1 or 0 hides errors
         parameter.add_(0.3 * torch.randn_like(parameter))
     z, x = torch.randn(2, 3, L, D, dtype=torch.float64)
     u = f.input_skip.gain * z + x if f.input_skip else z

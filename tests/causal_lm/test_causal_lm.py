@@ -1,4 +1,4 @@
-"""The causal language model: configuration, checkpoints, losses."""
+"""Tests of the causal language model: configuration, checkpoints, losses."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Make = Callable[..., ImplicitForCausalLM]
 
 @pytest.fixture
 def make() -> Make:
-    """``make(body, implicit=True, **options)``: a small model in evaluation mode."""
+    """A function ``make(body, implicit=True, **options)`` that builds a small model in evaluation mode."""
 
     def model(body: str = "mamba2", implicit: bool = True, **options: Any) -> ImplicitForCausalLM:
         torch.manual_seed(1)
@@ -113,7 +113,7 @@ def test_the_aligned_output_layer(rows: int) -> None:
 
 
 def test_settings_of_others_are_kept(tmp_path: Path) -> None:
-    """Saving and loading keeps settings that transformers or users add to a configuration."""
+    """Saving and loading a model keeps the settings that transformers or users added to its configuration."""
     model = ImplicitForCausalLM(ImplicitConfig(vocab_size=V, backbone=BODIES["llama"]))
     model.config.tokenizer_class = "PreTrainedTokenizerFast"
     model.save_pretrained(tmp_path)
@@ -155,7 +155,7 @@ def test_evaluation_policy_is_independent_of_the_training_policy() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_save_and_load(make: Make, tmp_path: Path, body: str, implicit: bool, tied: bool) -> None:
     model = make(body, implicit, tie_word_embeddings=tied, window=4)
-    with torch.no_grad():  # weights that a new model would not have
+    with torch.no_grad():  # make the weights differ from those of a new model
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     model.save_pretrained(tmp_path)
@@ -171,7 +171,7 @@ def test_save_and_load(make: Make, tmp_path: Path, body: str, implicit: bool, ti
 
 @pytest.mark.parametrize(("body", "implicit"), MODELS)
 def test_one_device_holds_the_layer(make: Make, tmp_path: Path, body: str, implicit: bool) -> None:
-    """accelerate may offload the embeddings to disk, but no part of the layer."""
+    """accelerate may offload the embeddings to disk. Offloading a part of the layer raises an error."""
     model = make(body, implicit, tie_word_embeddings=False)
     model.save_pretrained(tmp_path)
     place = {"offload_folder": tmp_path / "disk"}
@@ -323,13 +323,16 @@ def test_left_padding_and_carried_state(make: Make, body: str, implicit: bool) -
         torch.testing.assert_close(whole[1:, 4:], alone, rtol=1e-4, atol=1e-4)
         first = model(tokens[:, :8], attention_mask=mask[:, :8], use_cache=True)
         second = model(tokens[:, 8:], past_key_values=first.past_key_values)
-    if not implicit:  # an implicit model that has not converged gives other logits in two calls than in one
+    if not implicit:  # two calls of an implicit model that has not converged give other logits than one call
         torch.testing.assert_close(second.logits, whole[:, 8:], rtol=1e-4, atol=1e-4)
     assert second.past_key_values.state.seen.tolist() == [11, 7]
 
 
 def test_an_output_layer_of_ones_own_keeps_its_bias(make: Make) -> None:
-    """On a GPU, the model's own head uses ``aligned_linear``. A head set by the user must keep its bias."""
+    """A head that the user sets keeps its bias on a GPU.
+
+    For the model's own head, the model calls ``aligned_linear`` on a GPU, and ``aligned_linear`` has no bias.
+    """
 
     class OnGPU(torch.Tensor):
         is_cuda = True  # type: ignore[assignment]
@@ -365,7 +368,7 @@ def test_initialisation_follows_the_configuration() -> None:
     config = ImplicitConfig(vocab_size=2000, backbone=BODIES["mamba2"], initializer_range=0.3)
     model = ImplicitForCausalLM(config)
     assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.3, rel=0.05)
-    # Backbones initialise their own weights; transformers must not overwrite them.
+    # Backbones initialise their own weights. The assertions fail if transformers overwrites these weights.
     mixer = model.model.layer.backbone.layers[0].mixer
     assert mixer.D.eq(1).all() and mixer.A_log.exp().min() >= 0.99
     for module in model.modules():

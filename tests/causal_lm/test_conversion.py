@@ -1,4 +1,4 @@
-"""Convert transformers models to our explicit models, and explicit models to implicit ones."""
+"""Tests that convert transformers models to our explicit models, and explicit models to implicit models."""
 
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,7 @@ def test_rows_of_zeros() -> None:
     ],
 )
 def test_refused_models(make: Any, options: dict[str, Any], said: str) -> None:
-    if options.get("hidden_size") == 12:  # transformers cannot build a model with an odd head dim
+    if options.get("hidden_size") == 12:  # transformers cannot build an odd head dim, so change a built model
         options = {"hidden_size": 12}
         model = llama()
         model.config.hidden_size, model.config.head_dim = 12, 3
@@ -226,7 +226,7 @@ def test_the_implicit_model_starts_as_the_explicit_one(tmp_path: Path, make: Any
         assert implicit(ids).solution.nfe == 2
         x = implicit.model.embed_tokens(ids)
         backbone = implicit.model.layer.backbone
-        z = torch.randn_like(x)  # the output must not depend on z
+        z = torch.randn_like(x)  # at the start, the output does not depend on z
         assert torch.equal(backbone(z, backbone.prepare(x)), explicit.model(ids).last_hidden_state)
     implicit.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)

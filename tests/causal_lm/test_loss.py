@@ -1,4 +1,4 @@
-"""The fused loss equals transformers' loss. Without a GPU, the tests use Triton's interpreter."""
+"""Tests that the fused Triton loss equals transformers' loss. Without a GPU, Triton's interpreter runs it."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def batch(vocab_size: int, columns: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def both(logits: Tensor, labels: Tensor, vocab_size: int, items: Any = None, scale: float = 1.0) -> None:
-    """Compare the fused loss and its gradient with those of transformers."""
+    """Assert that the fused loss and its gradient equal transformers' loss and its gradient."""
     values, gradients = [], []
     for name in ("torch", "triton"):
         at = logits.clone().requires_grad_()
@@ -39,8 +39,8 @@ def both(logits: Tensor, labels: Tensor, vocab_size: int, items: Any = None, sca
         values.append(loss)
         gradients.append(at.grad)
     torch.testing.assert_close(values[1], values[0], equal_nan=True, rtol=1e-5, atol=1e-6)
-    # Both gradients are computed in float32 and then rounded to the logits' dtype, possibly in different
-    # directions.
+    # Allow a difference of one rounding step. Both gradients are computed in float32 and then rounded to the
+    # dtype of the logits, possibly in different directions.
     rounding = max(1e-5, torch.finfo(logits.dtype).eps)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=rounding, atol=1e-7 * max(1, abs(scale)))
     assert not gradients[1][..., vocab_size:].any()
@@ -100,7 +100,7 @@ def test_logits_that_are_not_contiguous() -> None:
 
 @fused
 def test_infinite_logits() -> None:
-    """Logits may be -inf for many tokens, even for a whole block. Padding columns may hold anything."""
+    """The fused loss is right although 4,500 logits of every token are -inf, and padding columns are NaN."""
     logits, labels = batch(5003, 5056)
     logits[..., :4500] = -torch.inf
     labels.clamp_min_(4500)
@@ -123,7 +123,7 @@ def test_the_first_label_and_the_last_logits_do_not_matter(name: str) -> None:
 @fused
 @pytest.mark.parametrize("wrong", [-1, 37, 63, 10**12])
 def test_labels_outside_the_vocabulary(wrong: int) -> None:
-    """A label outside the vocabulary makes the loss and the gradient of its row NaN."""
+    """A label outside the vocabulary makes the loss NaN, and the gradient at the logits that predict it."""
     logits, labels = batch(37, 64)
     labels[0, 1] = wrong
     logits.requires_grad_()
@@ -147,7 +147,7 @@ def model() -> ImplicitForCausalLM:
 
 
 def padded_head(model: ImplicitForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the model pad its logits to aligned columns, as it does on a GPU."""
+    """Make the model pad its logits with extra columns, which it normally does only on a GPU."""
 
     def logits(hidden: Tensor) -> tuple[Tensor, Tensor]:
         padded = modeling.aligned_linear(hidden, model.lm_head.weight)
@@ -170,7 +170,7 @@ def test_the_models_loss(
     for name in ("torch", "triton"):
         with kernels.use(name):
             out = model(ids, labels=labels, **options)
-            # A penalty on the logits adds to the loss's gradient.
+            # Add a penalty on the logits, so that their gradient does not come from the loss alone.
             total = out.loss + 1e-3 * out.logits.square().mean()
             found.append([out.loss, out.logits, *torch.autograd.grad(total, list(model.parameters()))])
         assert out.logits.shape == (2, 9, V)

@@ -1,4 +1,4 @@
-"""Adapters of PEFT in language models: trained, switched, saved, merged, refused."""
+"""Tests of PEFT adapters in language models: train, switch, save and merge them, and refuse some of them."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -27,7 +27,7 @@ Make = Callable[..., ImplicitForCausalLM]
 
 @pytest.fixture
 def make(contractive: Callable[[Backbone], Backbone]) -> Make:
-    """``make(body, implicit=True, **options)``: a small model in evaluation mode."""
+    """A function ``make(body, implicit=True, **options)`` that builds a small model in evaluation mode."""
 
     def build(body: str, implicit: bool = True, **options: Any) -> ImplicitForCausalLM:
         torch.manual_seed(3)
@@ -44,7 +44,10 @@ def make(contractive: Callable[[Backbone], Backbone]) -> Make:
 
 
 def adapted(model: Any, kind: str = "lora", **options: Any) -> Any:
-    """``model`` with an adapter in place of every linear map of the body, with random weights."""
+    """Add adapters of the type ``kind`` to a model, and give them random weights. Returns the adapted model.
+
+    By default, every linear map of the model's body gets an adapter.
+    """
     maps = {n.rpartition(".")[2] for n, m in model.model.named_modules() if isinstance(m, nn.Linear)}
     options = {"target_modules": sorted(maps), "task_type": "CAUSAL_LM", **options}
     made: dict[str, Callable[[], Any]] = {
@@ -72,7 +75,7 @@ def ids() -> Tensor:
 
 
 class Delta(nn.Module):
-    """A weight plus scale * B A."""
+    """A parametrisation that adds scale * b @ a to a weight, as LoRA does."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
@@ -226,7 +229,10 @@ def test_a_merge_into_the_injection_alone_is_noticed(make: Make) -> None:
 
 @pytest.mark.parametrize(("body", "implicit"), MODELS)
 def test_norms(make: Make, assert_close: Callable[..., None], body: str, implicit: bool) -> None:
-    """LN tuning and ``modules_to_save`` train every norm, also those that are read and not called."""
+    """LN tuning and ``modules_to_save`` train every norm.
+
+    The model reads the weights of some norms without calling the norm's ``forward``. These norms train too.
+    """
     norms = ["norm", "norm2", "norm_f"]
     for config in (
         peft.LNTuningConfig(target_modules=norms, task_type="CAUSAL_LM"),

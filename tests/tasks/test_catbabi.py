@@ -1,4 +1,4 @@
-"""CatbAbI: data, streams, the state carried between batches, training, evaluation and the command line."""
+"""Tests of CatbAbI: data, streams, the state carried between batches, training, evaluation, command line."""
 
 import json
 import re
@@ -42,7 +42,10 @@ PLACES = ("garden", "kitchen", "hall", "office")
 
 
 def write_babi(folder: Path, stories: int = 6) -> Path:
-    """Write files of all tasks. In each story Mary moves once or twice, with a question after each move."""
+    """Write bAbI files of all tasks and splits. Returns their folder.
+
+    In each story, Mary moves once or twice. A question follows each move.
+    """
     folder.mkdir(parents=True)
     chance = torch.Generator().manual_seed(0)
     for split in ("train", "valid", "test"):
@@ -154,7 +157,7 @@ def test_a_pass_of_training_reads_every_story_once(data: CatBabi) -> None:
                   for s in stories_of([*row[: b - a].tolist(), 1])]  # fmt: skip
     assert streams.shape[1] > max(b - a for a, b in pairwise(edges))
     assert sorted(first_pass) == sorted(stories_of([*stories.tokens.tolist(), 1]))
-    # The next pass follows without a gap, in another order.
+    # The second pass follows the first without a gap, and has the stories in another order.
     second = [stories_of(row[b - a :].tolist())[0] for row, a, b in
               zip(streams, edges[:-1], edges[1:], strict=True)]  # fmt: skip
     assert all(story in first_pass for story in second)
@@ -300,7 +303,7 @@ def test_state_is_carried_in_training(built: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_batch_that_asks_nothing_moves_nothing(built: Path, tmp_path: Path) -> None:
-    settings = small(built, batch_size=1, cut=1, steps=1)  # one token, <eos>: no answer to learn
+    settings = small(built, batch_size=1, cut=1, steps=1)  # the batch is one <eos>: no answer to learn
     set_seed(settings.seed)
     before = weights(ImplicitForCausalLM(settings.config(len(load(built).vocabulary))))
     after = weights(train(settings, tmp_path))
@@ -317,7 +320,7 @@ def run(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_implicit_model_learns_to_answer(run: Path, data: CatBabi) -> None:
     found = evaluate(load_run(run), data)
-    assert found.accuracy > 0.5  # guessing one of the four places gives 0.25
+    assert found.accuracy > 0.5  # a random guess among the four places gives 0.25
     assert found.perplexity is None
     assert found.iterations is not None and found.iterations >= 1
     stories = data.splits["test"]
@@ -356,7 +359,7 @@ def test_from_the_command_line(
     assert main(["evaluate", str(run), "--window", "4"]) == 0
     record = json.loads((tmp_path / "explicit" / "evaluation" / "test.json").read_text())
     assert list(record["accuracy_by_task"]) == [str(task) for task in TASKS] and record["iterations"] is None
-    assert 1 < record["perplexity"] < 20  # the vocabulary has 12 words
+    assert 1 < record["perplexity"] < 20  # a uniform guess over the 12 words gives 12
     capsys.readouterr()
     assert main(["compare", str(run), explicit, "--output", str(tmp_path / "compare")]) == 0
     above = json.loads((tmp_path / "compare" / "compare.json").read_text())["above"]["implicit"]["explicit"]
@@ -433,7 +436,10 @@ def test_data_may_move_but_not_change(built: Path, tmp_path: Path, run: Path) ->
 
 
 def other_data(folder: Path, data: CatBabi, word: Callable[[str], str] = str) -> CatBabi:
-    """Data whose splits all hold the test stories of ``data``, with every word w replaced by ``word(w)``."""
+    """Build new data in ``folder``.
+
+    Every split has the test stories of ``data``, but ``word(w)`` replaces every word w.
+    """
     stories = data.splits["test"]
     words = [
         [word(data.vocabulary[i]) for i in part] for part in stories.tokens.split(stories.lengths.tolist())

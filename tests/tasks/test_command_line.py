@@ -1,4 +1,4 @@
-"""Programs that fail print one line about the error and return an exit status."""
+"""Tests that a program that fails prints one line about the error and returns an exit status."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The text generation program."""
+"""Tests of the program that generates text."""
 
 import ast
 import io
@@ -21,13 +21,16 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw"]
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    """A folder with a small implicit model and its tokenizer."""
+    """A folder with a small implicit model and its tokenizer.
+
+    Beside this folder, the folder ``explicit`` has an explicit model without a tokenizer.
+    """
     saved_model(tmp_path / "explicit", ["<unk>", *WORDS], implicit=False, tokenizer=False)
     return saved_model(tmp_path / "m", ["<unk>", *WORDS])
 
 
 def saved_model(folder: Path, words: list[str], implicit: bool = True, tokenizer: bool = True) -> str:
-    """Save a small model over ``words``, and by default a tokenizer for them. Returns the folder."""
+    """Save a small model with the vocabulary ``words``, by default with a tokenizer. Returns the folder."""
     if tokenizer:
         plain = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
         plain.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -65,7 +68,7 @@ def test_a_prompt_from_a_pipe(
         monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
         assert main([model, *options]) == 0
         said.append(capsys.readouterr().out)
-    # The program removes one line break from the end of a piped prompt, because ``echo`` adds one.
+    # The program removes one line break from the end of a piped prompt, because ``echo`` adds a line break.
     for given in ("cat", "cat\n"):
         assert main([model, given, *options]) == 0
         assert said.pop(0) == capsys.readouterr().out
@@ -123,7 +126,7 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_whole(
 def test_a_figure_of_iterations(model: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     png = tmp_path / "iterations.png"
-    for length in ("4", "80"):  # the plot shows the tokens' text only for short outputs
+    for length in ("4", "80"):  # a short output, whose plot shows the tokens' text, and a long one
         assert main([model, "the cat", "--max-new-tokens", length, "--plot", str(png)]) == 0
         assert png.read_bytes().startswith(b"\x89PNG")
         png.unlink()

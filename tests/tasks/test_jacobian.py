@@ -1,6 +1,6 @@
-"""Theorem 1: the Jacobian dh_t/dh_{t-1} of the state h is diagonal in explicit layers, not in implicit ones.
+"""Tests of Theorem 1: the Jacobian dh_t/dh_{t-1} of the state h is diagonal only in explicit layers.
 
-Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.
+The theorem is from Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.
 """
 
 import json
@@ -30,7 +30,7 @@ def test_implicit_layers_mix_the_entries_of_their_state_as_the_formula_says() ->
         off = matrix - matrix.diag().diag()
         assert row.off_diagonal == off.abs().max() > 1e-5
         assert 0 < row.off_diagonal_mass < 1
-        # Different heads affect each other too. Only the equilibrium connects them.
+        # Entries of different heads also affect each other. Only the equilibrium connects the two heads.
         assert off.view(2, 8, 2, 8)[0, :, 1].abs().max() > 1e-6
 
 

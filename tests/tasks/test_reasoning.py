@@ -1,4 +1,8 @@
-"""Puzzles: training with persistent iterates, evaluation by depth and starts, solving, on tiny models."""
+"""Tests of the puzzle tasks with tiny models.
+
+They cover training with persistent iterates, evaluation at several depths and from several starts, and
+solving.
+"""
 
 import csv
 import gzip
@@ -49,7 +53,7 @@ def puzzles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(puzzles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that solves most Sudokus of size 4 from several starts."""
+    """The folder of a small run that was trained on ``puzzles``."""
     folder = tmp_path_factory.mktemp("run") / "small"
     train(small(puzzles), folder, save_steps=100)
     return folder
@@ -67,7 +71,7 @@ def model(**changes: Any) -> BoardModel:
 
 @contextmanager
 def interrupted(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
-    """Within the block, training raises ``KeyboardInterrupt`` after ``step`` steps."""
+    """A context manager in which training raises ``KeyboardInterrupt`` after ``step`` steps."""
     original = PersistentTrainer.training_step
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +87,10 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
 def test_a_resumed_run_equals_an_uninterrupted_run(
     puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Iterates, noise and averaged weights continue where the checkpoint was written."""
+    """A resumed run ends with the weights of an uninterrupted run.
+
+    To do so, the run must restore the iterates, the noise and the averaged weights from its checkpoint.
+    """
     whole = train(small(puzzles), tmp_path / "whole", save_steps=100)
     with interrupted(monkeypatch, 7), pytest.raises(KeyboardInterrupt):
         train(small(puzzles), tmp_path / "cut", save_steps=5)
@@ -104,7 +111,10 @@ def test_the_trained_model_is_the_average(puzzles: Path, tmp_path: Path) -> None
 
 
 def test_iterates_persist_until_a_sequence_leaves() -> None:
-    """Row i of the fresh batch n has the label 10 n + i."""
+    """A sequence stays in its row until it is solved or its budget is spent. Then a fresh one replaces it.
+
+    The labels show which sequence is in a row: row i of the fresh batch n has the label 10 n + i.
+    """
     iterates = Iterates(budget=3)
 
     def fresh(n: int) -> dict[str, torch.Tensor]:
@@ -112,7 +122,7 @@ def test_iterates_persist_until_a_sequence_leaves() -> None:
 
     first = iterates.take(fresh(0))
     assert "z0" not in first
-    iterates.put(torch.zeros(3, 1, 2), torch.tensor([False, False, True]))  # budgets were 1, 2, 3
+    iterates.put(torch.zeros(3, 1, 2), torch.tensor([False, False, True]))  # budgets: 1, 2, 3
     second = iterates.take(fresh(1))
     assert second["labels"].flatten().tolist() == [10, 1, 12]
     assert second["fresh"].tolist() == [True, False, True]
@@ -122,7 +132,10 @@ def test_iterates_persist_until_a_sequence_leaves() -> None:
 
 
 def test_the_model_continues_from_its_iterates() -> None:
-    """Two calls with one iteration each are one call with two. Fresh boards start at the guess."""
+    """Two calls with one iteration each give the result of one call with two iterations.
+
+    A board marked as fresh starts at the guess instead of its iterate.
+    """
     made, x = model(guess="zero", gradient={"name": "unrolled", "iterations": 2}), torch.ones(2, 16).long()
     both = made.train().layer
     made.layer.backbone.noise = 0.0
@@ -136,7 +149,10 @@ def test_the_model_continues_from_its_iterates() -> None:
 
 
 def test_depths_go_on_from_each_other() -> None:
-    """Depth 5 after depth 2 is depth 5; start 1 differs from start 0; the batch does not matter."""
+    """A search to depth 2 that goes on to depth 5 gives the result of a direct search to depth 5.
+
+    The other boards in the batch do not change a board's result. Another start does.
+    """
     made = model()
     boards = torch.randint(0, 5, (3, 16))
     direct = next(by_depth(made, boards, [5]))
@@ -200,7 +216,10 @@ def test_mazes_are_turned_with_their_answers(tmp_path: Path) -> None:
 
 
 def test_boards_that_converge_early_cost_less(trained: Path, puzzles: Path) -> None:
-    """Searches that end at a tolerance give the answers of the full depth, with fewer evaluations."""
+    """Searches that end at a tolerance need fewer evaluations than ``max_iter``.
+
+    An explicit model has no search, so ``adaptive`` refuses it.
+    """
     made, settings = load(trained)
     tests = read_csv(puzzles, "sudoku")
     found = adaptive(made, tests)
@@ -224,7 +243,10 @@ def test_evaluation_refuses_what_makes_no_sense(puzzles: Path) -> None:
 
 
 def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Evaluate and solve: text, CSV and a folder; the answers are those of the model."""
+    """The commands ``evaluate`` and ``solve`` write their files, and ``solve`` gives the model's own answers.
+
+    ``evaluate`` reads a CSV file. ``solve`` reads a board as text, and all CSV files of a folder.
+    """
     assert main(["evaluate", str(trained), str(puzzles), "--depth", "2", "8", "--starts", "2"]) == 0
     out = capsys.readouterr().out
     assert "starts" in out and "tolerance" in out
@@ -243,7 +265,7 @@ def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.C
     with (tmp_path / "a.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == 60 and lines[0]["answer"] == one.board
-    for row in lines:  # an answer that is trusted keeps the rules
+    for row in lines:  # every trusted answer keeps the rules of Sudoku
         if row["trust"] == "yes":
             answers = torch.tensor([[int(c) for c in row["answer"]]], dtype=torch.uint8)
             asked = board(row["question"], "sudoku", 4)[None]
@@ -262,14 +284,14 @@ def test_wrong_boards_are_refused(
 
 
 def test_a_board_with_two_solutions_or_none_is_not_trusted_blindly(trained: Path) -> None:
-    """No answer to a board without solution keeps the rules, so none is trusted."""
+    """No answer to a board without a solution is trusted, because every answer breaks a rule."""
     made, _ = load(trained)
     none = board("11..............", "sudoku", 4)
     assert all(a.fault for a in answer(made, [none], starts=1))
 
 
 def test_a_run_notices_other_puzzles(puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is replaced between start and resume is refused; restored, it is accepted."""
+    """A run does not resume if its file of puzzles was replaced. It resumes once the file is restored."""
     data = tmp_path / "data.csv"
     data.write_bytes(puzzles.read_bytes())
     with interrupted(monkeypatch, 8), pytest.raises(KeyboardInterrupt):
@@ -284,7 +306,7 @@ def test_a_run_notices_other_puzzles(puzzles: Path, tmp_path: Path, monkeypatch:
 def test_the_log_of_a_resumed_run_is_that_of_an_uninterrupted_run(
     puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss is logged at steps that test, and epochs are counted from step 0."""
+    """A resumed run logs a loss at every step that tests the model, and counts epochs from step 0."""
     settings = small(puzzles, steps=100, eval_steps=50)
     train(settings, tmp_path / "whole", save_steps=50)
     with interrupted(monkeypatch, 60), pytest.raises(KeyboardInterrupt):
@@ -302,7 +324,7 @@ def test_the_log_of_a_resumed_run_is_that_of_an_uninterrupted_run(
 def test_a_run_that_diverges_ends_with_an_error(
     puzzles: Path, tmp_path: Path, save_steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No checkpoint and no model with weights that are not finite is written."""
+    """A run that diverges writes no checkpoint and no model, because its weights are not finite."""
     run = tmp_path / "run.yaml"
     run.write_text(json.dumps({**SMALL, "steps": 60, "learning_rate": 1e30, "max_grad_norm": 0.0}))
     folder = tmp_path / "run"
@@ -353,7 +375,7 @@ def test_evaluation_refuses_more_starts_than_fit_and_other_policies(puzzles: Pat
 def test_puzzles_may_be_compressed_or_have_a_byte_order_mark(
     trained: Path, puzzles: Path, tmp_path: Path, ending: str
 ) -> None:
-    """Spreadsheets write a byte order mark and the line ends of Windows."""
+    """Files from spreadsheets can be read. They may have a byte order mark and the line ends of Windows."""
     content = b"\xef\xbb\xbf" + puzzles.read_bytes().replace(b"\n", b"\r\n")
     file = tmp_path / f"puzzles{ending}"
     file.write_bytes(gzip.compress(content) if ending == ".csv.gz" else content)
@@ -386,7 +408,10 @@ def test_broken_files_are_refused(
 
 
 def test_a_large_board_without_line_breaks_is_a_text() -> None:
-    """It is longer than the name of a file may be. An empty text is not the folder '.'."""
+    """A board as text is not taken for a file name, although it is longer than file names may be.
+
+    An empty text is a board with 0 cells, and is not taken for the folder '.'.
+    """
     text = "#" * 31 + ("#" + " " * 28 + "#") * 28 + "#" * 29
     assert len(list(questions(text.replace(" ", "S", 1), "maze", 30))) == 1
     with pytest.raises(ValueError, match="16 cells, got 0"):
@@ -401,7 +426,7 @@ def test_the_figure_of_a_short_run_has_no_curves(tmp_path: Path, recwarn: pytest
 def test_solving_overwrites_no_puzzles(
     trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wrong names of results are refused before the search."""
+    """``solve`` refuses to write its results over the puzzles or over a folder, before it searches."""
     mine = tmp_path / "mine.csv"
     mine.write_bytes(puzzles.read_bytes())
     for source in (mine, tmp_path):

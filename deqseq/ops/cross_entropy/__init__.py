@@ -1,6 +1,7 @@
 """The loss of predicting the next token.
 
-Shapes: B sequences, L tokens, V vocabulary, V' >= V columns of a padded output layer.
+Shapes: B sequences, L tokens, V the vocabulary's size, V' >= V columns of the logits. The output layer may
+pad the logits with more columns than V.
 """
 
 from typing import Any, cast
@@ -14,18 +15,21 @@ from deqseq import kernels
 def next_token_loss(
     logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """transformers' loss: the cross-entropy of token t + 1 given the logits of token t, in float32.
+    """The loss of causal language models in transformers, in float32.
 
-    The Triton form makes no copy of the logits for the backward pass.
+    It is the cross-entropy of token t + 1 under the logits at token t. The Triton kernel makes no copy of the
+    logits for the backward pass.
 
     Args:
         logits: (B, L, V'). Columns from ``vocab_size`` on are ignored and get a gradient of zero.
-        labels: (B, L) ids, not shifted; -100 is ignored. For any other id outside the vocabulary, the
-            PyTorch form raises an error (on the CPU ``ValueError``) and the Triton form returns NaN.
+        labels: (B, L) token ids. This function shifts them by one position. Labels of -100 are ignored. For
+            any other label outside the vocabulary, PyTorch raises an error (on the CPU ``ValueError``), and
+            the Triton kernel returns NaN.
         num_items_in_batch: divisor of the summed loss; by default the number of predicted tokens.
 
     Raises:
-        ValueError: ``logits`` with fewer columns than ``vocab_size``; ``labels`` that are not (B, L).
+        ValueError: ``logits`` have fewer than ``vocab_size`` columns, or ``labels`` have another shape than
+            (B, L).
     """
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels must have shape {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}")
@@ -37,6 +41,6 @@ def next_token_loss(
         return triton.next_token_loss(logits, labels, vocab_size, num_items_in_batch)
     try:
         return ForCausalLMLoss(logits[..., :vocab_size], labels, vocab_size, cast(Any, num_items_in_batch))
-    except IndexError as error:  # on the CPU
+    except IndexError as error:  # raised on the CPU for a label outside the vocabulary
         wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
         raise ValueError(f"labels must be in [0, {vocab_size}) or -100, got {int(wrong[0])}") from error

@@ -1,6 +1,6 @@
-"""The convolution and the recurrence of Mamba2 by flash-linear-attention (fla-core).
+"""The convolution and the recurrence of Mamba2, computed by flash-linear-attention (fla-core).
 
-Shapes and arguments as in :mod:`deqseq.ops.mixer.naive`.
+Shapes and arguments are those of :mod:`deqseq.ops.mixer.naive`, which uses plain PyTorch.
 """
 
 import torch
@@ -12,7 +12,7 @@ from deqseq.ops.mixer import naive
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
-    """SiLU of the causal convolution. With a tail, plain PyTorch computes the result."""
+    """SiLU of the causal convolution of ``x``. If ``tail`` is given, plain PyTorch computes the result."""
     if tail is not None:
         return naive.convolve(x, weight, bias, tail)
     out = causal_conv1d(x.contiguous(), weight.to(x.dtype), bias.to(x.dtype), activation="silu")
@@ -24,7 +24,10 @@ def recur(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
     chunk: int,
 ) -> Tensor:  # fmt: skip
-    """The recurrence plus skip * x, as gated linear attention with queries c, keys b and values step * x."""
+    """The recurrence plus skip * x.
+
+    The recurrence is computed as gated linear attention: queries are c, keys are b, values are step * x.
+    """
     repeat = x.shape[2] // b.shape[2]
     q, k = (t.repeat_interleave(repeat, 2).contiguous() for t in (c, b))
     v = (x * step.to(x.dtype)[..., None]).contiguous()

@@ -1,4 +1,7 @@
-"""Evaluation on CatbAbI: reads a split once, in parallel streams, and carries the state between batches."""
+"""Evaluation on CatbAbI. It reads a split once, in parallel streams.
+
+Each stream carries its state from one batch to the next.
+"""
 
 import math
 import time
@@ -28,14 +31,17 @@ class Evaluation:
 
     Attributes:
         split: train, valid or test.
-        data: fingerprint of the data.
+        data: checksum that identifies the data.
         tokens, questions: number of tokens and number of questions in the stories.
         accuracy: share of questions that the model answered correctly.
-        accuracy_by_task: accuracy by task number, for tasks with questions.
+        accuracy_by_task: accuracy of every task that has questions, by task number.
         perplexity: over all tokens; ``None`` for a model that was trained on answers only.
-        iterations, residual, converged: mean evaluations per token, mean relative residual, and share of
-            tokens that converged; ``None`` for an explicit model.
+        iterations: mean number of evaluations of f per token.
+        residual: mean relative residual of the tokens.
+        converged: share of tokens that converged.
         seconds: duration of the whole evaluation.
+
+    For an explicit model, ``iterations``, ``residual`` and ``converged`` are ``None``.
     """
 
     split: str
@@ -55,7 +61,7 @@ class Run(NamedTuple):
     """A trained model, its settings, and checksums of its training data.
 
     ``trained_on["fingerprint"]`` is the checksum of all data. ``trained_on["vocabulary"]`` is the checksum of
-    the vocabulary, or ``None`` in runs of older versions.
+    the vocabulary, or ``None`` if an older version of the program trained the run.
     """
 
     model: ImplicitForCausalLM
@@ -64,7 +70,7 @@ class Run(NamedTuple):
 
 
 def load_run(path: str | Path) -> Run:
-    """The finished run in folder ``path``.
+    """Load the finished run in folder ``path``.
 
     Raises:
         ValueError: ``path`` holds no finished CatbAbI run, or its checkpoint cannot be read.
@@ -81,16 +87,16 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Evaluate a trained model on one split of ``data``.
 
-    Mode, tasks, cut (tokens per stream in a batch) and dtype are the same as in training.
+    The mode, the tasks, the cut (tokens per stream in a batch) and the dtype are those of the training run.
 
     Args:
         batch_size: number of streams to read in parallel.
-        solve: solve options; the model's by default.
+        solve: solve options; by default the model's own options.
         progress: show a progress bar.
 
     Raises:
-        ValueError: ``data`` and the training data have different vocabularies; the split is unknown, or has
-            no questions of the tasks of training; ``batch_size`` is below 1.
+        ValueError: ``data`` and the training data have different vocabularies; the split is unknown; the
+            split has no questions of the tasks that the model was trained on; ``batch_size`` is below 1.
     """
     model, settings, trained_on = run
     if trained_on["fingerprint"] != data.fingerprint and trained_on["vocabulary"] != data.vocabulary_sum:
@@ -108,7 +114,7 @@ def evaluate(
     model.eval()
     backbone = model.model.layer.backbone
     solves = SolveStatistics()
-    # Number of right answers (row 0) and of questions (row 1) of each task (column).
+    # Row 0 counts the right answers, and row 1 counts the questions. Each task has one column.
     answers = torch.zeros(2, len(TASKS) + 1, dtype=torch.int64, device=model.device)
     loss = torch.zeros((), dtype=torch.float64, device=model.device)
     about = math.ceil(len(stories.tokens) / (min(batch_size, len(stories)) * settings.cut))

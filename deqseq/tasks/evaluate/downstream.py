@@ -1,4 +1,4 @@
-"""Downstream tasks through EleutherAI's lm-eval, with data from the hub or from JSONL files.
+"""Scores models on downstream tasks with EleutherAI's lm-eval. Data come from the hub or from JSONL files.
 
 Prompts, choices and metrics are lm-eval's, with one exception. Some HellaSwag files lack fields that
 lm-eval's prompt needs. For these files, the prompt is the context alone, and :attr:`TaskScore.own_prompt`
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-if TYPE_CHECKING:  # importing transformers is slow, and the command line needs only TASKS
+if TYPE_CHECKING:  # the command line needs only TASKS, and importing transformers is slow
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,13 @@ class Task:
         pattern: glob pattern of the name of a local data file.
         metric: the metric that enters the average over tasks. ``acc_norm`` divides a choice's log-likelihood
             by the choice's number of characters.
-        chance: the metric of a random guess. For ARC it assumes four choices, as most of its questions have.
-        prompt: document field with the text to continue.
-        choices: document fields with the choices.
-        answer: document field with the right choice; ``None`` if the prompt contains the answer.
-        options: maps a document to the dictionary ``{answer: text of the choice}``.
-        convert: converts a document from the original release's schema to the hub's.
+        chance: value of the metric for random guesses. For ARC, this value assumes four choices. Most ARC
+            questions have four.
+        prompt: name of the document field with the text to continue.
+        choices: names of the document fields with the choices.
+        answer: name of the document field with the right choice; ``None`` if the prompt contains the answer.
+        options: function that returns the choices of a document, as ``{answer: text of the choice}``.
+        convert: function that converts a document from the schema of the original release to that of the hub.
     """
 
     folder: str
@@ -67,8 +68,9 @@ class TaskScore:
 
     Attributes:
         source: the local file, or the dataset's name on the hub.
-        metric, main, main_stderr: the task's main metric, its value and standard error.
-        chance: value of the metric for a random guess.
+        metric: name of the task's main metric.
+        main, main_stderr: value of the main metric, and the standard error of this value.
+        chance: value of the main metric for random guesses.
         own_prompt: describes the prompts if they are not lm-eval's, else ``None``.
     """
 
@@ -89,9 +91,10 @@ class TaskScore:
 
 
 def _question(name: str) -> Callable[[Doc], Doc]:
-    """Returns a function that converts documents with ``question: {stem, choices: [{text, label}]}``.
+    """Make a function that converts documents of the form ``{question: {stem, choices: [{text, label}]}}``.
 
-    In the result, the field ``name`` has the stem, and ``choices`` has a list of texts and a list of labels.
+    The field ``name`` of the converted document is the stem. Its field ``choices`` has a list of texts and a
+    list of labels.
     """
 
     def convert(doc: Doc) -> Doc:
@@ -131,7 +134,7 @@ TASKS = {
 }  # fmt: skip
 
 
-# lm-eval builds HellaSwag's prompts from these fields. Some copies of the data lack them.
+# The fields from which lm-eval builds HellaSwag's prompts. Some copies of the data lack these fields.
 _ACTIVITY = ("activity_label", "ctx_a", "ctx_b")
 
 
@@ -142,7 +145,9 @@ def check_tasks(names: Sequence[str]) -> None:
 
 
 def local_files(names: Sequence[str], folder: str | Path) -> dict[str, Path]:
-    """Find each task's file in ``folder``. If several files match its pattern, take the one with most lines.
+    """Find the file of each task in ``folder``.
+
+    If several files match the pattern of a task, the file with the most lines is taken.
 
     Raises:
         ValueError: a task has no file.
@@ -180,7 +185,7 @@ def read_docs(name: str, path: Path) -> list[Doc]:
 
 
 def _read_doc(task: Task, line: bytes) -> Doc:
-    """Read a document. Converts its answer to the type that lm-eval expects, such as ``"1"`` to 1."""
+    """Read a document from JSON. Its answer gets the type that lm-eval expects: ``"1"`` may become 1."""
     doc = json.loads(line.decode())
     if not isinstance(doc, dict):
         raise ValueError(f"it must be a JSON object, got {doc!r}")
@@ -203,14 +208,14 @@ def _read_doc(task: Task, line: bytes) -> Doc:
 
 
 def _own_prompt(name: str, docs: Sequence[Doc]) -> str | None:
-    """The value of :attr:`TaskScore.own_prompt` for these documents."""
+    """Describe the prompts for these documents if they are not lm-eval's; otherwise ``None``."""
     if name != "hellaswag" or all(isinstance(doc.get(field), str) for doc in docs for field in _ACTIVITY):
         return None
     return f"the context alone, because documents lack {', '.join(_ACTIVITY)}"
 
 
 def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> dict[str, Any]:
-    """The task that lm-eval's YAML file ``definition`` defines, with ``docs`` as its data."""
+    """The task defined by lm-eval's YAML file ``definition``, but with ``docs`` as its data."""
     import datasets
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -218,7 +223,8 @@ def _over_docs(name: str, docs: Sequence[Doc], path: Path, definition: Path) -> 
     fields = TASKS[name].fields + ([*_ACTIVITY] if name == "hellaswag" and not own_prompt else [])
     kept = [{field: doc[field] for field in fields} for doc in docs]
 
-    # lm-eval would load a task's own data by name, so load the definition and replace the data.
+    # Load the task's definition and replace its data. Given only the task's name, lm-eval would load the data
+    # that the definition names.
     return {
         **load_yaml(definition),
         "dataset_path": str(path),
@@ -249,7 +255,7 @@ def evaluate_tasks(
     Args:
         names: names in :data:`TASKS`.
         files: each task's file, from :func:`local_files`; by default the data come from the hub.
-        limit: documents per task; all by default.
+        limit: maximum number of documents per task; all by default.
 
     Raises:
         ValueError: a task occurs twice; a file is malformed; the hub lacks the data; a token is outside the
@@ -264,7 +270,7 @@ def evaluate_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ValueError(f"downstream tasks need lm-eval: pip install 'deqseq[eval]' ({error})") from error
-    # lm-eval has thousands of task files: index only the folders needed.
+    # Index only the folders of the given tasks, because lm-eval has thousands of task files.
     own = Path(lm_eval.__file__).parent / "tasks"
     folders = [own / part for part in sorted({TASKS[name].folder for name in names})]
     manager = TaskManager(include_path=folders, include_defaults=False)
@@ -273,16 +279,16 @@ def evaluate_tasks(
     if files is not None:
         index = manager.task_index
         tasks = [_over_docs(name, docs[name], files[name], index[name].yaml_path) for name in names]
-    # Bootstrap standard errors in this process: forks of a process that runs torch can hang.
+    # Make lm-eval compute standard errors in this process. Forks of a process that runs torch can hang.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     model.eval()
-    screen = sys.stderr  # shows the progress bar
+    screen = sys.stderr  # the progress bar is still shown here
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # hides lm-eval's output
             lm = _watched(HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size), screen)
             loaded = manager.load(tasks)
-            # Not simple_evaluate, which also calls git and lists the machine's packages.
+            # The usual simple_evaluate would also call git and list the machine's packages.
             found: Any = lm_eval.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     except OSError as error:
         raise ValueError(f"no data from the hub: {first_line(error)}: try --data-dir") from error
@@ -312,7 +318,7 @@ def other_prompts(scores: Sequence[TaskScore]) -> list[str]:
 
 
 def _watched(lm: Any, screen: TextIO) -> Any:
-    """Make ``lm`` check all tokens before scoring, and show its progress bar on ``screen``."""
+    """Make ``lm`` check all tokens before it scores them, and show its progress bar on ``screen``."""
     from deqseq.tasks.common.models import check_tokens
 
     compute = lm._loglikelihood_tokens

@@ -1,7 +1,7 @@
-"""Compiled by numba: carves perfect mazes, and chooses a start and a goal at a given distance.
+"""Carves perfect mazes, and chooses a start and a goal at a given distance. numba compiles this module.
 
-A maze is perfect if it has one path between any two free cells. Free cells are rooms, at odd rows and columns
-(counted from 0), and doors between neighbouring rooms.
+A maze is perfect if it has one path between any two free cells. Free cells are rooms and doors. Rooms are at
+odd rows and columns, counted from 0. A door is a cell between two neighbouring rooms.
 
 Shapes: P puzzles, n cells along a side of a board, C = n² cells.
 """
@@ -12,15 +12,15 @@ from numba import njit
 from deqseq.tasks.reasoning.puzzles import FREE, GOAL, PATH, START, WALL
 from deqseq.tasks.reasoning.random_numbers import below, start
 
-_STARTS, _MAZES = 16, 1000  # starts to try in a maze, and mazes to try for a length
+_STARTS, _MAZES = 16, 1000  # starts to try in each maze, and mazes to try for each path length
 
 
 @njit(cache=True, nogil=True)
 def _carve(board, n, stack, state):
     """Carve a random perfect maze into ``board`` (C,) by depth-first search.
 
-    A maze of even size has walls two cells thick at its right and bottom edge. ``stack``, (C,) int64, is
-    working memory for the rooms on the way to the current room.
+    A maze of even size has walls two cells thick at its right and bottom edges. ``stack`` (C,) int64 is
+    working memory: it holds the rooms on the way to the current room.
     """
     board[:] = WALL
     rooms = (n - 1) // 2
@@ -36,7 +36,7 @@ def _carve(board, n, stack, state):
         for k in range(4):
             if inside[k] and board[room + 2 * steps[k]] == WALL:
                 count += 1
-                if below(state, count) == 0:  # every uncarved neighbour gets the same probability
+                if below(state, count) == 0:  # choose among uncarved neighbours uniformly
                     chosen = steps[k]
         if count == 0:
             height -= 1
@@ -51,8 +51,11 @@ def _carve(board, n, stack, state):
 def _walk(board, n, queue, distance, parent):
     """Breadth-first search from the cell ``queue[0]``. Returns the number of cells reached.
 
-    Puts the reached cells into ``queue`` (C,). Sets each cell's ``distance`` (C,), -1 if not reached, and the
-    ``parent`` (C,) of each reached cell but ``queue[0]``: the cell before it on the path.
+    Writes three arrays (C,):
+
+    - ``queue``: the reached cells, in the order in which they are reached.
+    - ``distance``: for every cell, its distance from the first cell in steps; -1 if the cell is not reached.
+    - ``parent``: for every reached cell except the first, the cell before it on the path.
     """
     distance[:] = -1
     distance[queue[0]] = 0
@@ -73,13 +76,14 @@ def _walk(board, n, queue, distance, parent):
 def perfect_mazes(seed, first, count, n, shortest, longest):
     """Make ``count`` perfect mazes. Maze i depends only on ``seed``, ``first + i`` and the other arguments.
 
-    The length of the path is drawn first, uniformly from ``shortest`` to ``longest``. Then mazes are carved,
-    and random starts are tried, until some cells are at this distance from the start. One of these cells,
-    chosen at random, is the goal.
+    For every maze, the length of its path is drawn first, uniformly from ``shortest`` to ``longest``. Then
+    mazes are carved, and random starts are tried, until some cells are at this distance from the start. One
+    of these cells, chosen at random, is the goal.
 
     Returns:
-        Questions (P, C) and answers (P, C), both uint8, and lengths (P,) int64. If no path of the drawn
-        length is found, the arrays end with this maze: its length is negated, and its boards are unfinished.
+        Questions (P, C) and answers (P, C), both uint8, and lengths (P,) int64. If no path of a drawn length
+        is found, the function stops at this maze. The maze is then the last in the arrays. Its length is
+        negative, and its boards are unfinished.
     """
     cells = n * n
     questions = np.empty((count, cells), np.uint8)

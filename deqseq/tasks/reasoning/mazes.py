@@ -1,4 +1,4 @@
-"""Perfect mazes: there is one path between any two free cells."""
+"""Random perfect mazes. A maze is perfect if it has one path between any two free cells."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ from deqseq.tasks.reasoning.puzzles import Puzzles
 
 
 def default_lengths(size: int) -> tuple[int, int]:
-    """Shortest and longest path for a size: 100 and 140 for size 30, in proportion to the area for others."""
+    """The default lengths of the shortest and of the longest path, in steps.
+
+    They are 100 and 140 for mazes of size 30. For other sizes they are in proportion to the board's area.
+    """
     return size * size // 9, size * size * 7 // 45
 
 
@@ -20,11 +23,11 @@ def generate(
     workers: int | None = None,
     progress: bool = False,
 ) -> Puzzles:
-    """Random perfect mazes, each with a start, a goal and the path between them.
+    """Generate random perfect mazes, each with a start, a goal and the path between them.
 
-    A board has ``size`` × ``size`` cells, which are walls or free. Free cells form a tree: rooms at odd rows
-    and columns, counted from 0, and doors between neighbouring rooms. With an even size, the right and the
-    bottom wall are two cells thick. Start and goal are rooms or doors.
+    A board has ``size`` × ``size`` cells. A cell is a wall or free. Free cells are rooms and doors. Rooms are
+    at odd rows and columns, counted from 0. A door is a cell between two neighbouring rooms. Start and goal
+    may be rooms or doors. If ``size`` is even, the right and the bottom wall are two cells thick.
 
     Args:
         count: number of mazes, P.
@@ -36,7 +39,8 @@ def generate(
         progress: show a progress bar.
 
     Raises:
-        ValueError: a value out of range, numba is not installed, or no more mazes with such paths are found.
+        ValueError: a value is out of range, numba is not installed, or fewer than ``count`` different mazes
+            with such paths are found.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 5:
         raise ValueError(f"size must be a whole number >= 5, got {size!r}")

@@ -1,4 +1,4 @@
-"""Sets of puzzles: how boards become tokens, and the rules that need no search.
+"""Sets of puzzles: how boards become tokens, and the rules that can be checked without a search.
 
 Shapes: P puzzles, n cells along a side of a board (its size), C = n² cells.
 """
@@ -16,24 +16,24 @@ TASKS: tuple[Task, ...] = get_args(Task)
 SUDOKU_SIZES = (4, 9)
 
 WALL, FREE, START, GOAL, PATH = range(1, 6)
-"""The tokens of mazes, as in the published arrays of HRM and EqR. Token 0 is their padding."""
+"""The tokens of mazes, as in the published data of HRM and EqR. In these data, token 0 is padding."""
 
 CHARACTERS: dict[Task, str] = {"sudoku": ".123456789", "maze": "\0# SGo"}
-"""The characters of boards in CSV files. Token i is character number i."""
+"""The characters of boards in CSV files. Token i is the character with index i, counted from 0."""
 
 
 class Puzzles(NamedTuple):
     """Questions with their answers. Cells are in reading order.
 
-    The tokens of a Sudoku are 0 for an empty cell and 1 to n for digits. Those of a maze are ``WALL``,
-    ``FREE``, ``START`` and ``GOAL``; in the answer, ``PATH`` replaces ``FREE`` on the path from start to
-    goal.
+    The tokens of a Sudoku are 0 for an empty cell and 1 to n for digits. The tokens of a maze are ``WALL``,
+    ``FREE``, ``START`` and ``GOAL``. In the answer to a maze, ``PATH`` replaces ``FREE`` on the path from
+    start to goal.
 
     Attributes:
         questions: (P, C) uint8.
         answers: (P, C) uint8.
-        ratings: (P,) int64. For a Sudoku, the number of dead ends of a search. For a maze, the number of
-            steps from start to goal.
+        ratings: (P,) int64. For a Sudoku, the number of dead ends in the search that rates it. For a maze,
+            the number of steps from start to goal.
     """
 
     questions: Tensor
@@ -48,10 +48,10 @@ def check_task(task: str) -> None:
 
 
 def size_of(task: Task, cells: int) -> int:
-    """The size n of a board.
+    """The size n of a board with ``cells`` cells.
 
     Raises:
-        ValueError: ``task`` has no boards with ``cells`` cells.
+        ValueError: no board of ``task`` has this number of cells.
     """
     n = isqrt(cells)
     if task == "sudoku" and (n * n != cells or n not in SUDOKU_SIZES):
@@ -63,7 +63,7 @@ def size_of(task: Task, cells: int) -> int:
 
 @cache
 def sudoku_units(n: int) -> Tensor:
-    """The cells of the rows, columns and boxes of a Sudoku: (3n, n) int64."""
+    """The indices of the cells in every row, column and box of a Sudoku: (3n, n) int64."""
     b = isqrt(n)
     cells = torch.arange(n * n, device="cpu")
     boxes = cells.reshape(b, b, b, b).transpose(1, 2)
@@ -71,12 +71,13 @@ def sudoku_units(n: int) -> Tensor:
 
 
 def broken_rules(task: Task, puzzles: Puzzles) -> list[tuple[int, str]]:
-    """The index and the first broken rule of every puzzle that breaks one, in ascending order.
+    """The index and the first broken rule of every puzzle that breaks a rule, by ascending index.
 
-    Checks only the rules that need no search.
+    Checks only rules that need no search:
 
-    Sudokus: the answer has every digit in every row, column and box, and keeps the clues. Mazes: there is one
-    start and one goal, and the answer differs from the question only where free cells become path.
+    - Sudokus: the answer has every digit in every row, column and box, and keeps the clues.
+    - Mazes: there is one start and one goal. The answer differs from the question only where free cells
+      become path.
     """
     found: dict[int, str] = {}
     for rule, kept in _rules(task, *puzzles[:2]):
@@ -86,7 +87,7 @@ def broken_rules(task: Task, puzzles: Puzzles) -> list[tuple[int, str]]:
 
 
 def _rules(task: Task, questions: Tensor, answers: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Rules in words, and which puzzles keep them: (P,) bool."""
+    """Yield every rule in words, with a tensor (P,) bool that is true for the puzzles that keep this rule."""
     n, device = size_of(task, questions.shape[1]), questions.device
     if task == "sudoku":
         yield f"the question must have digits up to {n} and dots", (questions <= n).all(1)

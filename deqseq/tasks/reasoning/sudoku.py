@@ -1,4 +1,4 @@
-"""Sudokus of size 4 and 9: random minimal puzzles, and the symmetries that keep them valid."""
+"""Sudokus of size 4 and 9: generates random minimal puzzles, and applies symmetries that keep them valid."""
 
 from math import isqrt
 
@@ -18,26 +18,29 @@ def generate(
     workers: int | None = None,
     progress: bool = False,
 ) -> Puzzles:
-    """Random minimal Sudokus: they have one solution, but several if any one of their clues is removed.
+    """Generate random minimal Sudokus.
 
-    Every puzzle starts from its own random grid. Its clues are removed in random order. A clue stays if the
-    puzzle would have a second solution without it. Puzzles rated below ``rating`` are dropped.
+    A minimal Sudoku has one solution, and would have several if any of its clues were removed. Every puzzle
+    starts as a full random grid. Its clues are removed in random order. A clue stays if the puzzle would have
+    a second solution without it. Puzzles with a rating below ``rating`` are dropped.
 
-    The rating is the number of dead ends of a search. The search fills naked singles (cells with one
-    candidate) and hidden singles (digits with one place in a row, column or box) until no single is left.
-    Then it guesses at the first cell with the fewest candidates, smallest digit first. A board is a dead end
-    if a cell has no candidate, or if a digit has no place in a row, column or box.
+    The rating of a puzzle is the number of dead ends of a search. The search first fills naked singles
+    (cells with one candidate) and hidden singles (the only possible cell for a digit in a row, column or box)
+    until no single is left. Then it takes the first of the cells with the fewest candidates, and guesses the
+    digit of this cell. Smaller digits are tried first. A board is a dead end if a cell has no candidate, or
+    if a digit has no possible cell in a row, column or box.
 
     Args:
         count: number of puzzles, P.
         size: 4 or 9.
-        rating: least rating. About 1 puzzle of size 9 in 100 reaches 10.
+        rating: smallest rating of a puzzle. Of 100 puzzles of size 9, about one has a rating of 10 or more.
         seed: in [0, 2³²). The same seed gives the same puzzles, with any number of workers.
         workers: number of threads, by default the number of CPU cores.
         progress: show a progress bar.
 
     Raises:
-        ValueError: a value out of range, numba is not installed, or no more puzzles of this rating are found.
+        ValueError: a value is out of range, numba is not installed, or fewer than ``count`` different puzzles
+            with such a rating are found.
     """
     if size not in SUDOKU_SIZES:
         raise ValueError(f"size must be 4 or 9, got {size!r}")
@@ -53,17 +56,18 @@ def generate(
 
 
 def augment(questions: Tensor, answers: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Apply random symmetries: a Sudoku stays a Sudoku, and keeps its number of solutions.
+    """Apply random symmetries. A changed Sudoku is still valid, and has as many solutions as before.
 
-    The symmetries are: permute the digits; permute the bands (rows of boxes), and the rows within each band;
-    permute the columns of boxes, and the columns within each; transpose. For each puzzle, a combination of
-    them is drawn uniformly. The rating may change a little, because the search that defines it reads cells
-    and digits in a fixed order.
+    There are six symmetries: permute the digits; permute the bands (rows of boxes); permute the rows within
+    each band; permute the stacks (columns of boxes); permute the columns within each stack; transpose the
+    board. A combination of all symmetries is drawn uniformly for each puzzle. The rating of a puzzle may
+    change a little, because the search that rates it reads cells and digits in a fixed order.
 
     Args:
         questions: (B, n²) int64, 0 for empty cells.
         answers: (B, n²) int64.
-        generator: on the device of the tensors. Devices draw different symmetries from the same seed.
+        generator: random generator on the device of the tensors. With the same seed, different kinds of
+            devices draw different symmetries.
 
     Returns:
         The changed questions and answers, both (B, n²) int64.
@@ -88,7 +92,7 @@ def augment(questions: Tensor, answers: Tensor, generator: torch.Generator) -> t
     def lines() -> Tensor:
         return (permutations(b)[:, :, None] * b + permutations(b, b)).flatten(1)
 
-    # cells: for each new cell, the old cell that it copies. digits: for each old digit, the new digit.
+    # ``cells`` maps every new cell to the old cell whose digit it takes. ``digits`` maps old to new digits.
     cells = lines()[:, :, None] * n + lines()[:, None, :]
     transposed = torch.rand(batch, 1, 1, generator=generator, device=device) < 0.5
     cells = torch.where(transposed, cells.transpose(1, 2), cells).flatten(1)

@@ -1,11 +1,12 @@
-"""Compiled by numba: the search that solves and rates Sudokus, and the generator of minimal puzzles.
+"""The search that solves and rates Sudokus, and the generator of minimal puzzles. numba compiles this module.
 
-For each digit and each band (a row of boxes), a mask has one bit per cell: whether the digit is a candidate
-there. A guess copies all masks to the next depth, so nothing has to be undone. At each depth the search keeps
+A band is a row of boxes. A mask is an integer with one bit for each cell of a band. A guess copies all masks
+to the next depth of the search, so a wrong guess needs no undoing. At each depth the search keeps three
+arrays:
 
-- ``candidates`` (n, b): the masks of the digits,
-- ``placed`` (b,): the masks of the cells whose digit is placed,
-- ``missing`` (n, b): how often a digit still has to be placed in a band.
+- ``candidates`` (n, b): for each digit and band, the mask of the cells where the digit is a candidate.
+- ``placed`` (b,): for each band, the mask of the cells whose digit is placed.
+- ``missing`` (n, b): how often each digit still has to be placed in each band.
 
 Shapes: n the size (cells along a side), C = n² cells, D = C + 1 depths. A board has b = √n bands, and a band
 has b rows of cells. A board (C,) uint8 has the digits in reading order, 0 for an empty cell. Bit k of band j
@@ -22,11 +23,13 @@ from deqseq.tasks.reasoning.random_numbers import below, shuffle, start
 
 
 class Geometry(NamedTuple):
-    """Constant masks of a board: cells are bits within a band.
+    """The constant masks of a board. A mask has one bit for each cell of a band.
 
     Attributes:
-        peers: (C, b): for each cell, one mask per band of the other cells in its row, column and box.
-        units: (2b,): one mask for each row and then for each box of a band; the same in every band.
+        peers: (C, b), for each cell and band, the mask of the cell's peers in this band. The peers are the
+            other cells in the cell's row, column and box.
+        units: (2b,), the masks of the rows of a band, then the masks of its boxes. All bands have equal
+            masks.
     """
 
     peers: np.ndarray
@@ -48,14 +51,18 @@ def geometry(n: int) -> Geometry:
     return Geometry(peers, np.array(units))
 
 
-_LOG = np.zeros(37, np.int64)  # _LOG[2**k % 37] is k: all powers below 2**36 have different remainders
+_LOG = np.zeros(37, np.int64)  # _LOG[2**k % 37] is k; 2**0 to 2**35 have different remainders
 for _k in range(36):
     _LOG[2**_k % 37] = _k
 
 
 @njit(cache=True, nogil=True)
 def _place(candidates, placed, missing, peers, digit, band, bit):
-    """Place a digit: remove the cell's other candidates, and the digit from the cell's peers."""
+    """Place ``digit`` in one cell: the cell of ``band`` whose mask is ``bit``.
+
+    Removes all other candidates of this cell. Removes the digit from the candidates of the cell's peers: the
+    cells in its row, column and box.
+    """
     n, b = candidates.shape
     cell = band * b * n + _LOG[bit % 37]
     for other in range(n):
@@ -69,7 +76,7 @@ def _place(candidates, placed, missing, peers, digit, band, bit):
 
 @njit(cache=True, nogil=True)
 def _naked_singles(candidates, placed, missing, peers):
-    """Place the digits of cells with one candidate.
+    """Fill naked singles: cells that have only one candidate.
 
     Returns whether every cell still has a candidate, and whether a digit was placed.
     """
@@ -93,7 +100,7 @@ def _naked_singles(candidates, placed, missing, peers):
             digit = 0
             while digit < n and candidates[digit, band] & bit == 0:
                 digit += 1
-            if digit == n:  # an earlier placement took the candidate
+            if digit == n:  # an earlier placement removed the candidate
                 return False, found
             _place(candidates, placed, missing, peers, digit, band, bit)
             found = True
@@ -102,19 +109,20 @@ def _naked_singles(candidates, placed, missing, peers):
 
 @njit(cache=True, nogil=True)
 def _hidden_singles(candidates, placed, missing, peers, units):
-    """Place digits that have one place in a unit: a row, column or box.
+    """Fill hidden singles: cells that are the only possible cell for a digit in a row, column or box.
 
-    Returns whether every digit still has a place in every unit, and whether a digit was placed.
+    Returns whether every digit still has a possible cell in every row, column and box, and whether a digit
+    was placed.
     """
     n, b = candidates.shape
     found = False
-    rows = 0  # mask of a band's first column; rows * m repeats a mask m of columns in every row
+    rows = 0  # mask of a band's first column; rows * m copies a row's mask m to all rows of the band
     for _ in range(b):
         rows = rows << n | 1
     for digit in range(n):
         if missing[digit].sum() == 0:
             continue
-        once, twice = 0, 0  # columns with at least one place for the digit, and with several
+        once, twice = 0, 0  # columns where the digit has at least one, and at least two, possible cells
         for band in range(b):
             if missing[digit, band]:
                 for unit in units:
@@ -146,10 +154,10 @@ def _hidden_singles(candidates, placed, missing, peers, units):
 
 @njit(cache=True, nogil=True)
 def _fill_singles(candidates, placed, missing, peers, units):
-    """Place naked and hidden singles until none is left.
+    """Fill naked and hidden singles until none is left.
 
-    Returns whether every cell still has a candidate, and every digit a place in each unit. The result does
-    not depend on the order of the deductions.
+    Returns whether every cell still has a candidate, and every digit still has a possible cell in every row,
+    column and box. The result does not depend on the order in which singles are filled.
     """
     found = True
     while found:
@@ -163,9 +171,10 @@ def _fill_singles(candidates, placed, missing, peers, units):
 
 @njit(cache=True, nogil=True)
 def _choose(candidates, placed):
-    """The band and bit of the first cell with the fewest candidates, among cells without a placed digit.
+    """Find the cell to guess: among the cells without a placed digit, the first with the fewest candidates.
 
-    The band is -1 if all digits are placed. Cells without one must have at least two candidates.
+    Returns the band and the bit of the cell. The band is -1 if all digits are placed. Cells without a placed
+    digit must have at least two candidates.
     """
     n, b = candidates.shape
     fewest, chosen, its = n + 1, -1, 0
@@ -193,12 +202,12 @@ def _choose(candidates, placed):
 
 @njit(cache=True, nogil=True)
 def _read(board, candidates, placed, missing, peers):
-    """Set the masks and ``missing`` from a board, whose digits must not contradict each other."""
+    """Set ``candidates``, ``placed`` and ``missing`` from a board. Its digits must keep the rules."""
     n, b = candidates.shape
     everything = (1 << (b * n)) - 1
     placed[:] = 0
     missing[:] = b
-    candidates[:] = 0  # for now the cells where a digit is ruled out; inverted below
+    candidates[:] = 0  # first collects the cells where a digit is ruled out; inverted below
     cell = 0
     for band in range(b):
         for k in range(b * n):
@@ -222,7 +231,7 @@ def _read(board, candidates, placed, missing, peers):
 
 @njit(cache=True, nogil=True)
 def _write(board, candidates):
-    """Write a solution to ``board``: every cell has one candidate left."""
+    """Write the solution to ``board``. Every cell must have exactly one candidate left."""
     n, b = candidates.shape
     for cell in range(len(board)):
         for digit in range(n):
@@ -238,12 +247,14 @@ def _search(candidates, placed, missing, guesses, geometry, state, random):
         candidates: (D, n, b) int64.
         placed: (D, b) int64.
         missing: (D, n, b) int64.
-        guesses: (D, 3) int64, for the search's own use: band and bit of a guess, and the digits left to try.
+        guesses: (D, 3) int64, working memory. For each depth, the band and the bit of the guessed cell, and
+            the mask of the digits that are left to try.
         state: state of the random numbers.
-        random: guess digits in random order; otherwise in ascending order.
+        random: if true, guess digits in random order; otherwise in ascending order.
 
     Returns:
-        The depth of the solution in ``candidates``, or -1 if there is none; and the number of dead ends.
+        The depth at which ``candidates`` has the solution (-1 if there is no solution), and the number of
+        dead ends.
     """
     peers, units = geometry
     n = candidates.shape[1]
@@ -285,9 +296,10 @@ def _search(candidates, placed, missing, guesses, geometry, state, random):
 def minimal_puzzles(seed, first, count, rating, geometry):
     """Make ``count`` minimal puzzles and keep those with a rating of at least ``rating``.
 
-    Puzzle i depends only on ``seed`` and ``first + i``. Clues of a random grid are removed in random order. A
-    clue stays if there would be a second solution without it. One pass over the clues makes the puzzle
-    minimal: a clue that is needed stays needed when more of the other clues are removed.
+    Puzzle i depends only on ``seed`` and ``first + i``. It starts as a full random grid. Its clues are
+    removed in random order. A clue stays if there would be a second solution without it. One pass over the
+    clues is enough to make the puzzle minimal, because a needed clue is still needed after other clues are
+    removed.
 
     Returns:
         Questions (P, C) and answers (P, C), both uint8, and ratings (P,) int64.
@@ -319,7 +331,7 @@ def minimal_puzzles(seed, first, count, rating, geometry):
             _read(question, candidates[0], placed[0], missing[0], geometry.peers)
             candidates[0, answer[cell] - 1, cell // (b * n)] &= ~(1 << cell % (b * n))
             depth, _ = _search(candidates, placed, missing, guesses, geometry, state, False)
-            if depth >= 0:  # without this clue, there is a second solution
+            if depth >= 0:  # there is a second solution without this clue, so put it back
                 question[cell] = answer[cell]
         _read(question, candidates[0], placed[0], missing[0], geometry.peers)
         _, dead_ends = _search(candidates, placed, missing, guesses, geometry, state, False)

@@ -1,4 +1,4 @@
-"""Evaluation on a word problem, at any length and in any window."""
+"""Evaluation on word problems (running products in a group or monoid), at any length and with any window."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Evaluation:
 
     Attributes:
         length: tokens per sequence.
-        window: tokens solved at a time; ``None``: all.
+        window: number of tokens that are solved together; ``None`` means all.
         accuracy: share of tokens with the right answer.
         accuracy_last10: share of right answers among the last ten tokens of each sequence.
         accuracy_sequence: share of sequences without a wrong answer.
@@ -40,7 +40,8 @@ class Evaluation:
         residual: mean relative residual of the tokens.
         converged: share of tokens whose search met the tolerance.
         seconds: duration of the whole evaluation.
-        accuracy_by_position, iterations_by_position, converged_by_position: mean at each position.
+        accuracy_by_position, iterations_by_position, converged_by_position: means over the sequences, for
+            each position.
         identity_probability: probability that a token is the identity; ``None`` if unknown.
 
     For explicit models, all fields about iterations, passes, residuals and convergence are ``None``.
@@ -63,7 +64,7 @@ class Evaluation:
 
 
 def load(path: str | Path) -> tuple[Model, TrainSettings]:
-    """A trained model and the settings of its run.
+    """Load a trained model and the settings of its run.
 
     Raises:
         ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read.
@@ -84,14 +85,17 @@ def evaluate(
     tolerance: float | None = None, max_iter: int | None = None, damping: float | None = None,
     batch_size: int = 256, progress: bool = False,
 ) -> Evaluation:  # fmt: skip
-    """Predict the products of ``tokens`` (S, L) int64 and compare them with ``targets`` (S, L).
+    """Predict the running products of ``tokens``, and compare the predictions with ``targets``.
 
     Args:
-        window: tokens solved at a time; all by default.
-        tolerance, max_iter: limits of the search; by default those of the model's evaluation policy.
-        damping: solve with Picard's iteration and this damping; by default, solve with the model's own
-            solver. Tokens that oscillate can converge with a smaller damping.
-        batch_size: sequences solved together; does not change results.
+        tokens: (S, L) int64, S sequences of L tokens.
+        targets: (S, L) int64, the right products.
+        window: number of tokens that are solved together; all by default.
+        tolerance, max_iter: a token's search ends at this relative residual, or after this number of
+            evaluations. By default, both limits are those of the model's evaluation policy.
+        damping: solve with Picard iteration and this damping; by default, solve with the model's own solver.
+            Tokens whose iterates oscillate can converge with a smaller damping.
+        batch_size: number of sequences that are solved together; does not change results.
 
     Explicit models ignore ``window``, ``tolerance``, ``max_iter`` and ``damping``.
 
@@ -141,8 +145,8 @@ def evaluate_fresh(
 ) -> Evaluation:  # fmt: skip
     """Evaluate a model on new random sequences of its task.
 
-    ``identity_probability``: by default the value used in training. ``options``: more arguments of
-    :func:`evaluate`.
+    ``identity_probability`` is the probability that a token is the identity; by default the value used in
+    training. ``options`` are more arguments of :func:`evaluate`.
     """
     p = settings.identity_probability if identity_probability is None else identity_probability
     fresh = generate(settings.algebra, sequences=sequences, length=length, identity_probability=p, seed=seed)
@@ -166,7 +170,7 @@ _COLUMNS: tuple[Column, ...] = (
 
 
 def window_name(found: Evaluation) -> str:
-    """The window's label in tables and figures; ``-`` for explicit models."""
+    """The label of an evaluation's window in tables and figures; ``-`` for explicit models."""
     return "-" if found.iterations is None else str(found.window or "all")
 
 
@@ -176,9 +180,10 @@ def table(rows: Sequence[tuple[str, Evaluation]]) -> str:
 
 
 def save(rows: Sequence[tuple[str, Evaluation]], path: Path, **asked: Any) -> None:
-    """Write a JSON list with an object for each evaluation: its model's name and its fields.
+    """Write the evaluations to ``path`` as a JSON list.
 
-    ``asked``: more fields, added to every object.
+    Every entry has the name of the model and the fields of its evaluation. ``asked``: more fields for every
+    entry.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, [{"model": name, **asked, **asdict(found)} for name, found in rows])

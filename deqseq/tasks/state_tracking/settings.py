@@ -16,7 +16,7 @@ from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig
 RUNS = Path(__file__).parent / "runs"
 Model = ImplicitForCausalLM | LSTM | LinearRNN
 BASELINES = {"lstm": LSTM, "deltaproduct": LinearRNN, "rwkv7": LinearRNN}
-"""The explicit baselines, which are not backbones. The setting ``backbone`` selects a baseline by its key."""
+"""The explicit baselines by name. They are not backbones, but the setting ``backbone`` takes their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +28,23 @@ class TrainSettings(TwoStageSettings):
     1. the steps up to ``unrolled_share`` (a share of all steps) use very short sequences, in the unrolled
        stage;
     2. the steps up to ``short_share`` use short sequences, in the fixed-point stage;
-    3. all other steps use long sequences, except for a share ``rehearsal``, which uses those of phase 2.
+    3. all later steps use long sequences. A share ``rehearsal`` of these steps uses short sequences again.
 
-    If ``short_share`` is 0, there is no phase 2. If ``grow_at`` is given, phase 2 begins with sequences that
-    are little longer than those of phase 1, and they grow by half whenever the model predicts them well.
-    Phases 1 and 2 may then end earlier than the two shares. Rehearsal uses the longest sequences of phase 2.
+    If ``short_share`` is 0, there is no phase 2. If ``grow_at`` is given, the sequences of phase 2 are at
+    first a little longer than the sequences of phase 1. They grow by half whenever the model predicts them
+    well. The phases 1 and 2 may then end before ``unrolled_share`` and ``short_share``. Rehearsal uses the
+    longest sequences of phase 2.
 
     Args:
-        group: name of a group or monoid: Z60, S5, A5, products such as A4xZ5, or A5xM with the monoid M
+        group: name of a group or monoid: Z60, S5, A5, products such as A4xZ5, or A5xM, where M is a monoid
         backbone: name of any installed backbone, or a mapping {name: NAME, option: value}. The explicit
             baselines are lstm, rwkv7 and deltaproduct (option: reflections, 4 by default)
         length: tokens of the longest training sequence
         min_length: tokens of the shortest sequence after short_share. Each batch has a random length
         grow_at: training sequences get longer when the accuracy of their last two tokens, over 20 batches,
             reaches this value. They grow from unrolled_length to short_length by half at a time, and then to
-            length; unrolled_share and short_share are then the latest times. By default only these decide
+            length. Short sequences start at unrolled_share at the latest, and long sequences at short_share
+            at the latest. By default, they start exactly at these two shares
         unrolled_length: tokens of the longest sequence up to unrolled_share; the shortest has 2 tokens
         short_length: tokens of the longest sequence between unrolled_share and short_share; the shortest has
             unrolled_length tokens
@@ -55,11 +57,12 @@ class TrainSettings(TwoStageSettings):
             not forget them
         identity_probability: probability that a token is the group's identity. The identity leaves the state
             unchanged; all other tokens are called hard
-        dt_min: smallest initial step size of Mamba2's heads; sizes are log-uniform in [dt_min, dt_max]
+        dt_min: smallest initial step size of Mamba2's heads; a head's step size is drawn log-uniformly from
+            [dt_min, dt_max]
         dt_max: largest initial step size; heads with large steps forget quickly
         train_window: tokens solved at a time in training; all by default
-        phantom_damping: damping of the phantom steps (1: none). With a solver damping below this value, the
-            search converges wherever the phantom steps are stable
+        phantom_damping: damping of the phantom steps; 1 means none. If the solver's damping is smaller than
+            this value, the search converges wherever the phantom steps are stable
     """
 
     group: str = "A5"
@@ -99,7 +102,7 @@ class TrainSettings(TwoStageSettings):
         if self.rehearsal and not self.short_share:
             raise ValueError(f"rehearsal needs a short_share above 0, got rehearsal = {self.rehearsal}")
         self.curriculum()
-        with torch.device("meta"):  # checks the model's sizes
+        with torch.device("meta"):  # build the model without memory, to check its sizes
             self.model()
 
     @property
@@ -108,7 +111,7 @@ class TrainSettings(TwoStageSettings):
 
     @property
     def baseline(self) -> str | None:
-        """The name of the baseline, one of ``BASELINES``; ``None`` if the model has a backbone."""
+        """The name of the baseline, a key of ``BASELINES``; ``None`` if the model has a backbone."""
         name = self.backbone.get("name") if isinstance(self.backbone, dict) else self.backbone
         return name if name in BASELINES else None
 
@@ -126,5 +129,5 @@ class TrainSettings(TwoStageSettings):
         return LinearRNN(LinearRNNConfig(mixer=self.baseline, headdim=self.headdim, **options))
 
     def curriculum(self) -> Curriculum | None:
-        """The unrolled and the fixed-point stage; ``None`` for an explicit model."""
+        """The two stages of training: unrolled, then fixed-point. ``None`` for an explicit model."""
         return self._curriculum(self.train_window)

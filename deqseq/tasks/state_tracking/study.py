@@ -1,4 +1,4 @@
-"""A study: trains variants of a run with several seeds, tests them in the same way and compares them."""
+"""Studies. A study trains variants of a run with several seeds, and compares all models on the same tests."""
 
 import json
 import logging
@@ -35,15 +35,15 @@ _COLUMNS: tuple[Column, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Test:
-    """A group of tests of every model: one test for each combination of probability, length and window.
+    """A group of tests for every model: one test for each combination of probability, length and window.
 
     Args:
-        identity_probability: probability that a token of the test sequences is the identity
-        length: tokens per sequence
-        window: tokens solved at a time, or all; explicit models have no window, and are tested once for each
-            probability and length
-        max_iter: maximum number of evaluations per token; by default the model's
-        damping: solve with Picard's iteration and this damping; by default with the model's own solver
+        identity_probability: probabilities that a token of the test sequences is the identity
+        length: tokens per sequence, for each test
+        window: number of tokens that are solved together, or all. Explicit models have no window. They take
+            one test for each probability and length
+        max_iter: maximum number of evaluations per token; by default the model's own maximum
+        damping: solve with Picard iteration and this damping; by default with the model's own solver
         sequences: number of test sequences
     """
 
@@ -62,7 +62,7 @@ class Test:
             check_damping(self.damping)
 
     def cases(self, explicit: bool) -> list[dict[str, Any]]:
-        """For each test, the keyword arguments of :func:`evaluate_fresh`."""
+        """The keyword arguments of :func:`evaluate_fresh`, for each test."""
         search = {"max_iter": self.max_iter, "damping": self.damping}
         solves = [{"window": None if w == "all" else w, **search} for w in self.window]
         return [
@@ -78,13 +78,13 @@ class Study:
     """The contents of a study file.
 
     Args:
-        run: run file with the settings that the variants start from
+        run: run file with the settings that all variants share
         variants: maps the name of each variant to the settings that differ from the run file
         tests: groups of tests, each with the fields of :class:`Test`; every model takes all tests
         seeds: seeds of weights and data; every variant is trained with every seed
 
     Raises:
-        ValueError: unknown fields, or values out of their range.
+        ValueError: a field is unknown, or a value is out of range.
     """
 
     run: str
@@ -121,23 +121,26 @@ class Study:
         return build(TrainSettings, {**fields, "seed": seed})
 
     def cases(self, explicit: bool) -> dict[str, dict[str, Any]]:
-        """All tests of a model, as in :meth:`Test.cases`. Each key is the test's arguments as JSON."""
+        """The keyword arguments of :func:`evaluate_fresh`, for every test of a model.
+
+        The key of a test is its arguments as JSON.
+        """
         tests = [build(Test, test, f"tests.{number}.") for number, test in enumerate(self.tests)]
         return {json.dumps(case): case for test in tests for case in test.cases(explicit)}
 
 
 def load_study(source: str) -> Study:
-    """A study from a YAML file, or a shipped study by its name.
+    """Load a study from a YAML file, or a shipped study by its name.
 
     Raises:
-        ValueError: no such file or name, unknown fields, values out of range.
+        ValueError: there is no such file or name, a field is unknown, or a value is out of range.
     """
     return build(Study, read_yaml(source, STUDIES))
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one test of one trained model; ``case``: the arguments of :func:`evaluate_fresh`."""
+    """The result of one test of one trained model. ``case``: the arguments of :func:`evaluate_fresh`."""
 
     variant: str
     seed: int
@@ -150,10 +153,10 @@ def conduct(
 ) -> list[Result]:
     """Train variants of a run with several seeds, test them and compare the results.
 
-    Run the same command again to resume after an interruption; finished parts are not repeated.
+    To resume after an interruption, run the same command again. Finished parts are not repeated.
 
     Args:
-        study: YAML file, or the name of a shipped one: a5xm, s5, s5xm, iterations,
+        study: YAML file, or the name of a shipped study: a5xm, s5, s5xm, iterations,
             words
         output: folder of the study
         variants: train and test only these variants; by default all. The results of other variants are shown
@@ -162,7 +165,7 @@ def conduct(
             are finished
 
     Raises:
-        ValueError: :func:`load_study` fails, a variant or seed is unknown, or ``output`` holds runs with
+        ValueError: the study cannot be loaded, a variant or seed is unknown, or ``output`` holds runs with
             other settings.
     """
     plan = load_study(study)
@@ -194,7 +197,7 @@ def conduct(
 
 
 def _test(settings: TrainSettings, folder: Path, cases: Mapping[str, Mapping[str, Any]]) -> None:
-    """Train the model, then run the evaluations that have no saved result. Saves each result immediately."""
+    """Train the model, then run all tests that have no saved result. Save every result immediately."""
     model = train(settings, folder)
     for key, case in tqdm(cases.items(), desc="tests", leave=False):
         found = _read(folder / _RESULTS)
@@ -220,7 +223,8 @@ def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
         curve.setdefault(length, []).append(r.evaluation)
         if window != "-":
             models.setdefault((r.variant, r.seed, p, length), []).append((r.variant, r.evaluation))
-    # All windows give the same accuracy. Draw only one: the window that was tested at the most lengths.
+    # Draw the accuracy of one window only, because all windows give the same accuracy. Choose the window that
+    # was tested at the most lengths.
     curves = {case: max(found.values(), key=len) for case, found in by_window.items()}
     plot_by_length(curves, output / "by_length.png", chance, run.length)
     several = next((rows for rows in models.values() if len(rows) > 1), None)
@@ -229,7 +233,10 @@ def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A text table with a line per variant and test: means over the seeds, and the worst seed's accuracy."""
+    """A text table with one line for each variant and test.
+
+    A line has means over the seeds, and the accuracy of the worst seed.
+    """
     groups: dict[str, list[Result]] = {}
     for r in results:
         groups.setdefault(json.dumps([r.variant, r.case]), []).append(r)

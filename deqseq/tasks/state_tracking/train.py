@@ -1,4 +1,8 @@
-"""Training on a word problem, with transformers' Trainer, endless streams and a curriculum of stages."""
+"""Training on a word problem (running products in a group or monoid), with transformers' Trainer.
+
+The data are endless streams of random sequences. A curriculum switches from the unrolled stage to the
+fixed-point stage.
+"""
 
 import logging
 from dataclasses import asdict
@@ -18,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) -> Model:
-    """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
+    """Train in folder ``output``, or resume from the last checkpoint there. Returns the trained model.
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
     (``config.json``, ``model.safetensors``) and ``training.json``: the duration in seconds, and a log of
     loss, iterations and residual every 50 steps. A finished run is loaded, not trained again.
 
-    The returned model is loaded from the folder: the trainer's own model still computes under autocast.
+    The returned model is loaded from the folder, because the trainer's own model still uses autocast.
 
     Raises:
         ValueError: ``output`` holds another run.
@@ -51,7 +55,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
 
 
 class _Trainer(AlignedTrainer):
-    """Also tells ``progress`` how accurate the model is."""
+    """A trainer that also passes the predictions of every batch to ``progress``, to measure the accuracy."""
 
     def __init__(self, progress: Progress, *args: Any, **options: Any) -> None:
         super().__init__(*args, callbacks=[progress], **options)

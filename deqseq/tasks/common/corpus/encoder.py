@@ -12,36 +12,37 @@ import numpy as np
 
 # Matches the position before a single space between two words.
 _CUT = re.compile(r"(?= \S)(?<=\S)")
-# Texts are cut into parts of at least this many characters. Much longer parts take more time and memory.
+# A text is cut between words into parts of this many characters or a few more. Much longer parts would take
+# more time and memory.
 _LONG = 4096
-# A sample to test whether a tokenizer gives the same tokens if a text is cut between words.
+# A sample text, to test whether a tokenizer gives the same tokens for a whole text and for its single words.
 _PROBE = (
     "It's 12,345.67 words -- and  two   spaces,\n\tnew lines \n\n  indented; na\u00efve caf\u00e9, "
     "\u65e5\u672c\u8a9e \u30c6\u30b9\u30c8 'so' (it) [is] {x: 1} http://a.b/c?d=e&f #5 @x 100 % \u00a0 we'll "
     "e\u0301nd.</s> 3 4 \u2014 ok"
 )
-# Normalisers that never look across a space, so a text can be cut at spaces before it is normalised.
+# The normalisers that never look across a space. With them, a text can be cut at spaces before normalisation.
 _NEAR = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "ByteLevel"}
-# Limit on the characters of all cached words: about a million English words, or 300 MB. A cache beyond the
-# limit is emptied.
+# Maximum number of characters of all cached words together. About a million English words reach it, and take
+# 300 MB. A cache with more characters is emptied.
 _REMEMBERED = 2**23
 
 
 class Encoder:
     """Converts texts to token ids, without special tokens before or after a text.
 
-    Most tokenizers handle each word on its own. For such a tokenizer, a cache keeps the ids of every word,
-    which halves the time. Other tokenizers get whole texts.
+    Most tokenizers handle each word on its own. For such a tokenizer, a cache keeps the ids of every word.
+    This halves the time. Other tokenizers get whole texts.
 
     Args:
         tokenizer: a tokenizer of transformers, backed by the tokenizers library.
-        remember: cache the ids of words. Look-ups hold Python's lock, so the cache saves time only if at
-            most 3 threads call the encoder.
+        remember: cache the ids of words. Look-ups in the cache hold Python's global lock, so the cache saves
+            time only if at most 3 threads call the encoder.
 
     Attributes:
         vocab_size: the largest id plus one, added tokens included.
         end_of_text: the id of the token that ends a document.
-        dtype: little-endian uint16 if every id fits, else uint32.
+        dtype: the type of the ids: little-endian uint16 if every id fits, else little-endian uint32.
 
     Raises:
         ValueError: the tokenizer has no tokenizer.json, or no end-of-text token.
@@ -63,14 +64,14 @@ class Encoder:
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = True  # a special token in a document is plain text
+        self._backend.encode_special_tokens = True  # read special tokens in documents as plain text
         self._known: dict[str, list[int]] = {}
         self._known_characters = 0
         self._remembers = remember
         self._cuts = self._cuts_between_words()
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of every text. Safe to call from several threads."""
+        """The token ids of every text. Several threads may call the encoder at the same time."""
         if not self._cuts:
             return [np.array(ids, self.dtype) for ids in self._encode(texts)]
         if self._remembers:
@@ -95,10 +96,10 @@ class Encoder:
         return list(chain.from_iterable(parts)) == self._encode([_PROBE])[0]
 
     def _knowing(self, words: Collection[str]) -> dict[str, list[int]]:
-        """Add ``words`` to the cache of ids by word; returns the cache."""
+        """Add ``words`` to the cache. Returns the cache, which maps every word to its ids."""
         if self._known_characters > _REMEMBERED:
             self._known, self._known_characters = {}, 0
-        known = self._known  # another thread may replace the attribute
+        known = self._known  # keep this cache, because another thread may replace the attribute
         new = [word for word in words if word not in known]
         self._known_characters += sum(map(len, new))
         known.update(zip(new, self._encode(new), strict=True))

@@ -25,7 +25,11 @@ WHOLE = (1, 1)
 
 
 def parse_part(text: str) -> tuple[int, int]:
-    """K and N of ``"K/N"``; ``ValueError`` unless 1 <= K <= N."""
+    """Read ``"K/N"``, which means part K of N parts, as ``(K, N)``.
+
+    Raises:
+        ValueError: ``text`` has another form, or K is not in the range from 1 to N.
+    """
     number, slash, count = text.partition("/")
     if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise ValueError(f"a part must be K/N with 1 <= K <= N, such as 2/8, got {text!r}")
@@ -33,10 +37,11 @@ def parse_part(text: str) -> tuple[int, int]:
 
 
 def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[Source], Place, Place]:
-    """The sources of a part, the place where it begins, and the place where the next part begins.
+    """The sources of a part, the place where this part begins, and the place where the next part begins.
 
-    A dataset is divided by its files, or by row groups (parquet) if it has fewer files than parts. Text files
-    are cut where a document ends, into parts of about equal bytes. Compressed files are not cut.
+    A dataset is divided by its files. If it has fewer files than parts, it is divided by the row groups of
+    its parquet files. Text files are divided into parts with about equal numbers of bytes. They are cut only
+    where a document ends. Compressed files are not cut.
     """
     number, count = part
     if part != WHOLE and len(sources) == 1 and isinstance(sources[0], DatasetRows):
@@ -45,7 +50,7 @@ def divide(sources: Sequence[Source], part: tuple[int, int]) -> tuple[Sequence[S
 
 
 def _border(sources: Sequence[Source], number: int, count: int) -> Place:
-    """The place where part ``number + 1`` begins: after about ``number / count`` of all bytes."""
+    """The place where part ``number + 1`` begins, after about ``number / count`` of all bytes."""
     if number == 0:
         return Place()
     if number == count:
@@ -62,9 +67,9 @@ def _border(sources: Sequence[Source], number: int, count: int) -> Place:
 def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> None:
     """Link the shards of all parts, in order, into ``output``. An interrupted merge can be repeated.
 
-    Compares all files of the parts with their checksums first. Warns if the parts recorded different
-    modification times of their sources. The sources may be copies on several machines, or a source may have
-    changed between the preparations.
+    First checks that every file of the parts still has its recorded checksum. Warns if the parts recorded
+    different modification times of their sources. There are two possible reasons: the sources are copies on
+    several machines, or a source changed between the preparations.
 
     Raises:
         ValueError: a part is missing, given twice, unfinished or damaged; parts have different settings or
@@ -97,7 +102,7 @@ def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> Non
             return
         for _, path in found:
             TokenFolder(path).verify()
-        preparation = Preparation(output, head, force=True)  # replaces shards of an unfinished preparation
+        preparation = Preparation(output, head, force=True)  # replace an unfinished preparation
         preparation.start(lambda to: shutil.copytree(place / TOKENIZER, to, dirs_exist_ok=True))
         written = dict.fromkeys(SPLITS, 0)
         for manifest, path in found:
@@ -110,7 +115,7 @@ def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> Non
 
 
 def _finished(path: Path) -> Manifest:
-    """The manifest of a part; ``ValueError`` if the part is unfinished."""
+    """Read the manifest of a part. Raises ``ValueError`` if the part is unfinished."""
     TokenFolder(path)
     return Manifest.read(path)
 
@@ -120,9 +125,9 @@ def _part(manifest: Manifest) -> tuple[int, int]:
 
 
 def _settings(manifest: Manifest, times: bool = True) -> dict[str, Any]:
-    """A part's settings without its number, to compare with other parts' settings.
+    """The settings of a part without its number, so that the settings of two parts can be compared.
 
-    ``times``: with the modification times of the sources.
+    ``times``: include the modification times of the sources.
     """
     return flat_head({**manifest.head, "part": _part(manifest)[1]}, times)
 

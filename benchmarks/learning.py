@@ -1,12 +1,13 @@
 """Does a model learn as well with the fused kernels as with plain PyTorch?
 
-The script trains the paper's state-tracking model on the word problem of A5, once with each of ``--kernels``
-and once with plain PyTorch. These runs start from the same weights and use the same batches. The first half
-of the steps unrolls four iterations. The second half searches for the fixed point and does four phantom
-steps.
+The script trains the paper's state-tracking model to predict running products of permutations in the group
+A5. It trains once with each of ``--kernels`` and once with plain PyTorch. All these runs start from the same
+weights and use the same batches. In the first half of the steps, training unrolls four iterations. In the
+second half, it searches for the fixed point and does four phantom steps.
 
-Rounding soon separates loss curves. The script therefore prints how far each curve is from plain PyTorch,
-and for comparison how far apart two plain PyTorch runs with different seeds are.
+Rounding makes the loss curves drift apart, even if all kernels are correct. The script therefore prints the
+mean distance of each curve from the curve of plain PyTorch. For comparison, it also prints the distance
+between two runs of plain PyTorch with different seeds.
 
     python benchmarks/learning.py
     python benchmarks/learning.py --kernels triton mamba_ssm torch --steps 2000
@@ -29,7 +30,7 @@ from deqseq.tasks.state_tracking.settings import TrainSettings
 
 
 def stream(task: TrainSettings, *lengths: int) -> WordProblemStream:
-    """Batches of a word problem. ``lengths``: shortest and longest length of a sequence."""
+    """Make a stream of training batches. ``lengths``: length of the shortest and of the longest sequence."""
     sampling = {"identity_probability": task.identity_probability, "seed": task.seed}
     return WordProblemStream(task.algebra, lengths, **sampling, batch_size=task.batch_size)
 
@@ -40,7 +41,7 @@ def descend(
     steps: int,
     gradient: Callable[[int], GradientStrategy],
 ) -> list[float]:
-    """Train on a word problem; step s uses the strategy ``gradient(s)``. Returns the loss of every step."""
+    """Train on the stream. Step s uses the gradient strategy ``gradient(s)``. Returns all losses."""
     optimizer = torch.optim.AdamW(model.parameters(), 2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, 10 * (i + 1) / steps))
     losses = []

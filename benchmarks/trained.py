@@ -1,4 +1,7 @@
-"""Small models for the benchmarks. Each is trained once, saved in a folder, and later loaded from it."""
+"""Small models for the benchmarks. The first use of a model trains it and saves it; later uses load it.
+
+Shapes: B sequences, L tokens, D width.
+"""
 
 import argparse
 from dataclasses import dataclass
@@ -30,9 +33,9 @@ class Subject:
     """A trained implicit model in evaluation mode, with held-out sequences.
 
     Attributes:
-        name: the group of a word problem, or the name of the model's folder.
+        name: the group of the word problem, such as A5, or the name of the model's folder.
         ids: (B, L) int64 tokens.
-        targets: (B, L) int64 targets of a word problem; ``None`` for language models.
+        targets: (B, L) int64 labels of a word problem; ``None`` for language models.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Subject:
     targets: Tensor | None = None
 
     def score(self, z: Tensor) -> dict[str, float]:
-        """The accuracy (word problem) or perplexity (language model) for final hidden states z (B, L, D)."""
+        """Accuracy (word problem) or perplexity (language model), from the last hidden states z (B, L, D)."""
         if self.targets is not None:
             right = self.model.lm_head(z).argmax(-1) == self.targets
             return {"accuracy": right.float().mean().item()}
@@ -57,10 +60,11 @@ def find(name: str, options: argparse.Namespace) -> Subject:
     """Load a trained model and sequences to test it with.
 
     Args:
-        name: "A5", "mamba2" or "llama", which are trained first if necessary; or a folder with a model.
-        options: has ``batch`` (sequences), ``length`` (tokens per sequence; for a word problem, ``None``
-            means the longest length in training), ``device``, ``models`` (folder for trained models),
-            ``quick`` (train smaller models) and ``text`` (files for language models).
+        name: the folder of a trained model; or "A5" (a word problem), "mamba2" or "llama" (language models),
+            which this function trains if no saved model exists.
+        options: parsed arguments with the fields ``batch`` (sequences), ``length`` (tokens per sequence; for
+            a word problem, ``None`` means the longest length in training), ``device``, ``models`` (folder for
+            trained models), ``quick`` (train smaller models) and ``text`` (files for language models).
 
     Raises:
         ValueError: the folder has no model; the model is explicit; the text is too short.
@@ -68,7 +72,7 @@ def find(name: str, options: argparse.Namespace) -> Subject:
     folder = Path(name)
     if name == "A5":
         folder = options.models / ("A5-quick" if options.quick else "A5")
-        # The settings of the demo; if quick, smaller width and fewer steps.
+        # Train with the settings of the demo. With ``quick``, use a smaller width and fewer steps.
         train(TrainSettings(d_model=64, steps=1200) if options.quick else TrainSettings(), folder)
     if (folder / "training.json").exists():
         return load_word_problem(folder, options.batch, options.length, options.device)
@@ -88,7 +92,10 @@ def find(name: str, options: argparse.Namespace) -> Subject:
 
 
 def load_word_problem(folder: Path | str, rows: int, length: int | None, device: str) -> Subject:
-    """The model of a state-tracking run, with new sequences; default ``length``: the longest in training."""
+    """Load the model of a state-tracking run, and make ``rows`` new sequences of ``length`` tokens.
+
+    If ``length`` is ``None``, the sequences are as long as the longest sequences in training.
+    """
     model, settings = load(folder)
     fresh = held_out(settings, length or settings.length, rows, seed=0)
     ids, targets = fresh.tokens.to(device), fresh.targets.to(device)
@@ -96,7 +103,10 @@ def load_word_problem(folder: Path | str, rows: int, length: int | None, device:
 
 
 def train_language_model(models: Path, body: str, texts: list[str], quick: bool) -> tuple[Path, Path]:
-    """Train a two-layer model with the backbone ``body``. Returns the folders of the model and its data."""
+    """Train a two-layer model with the backbone ``body``.
+
+    Returns the folder of the model and the folder of its training data.
+    """
     tokenizer, data = train_tokenizer(texts, models / "tokenizer.json"), str(models / "data")
     made = ["--output", data, "--tokenizer", str(tokenizer), "--validation-share", "0.05"]
     if prepare.main([*texts, *made]):
@@ -107,9 +117,9 @@ def train_language_model(models: Path, body: str, texts: list[str], quick: bool)
 
 
 def default_text(models: Path) -> Path:
-    """The path of a file with Python's help pages, which is written if it does not exist.
+    """Return the path of a text file with Python's help pages. Write the file if it does not exist.
 
-    An existing file is not written again: prepared data cannot be reused after their text file changes.
+    An existing file stays unchanged, because prepared data cannot be reused after their text file changes.
     """
     models.mkdir(parents=True, exist_ok=True)
     file = models / "help.txt"

@@ -1,6 +1,7 @@
-"""Searches that remove settled sequences from the batch, so that later evaluations of f cost less.
+"""Searches that remove settled sequences from the batch. Later evaluations of f then cost less.
 
-A sequence has settled when each of its tokens has converged or used up its budget of evaluations.
+A token has settled when its iteration has ended, for example because the token has converged or has used up
+its budget of evaluations. A sequence has settled when all its tokens have settled.
 """
 
 from dataclasses import replace
@@ -19,13 +20,13 @@ class CompactingRunner(Runner):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # index in the whole batch
-        self._left: list[tuple[Tensor, Solution]] = []  # indices and solutions of removed rows
+        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # places in the whole batch
+        self._left: list[tuple[Tensor, Solution]] = []  # places and solutions of removed rows
 
     def proceed(self) -> None:
         if self.passes and self.passes % self.check_every == 0:
             settled = self.carry.tokens.settled.all(1)
-            if 2 * int(settled.sum()) >= len(settled):  # smaller removals cost more than they save
+            if 2 * int(settled.sum()) >= len(settled):  # removing fewer rows costs more than it saves
                 self._remove(settled)
         super().proceed()
 

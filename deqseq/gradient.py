@@ -1,7 +1,8 @@
-"""The interface of gradient strategies. A strategy decides which evaluations record an autograd graph.
+"""The interface of gradient strategies. A strategy decides which evaluations of f record an autograd graph.
 
-A strategy is built from two functions: :func:`~deqseq.search` finds the fixed point without an autograd
-graph; :func:`~deqseq.steps` does some iterations, and records an autograd graph if gradients are enabled.
+A strategy is built from two functions. :func:`~deqseq.search` finds the fixed point without an autograd
+graph. :func:`~deqseq.steps` does a given number of iterations, and records an autograd graph if gradients are
+enabled.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from deqseq.solution import Solution
 
 
 class GradientStrategy(ABC):
-    """Solves a problem so that gradients reach the problem's context (inputs and parameters).
+    """Solves a fixed-point problem. Gradients flow from the solution to the inputs and parameters of f.
 
     Example of a strategy in another package::
 
@@ -32,19 +33,19 @@ class GradientStrategy(ABC):
 
     @abstractmethod
     def solve(self, problem: Problem) -> Solution:
-        """Solve the problem; gradients flow through ``solution.z``."""
+        """Solve the problem. Gradients flow through ``z`` of the returned solution."""
 
     def exact(self, problem: Problem) -> bool:
-        """Whether autograd records the whole solve, so that derivatives of every order are correct.
+        """Whether autograd records the whole solve. If true, derivatives of every order are correct.
 
-        If false, a second derivative through ``solution.z`` raises ``RuntimeError``. Such a derivative would
-        be wrong, because the search records no autograd graph.
+        If false, a second derivative through ``solution.z`` raises ``RuntimeError``. This derivative would be
+        wrong, because the search records no autograd graph.
         """
         return False
 
 
 class _FirstOrder(torch.autograd.Function):
-    """The identity. Its second derivative raises ``RuntimeError``."""
+    """Returns its input z unchanged. A second derivative through this function raises ``RuntimeError``."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, strategy: str) -> Tensor:
@@ -53,7 +54,7 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # Gradients are enabled inside a backward pass only with create_graph=True.
+        # Inside a backward pass, gradients are enabled only if the caller has set create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"the second derivative through {ctx.strategy} would be wrong, because its search has no "

@@ -28,9 +28,10 @@ class Registry(Generic[Part]):
     Args:
         kind: the word for a part in error messages, e.g. ``"solver"``.
         group: the entry-point group in which other packages register their parts.
-        builtin: the parts of this package, ``name -> "module:attribute"``; imported on first use.
+        builtin: maps the name of each part of this package to ``"module:attribute"``. A part is imported on
+            first use.
         base: the base class of all parts.
-        hint: text to append to the error message for an object of a wrong class.
+        hint: text at the end of the error message for an object of a wrong class.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Registry(Generic[Part]):
         return loaded
 
     def create(self, spec: Part | str | Mapping[str, Any]) -> Part:
-        """Build a part from ``spec``; if ``spec`` is a part, return it.
+        """Build a part from a name or a mapping. If ``spec`` is already a part, return it unchanged.
 
         Raises:
             ValueError: the name is unknown, ``spec`` has an option that the part does not take, or ``spec``
@@ -91,10 +92,13 @@ class Registry(Generic[Part]):
         return spec
 
     def pair(self, specs: Any) -> tuple[Part, Part]:
-        """The parts for training and evaluation, from a tuple or list of two, or from one for both.
+        """Return the part for training and the part for evaluation.
+
+        ``specs`` is a tuple or list of two specifications, as for :meth:`create`. If it is a single
+        specification, both parts are the same object.
 
         Raises:
-            ValueError: the number of parts is not two; the errors of :meth:`create`.
+            ValueError: the tuple or list does not have two entries, or :meth:`create` refuses an entry.
         """
         if not isinstance(specs, (tuple, list)):
             part = self.create(specs)
@@ -106,14 +110,18 @@ class Registry(Generic[Part]):
         return self.create(specs[0]), self.create(specs[1])
 
     def check(self, spec: str | Mapping[str, Any]) -> None:
-        """Check the name and options without building the part; the errors are those of :meth:`create`."""
+        """Check the name and options of ``spec`` without building the part.
+
+        Raises:
+            ValueError: the name is unknown, or the part does not take the given options.
+        """
         self._bound(*self._read(spec))
 
     def takes(self, spec: str | Mapping[str, Any], option: str) -> bool:
         """Whether the part that ``spec`` names takes ``option``.
 
         Raises:
-            ValueError: unknown name.
+            ValueError: the name is unknown.
         """
         return option in inspect.signature(self.lookup(self._read(spec)[0])).parameters
 
@@ -144,7 +152,7 @@ class Registry(Generic[Part]):
 
 
 def _value(text: str) -> Any:
-    """``text`` as a number if it is a number, else ``text``."""
+    """Convert ``text`` to an int or float. If it is not a number, return it unchanged."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -3,12 +3,13 @@
 Only calls with one token per sequence are recorded, as in generation. The second call with the same shapes
 makes the recording. Later calls copy their inputs into the recording's buffers and replay the graphs.
 
-The results equal those of the plain loop. A replay may run more passes, but settled tokens are frozen, so
-extra passes change nothing.
+A replay gives the same results as the plain loop (:mod:`deqseq.loop`). It may run more passes (evaluations of
+f), but extra passes change nothing, because settled tokens are frozen.
 
 A replay reads the layer's current weights, so training between two calls takes effect. After a module, solver
-or policy has been replaced, the layer makes a new recording. Changing an attribute of a solver, policy or
-module in place is not detected. A layer with hooks is never replayed.
+or policy has been replaced, the layer makes a new recording. The layer does not notice if an attribute of a
+solver, policy or module is changed in place, and then replays the old recording. A layer with hooks is never
+replayed.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from deqseq.trees import Copier, copied, overwrite
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 64
-"""Largest batch to record. In larger batches, kernel launches take only a small share of the time."""
+"""Maximum number of sequences in a recorded call. In a larger batch, kernel launches take only a small share
+of the time, so a recording would save little."""
 PASSES_OF_A_CALL = 2
-"""Passes in one CUDA graph. After each replay the host checks whether all tokens have settled."""
+"""Number of passes in one CUDA graph. After each replay, the host checks whether all tokens have settled."""
 MAX_RECORDINGS = 4
-"""Maximum number of recordings per layer, because recordings take device memory. A new recording replaces the
-least recently used one."""
+"""Maximum number of recordings per layer. Recordings take device memory, so a layer with this many recordings
+drops the least recently used one before it adds another."""
 
 MakeProblem = Callable[[Inputs], Problem]
 MakeResult = Callable[[Solution, Inputs], Solution]
@@ -49,15 +51,15 @@ _PER_TOKEN = ("z", "residual", "iterations", "status")
 
 
 class _Entry(NamedTuple):
-    parts: tuple[object, ...]  # solver, policy and group, kept alive: the key contains their id()
-    recording: Recording | None  # ``None`` until the second call
+    parts: tuple[object, ...]  # solver, policy, process group: kept alive, because the key has their id()
+    recording: Recording | None  # ``None`` until the second call makes it
 
 
 class Recordings:
-    """A layer's recordings. Copied and loaded layers start without recordings."""
+    """The recordings of a layer. A copied or loaded layer starts without recordings."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # all threads share the buffers of a recording
+        self._lock = threading.Lock()  # one thread at a time: all share the recordings' buffers
         self.known: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._fingerprint = Fingerprint()
 
@@ -75,7 +77,7 @@ class Recordings:
         make_problem: MakeProblem,
         make_result: MakeResult,
     ) -> Solution:
-        """Replay the recording for these shapes and settings, if there is one; otherwise solve.
+        """Solve for ``inputs``. If there is a recording for their shapes and these settings, replay it.
 
         The second call with the same shapes and settings makes the recording, if the solve can be recorded.
 
@@ -83,8 +85,10 @@ class Recordings:
             layer: the layer whose parameters and modules the solve uses.
             options: solver, policy and window of the solve.
             inputs: the inputs of the call.
-            make_problem: makes the problem from the inputs. It must not make the host wait for the device.
-            make_result: makes the result from the solution and the inputs. It must not make the host wait.
+            make_problem: function that makes the problem from the inputs. It must not make the host wait for
+                the device.
+            make_result: function that makes the result from the solution and the inputs. It must not make the
+                host wait either.
         """
         flat = _flat(inputs)
         parts = (options.solver, options.convergence, getattr(layer, "group", None))
@@ -108,7 +112,7 @@ class Recordings:
 
 
 def _flat(inputs: Inputs) -> list[Tensor]:
-    """The tensors of the inputs, in order. Runs for every generated token, so it must be fast."""
+    """The tensors in ``inputs``, in order. Runs for every generated token, so it must be fast."""
     found = [t for t in inputs[:-1] if isinstance(t, Tensor)]
     return found if inputs.state is None else [*found, *inputs.state.tensors()]
 
@@ -120,7 +124,7 @@ def _pays(problem: Problem) -> bool:
 
 
 def _key(inputs: list[Tensor]) -> Hashable:
-    """The shapes, types and devices of the inputs, and PyTorch's modes, as part of a recording's key."""
+    """A part of a recording's key: the inputs' shapes, types and devices, and modes such as autocast."""
     shapes = tuple((t.shape, t.dtype, t.device) for t in inputs)
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -130,14 +134,16 @@ def _key(inputs: list[Tensor]) -> Hashable:
 class Fingerprint:
     """Detects changes of a layer that make its recordings invalid, such as a replaced module or weight.
 
-    ``of`` runs before every token, so it must be fast. It lists the modules of the layer once, and again only
-    after a module was replaced. Its loops over dictionaries run in C.
+    The method ``of`` runs for every generated token, so it must be fast. It lists the modules of the layer
+    once, and again only after a module was replaced. Loops over dictionaries use ``map`` and ``chain``, which
+    run in C.
     """
 
     def __init__(self) -> None:
-        # No layer yet. ``of`` stores a weak reference, because the layer already refers to this object.
+        # Returns the layer; ``None`` before the first call of ``of``. A weak reference avoids a cycle: the
+        # layer already refers to this object.
         self._layer: Callable[[], nn.Module | None] = lambda: None
-        self._modules: list[nn.Module] = []  # all modules inside the layer
+        self._modules: list[nn.Module] = []  # all modules inside the layer, without the layer itself
         self._subtrees: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []
@@ -156,7 +162,8 @@ class Fingerprint:
             self._hooks = [d for m in every for d in (m._forward_hooks, m._forward_pre_hooks)]
             self._children = self._ids()
         memory = [0 if t is None else t.data_ptr() for t in _values(self._tensors)]
-        # A replay would skip the hooks. A new object equals no earlier value, so no recording is found.
+        # If there are hooks, return a new object. It equals no earlier value, so no recording is found. A
+        # replay would skip the hooks.
         hooked = object() if any(self._hooks) else None
         training = (layer.training, *[m.training for m in self._modules])
         return self._walked, training, tuple(memory), hooked
@@ -180,7 +187,7 @@ class Recording(Runner):
         device = inputs.x.device
         steps = self._record_begin, self._record_passes, self._record_end
         self._begin, self._passes, self._end = graphs.capture(device, *steps)
-        # An event that marks the end of the last call, after which the buffers may be overwritten.
+        # This event marks the end of the last call. After the event, the buffers may be overwritten.
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def _record_begin(self) -> None:
@@ -204,7 +211,7 @@ class Recording(Runner):
 
     def run(self, inputs: list[Tensor]) -> Solution:
         """Solve for new inputs of the recorded shapes."""
-        if self._copied is not None:  # the last call may have run on another stream
+        if self._copied is not None:  # wait for the last call: it may have run on another stream
             torch.cuda.current_stream().wait_event(self._copied)
         self._into.overwrite(inputs)
         solution = drive(self)

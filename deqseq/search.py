@@ -1,4 +1,4 @@
-"""Two ways to iterate: :func:`search` until convergence, :func:`steps` a given number of times.
+"""Two ways to iterate: :func:`search` iterates until convergence, :func:`steps` a given number of times.
 
 Gradient strategies are built from these two functions.
 
@@ -22,7 +22,7 @@ from deqseq.solver import Progress, Solver, SolverState, solvers
 
 
 def search(problem: Problem) -> Solution:
-    """Iterate until every token has converged or used up its budget. Records no autograd graph.
+    """Iterate until every token has converged or used up its evaluations. Records no autograd graph.
 
     Returns f(z) of the last evaluation. With the policy ``FixedIterations(n)``, the search does n iterations
     and returns the solver's last iterate.
@@ -40,7 +40,7 @@ def steps(
     solver: Solver | str | Mapping[str, Any] | None = None,
     checkpoint: bool = False,
 ) -> Solution:
-    """Do ``count`` iterations on all tokens at once; returns the last iterate.
+    """Do ``count`` iterations on all tokens at once. Returns the last iterate.
 
     Evaluations record an autograd graph if gradients are enabled.
 
@@ -50,9 +50,9 @@ def steps(
         start: the solution of a search; the iteration continues from its z. The result keeps the residual,
             iterations, status and state of ``start``. By default the iteration begins at ``problem.z0``.
 
-            If a token in ``start`` is not finite, the result has the z of ``start`` at this token and at the
-            later tokens of its sequence. During the iteration these tokens are zero, because NaN would
-            spread to earlier tokens through matrix products.
+            If a token in ``start`` is not finite, this token and all later tokens of its sequence are not
+            iterated. In the result, they keep their z from ``start``. During the iteration, their z is set
+            to zero, because NaN would spread to earlier tokens through matrix products.
         solver: proposes the iterates; the problem's solver by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
     """
@@ -73,7 +73,7 @@ def steps(
 
 
 def _excluded(found: Solution) -> Tensor | None:
-    """(B, L) bool, the first non-finite token of each sequence and all tokens after it.
+    """(B, L) bool, true at the first non-finite token of each sequence and at all tokens after it.
 
     ``None`` if all tokens are finite.
     """
@@ -86,7 +86,7 @@ def _zeroed(z: Tensor, tokens: Tensor) -> Tensor:
 
 
 class _ZeroAt(Solver):
-    """Wraps a solver and sets its iterates to zero at ``tokens`` (B, L) bool."""
+    """Wraps a solver. Sets its iterates to zero where ``tokens`` (B, L) is true."""
 
     def __init__(self, inner: Solver, tokens: Tensor) -> None:
         self._inner, self._tokens = inner, tokens

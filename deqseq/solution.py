@@ -24,13 +24,13 @@ class Solution:
         z: (B, L, D) the equilibrium.
         residual: (B, L) float32, ``||f(z) - z|| / ||f(z)||`` in the token's last evaluation.
         iterations: (B, L) int64, number of evaluations that each token needed.
-        status: (B, L) int64 codes of :class:`Status`.
+        status: (B, L) int64, why the iteration of each token ended, as a code of :class:`Status`.
         nfe: number of function evaluations, including gradient steps. One evaluation is one call of f for all
             tokens of the batch or window.
         state: the detached backbone state after the last token; ``None`` if the solve got no state.
-        adjoint: the solution of the backward system, set by the backward pass of
-            :class:`~deqseq.ImplicitDifferentiation`. Each row of the adjoint is one sequence, followed by
-            padding, even if a row of the layer's input held several sequences.
+        adjoint: the solution of the backward system (the linear system for the gradient). The backward pass
+            of :class:`~deqseq.ImplicitDifferentiation` sets this attribute. Each row of the adjoint is one
+            sequence, followed by padding, even if a row of the layer's input held several sequences.
     """
 
     z: Tensor
@@ -42,9 +42,9 @@ class Solution:
     adjoint: Solution | None = None
 
     def __getitem__(self, row: int | slice) -> Solution:
-        """The solution of the sequences ``row``, without state and adjoint.
+        """The solution of one sequence (an index) or of several (a slice), without state and adjoint.
 
-        Pipelines of transformers index model outputs in this way to split a batch.
+        Pipelines of transformers need this method, because they index model outputs to split a batch.
         """
         per_token = {name: getattr(self, name)[row] for name in ("z", "residual", "iterations", "status")}
         return replace(self, **per_token, state=None, adjoint=None)

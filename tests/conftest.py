@@ -15,7 +15,7 @@ from deqseq.backbone import Trace
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
 from deqseq.solver import Progress
 
-if not torch.cuda.is_available():  # Triton reads this variable when a kernel is defined
+if not torch.cuda.is_available():  # set it early: Triton reads it when a kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if device := os.environ.get("DEQSEQ_TEST_DEVICE"):
     torch.set_default_device(device)
@@ -43,7 +43,7 @@ MakeLayer = Callable[..., ImplicitSequenceLayer]
 
 
 class PrefixMean(nn.Module):
-    """u_t -> tanh(U u_t + V mean(u_1, ..., u_t)). Later tokens change nothing, even if they are NaN."""
+    """Maps u_t to tanh(U u_t + b + V mean(u_1, ..., u_t)). Tokens after t never change the result at t."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PrefixMean(nn.Module):
 
 
 class Pointwise(nn.Module):
-    """u_t -> A u_t for a matrix A (D, D) or a number A."""
+    """Maps every token u_t to A u_t. A is a matrix (D, D) or a number."""
 
     def __init__(self, matrix: Tensor) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Pointwise(nn.Module):
 
 
 class Rates(Backbone):
-    """f(z)_t = a_t z_t + x_t, where a_t = x_t[0]. Token t converges at the known rate a_t."""
+    """The map f(z)_t = a_t z_t + x_t. Token t converges at the rate a_t, the first channel of x_t."""
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         return Context((x, x[..., :1]))
@@ -89,10 +89,11 @@ class Rates(Backbone):
 
 
 def contract(backbone: Backbone) -> Backbone:
-    """Weaken the dependence on z, so that each Picard iteration roughly halves the residual.
+    """Make f depend less on z. Each Picard iteration then roughly halves the residual.
 
-    Smaller norm weights shrink the z that enters a mixer or MLP. Larger mixer outputs outweigh the z on the
-    residual stream. Shrinking the stream as a whole would not help, because the final norm cancels its scale.
+    Smaller norm weights shrink the z that enters a mixer or MLP. The residual stream also carries z. Larger
+    mixer outputs reduce the share of z in the stream. Making the whole stream smaller would not help, because
+    the final norm cancels its scale.
     """
     with torch.no_grad():
         for name, parameter in backbone.named_parameters():
@@ -111,7 +112,10 @@ def _seed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def optional_data() -> Callable[[str], Path]:
-    """``optional_data(name)``: the folder ``name`` in ``DEQSEQ_TEST_DATA``; skips the test without one."""
+    """``optional_data(name)``: the folder ``name`` in ``DEQSEQ_TEST_DATA``.
+
+    If this folder does not exist, the test is skipped.
+    """
 
     def folder(name: str) -> Path:
         if TEST_DATA is None:
@@ -176,13 +180,13 @@ def make_layer(make_backbone: MakeBackbone) -> MakeLayer:
 
 @pytest.fixture
 def rates() -> Backbone:
-    """The map f(z)_t = a_t z_t + x_t, where a_t = x_t[0]."""
+    """The map f(z)_t = a_t z_t + x_t. Token t converges at the rate a_t, the first channel of x_t."""
     return Rates()
 
 
 @pytest.fixture
 def pointwise() -> Callable[[Tensor], ModuleBackbone]:
-    """``pointwise(A)``: the map A (z_t + x_t), without links between tokens."""
+    """``pointwise(A)``: the map f(z)_t = A (z_t + x_t). A token does not depend on other tokens."""
     return lambda matrix: ModuleBackbone(Pointwise(matrix))
 
 
@@ -246,7 +250,7 @@ def gradients_of() -> Callable[..., list[Tensor]]:
 
 @pytest.fixture(scope="session")
 def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared data folder with one token per byte. Lines repeat one letter or have random letters."""
+    """A prepared data folder with one token per byte. Half of the lines repeat a letter, half are random."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from deqseq.tasks import prepare

@@ -61,7 +61,10 @@ def assert_blind_to_the_future(
     change: Callable[[Tensor], Tensor],
     at: tuple[int, ...] = (1, 7, 13),
 ) -> None:
-    """Change the tokens at positions ``at``, one by one: results of earlier tokens must stay the same."""
+    """Change one token of sequence 0 at a time, at the positions ``at``.
+
+    Results of earlier tokens, and of the other sequence, must stay the same.
+    """
     x = torch.randn(2, L, 16)
     before = layer(x)
     for t in at:
@@ -76,7 +79,7 @@ def assert_blind_to_the_future(
 
 
 class Bursting(nn.Module):
-    """A causal map that overflows at a token if the token's input is above 50."""
+    """A causal map. It overflows at a token if a channel of the token's input is above 50."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class Bursting(nn.Module):
 
 
 class JacobianFree(GradientStrategy):
-    """A gradient strategy as another package would write it."""
+    """A gradient strategy that uses only the public interface, as a strategy of another package would."""
 
     def solve(self, problem: Problem) -> Solution:
         return steps(problem, 1, start=search(problem))
@@ -114,7 +117,8 @@ def test_a_future_that_overflows_in_training(gradient: Any, window: int | None) 
     (z, _, expected), (burst, status, gradients) = found
     assert torch.equal(burst[0, :3], z[0, :3]) and torch.equal(burst[1], z[1])
     assert status[0].tolist()[:4] == [1, 1, 1, 3] and (status[1] == 1).all()
-    if gradient != "implicit":  # the implicit backward system contains an infinite derivative
+    # Do not compare implicit gradients: their backward system contains an infinite derivative.
+    if gradient != "implicit":
         for new, old in zip(gradients, expected, strict=True):
             torch.testing.assert_close(new, old)
 
@@ -225,7 +229,7 @@ def test_sequence_scope_is_refused_in_training_unless_asked_for(
 
 @pytest.mark.parametrize("name", [n for n in SEQUENCE_SCOPED if n != "best"])
 def test_sequence_scope_leaks(rates: Backbone, name: str) -> None:
-    """Causal training refuses sequence scope, because a later token can change earlier ones."""
+    """In sequence scope, a later token changes earlier tokens. So causal training refuses this scope."""
     layer = ImplicitSequenceLayer(rates, **SEQUENCE_SCOPED[name], causal=False)
     if name == "quantile":
         layer.train_solve = layer.eval_solve = replace(
@@ -241,7 +245,7 @@ def test_sequence_scope_leaks(rates: Backbone, name: str) -> None:
 
 
 def test_best_of_a_sequence_leaks(rates: Backbone) -> None:
-    """A later token decides whether an early token gets its best iterate."""
+    """If all tokens share one best iterate, a later token changes the result of an earlier token."""
     x = torch.full((1, 2, 2), 0.5)
     x[0, 0, 0] = -0.9  # converges slowly
     layer = ImplicitSequenceLayer(

@@ -1,4 +1,4 @@
-"""Training stages: which stage a step has, what a stage changes in the layer, and storage as JSON."""
+"""Training stages: which stage a step belongs to, what a stage changes in the layer, storage as JSON."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_apply_sets_training_and_leaves_evaluation() -> None:
 
 
 def test_a_policy_holds_until_another_is_named() -> None:
-    """A stage that names no policy takes the last one named before it in the list."""
+    """A stage that names no policy takes the policy of the stage before it."""
     named = Stage(0.2, "phantom", {"name": "fixed", "iterations": 4}, eval_convergence="fixed:7")
     own, held = Stage(0.5, "phantom", "fixed:5"), Stage(1.0, "phantom")
     last = Curriculum([named, own, held]).stages[-1]

@@ -57,7 +57,7 @@ def test_additive_masks_are_refused(make_layer: MakeLayer, wrong: float) -> None
 
 
 def padded_batch(mask: str, fill: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch x (3, 12, 16), its attention mask, and sequence 1 of x without padding.
+    """Returns a batch x (3, 12, 16), its attention mask, and sequence 1 of x without padding.
 
     Only sequence 1 has padding; all its padding values are ``fill``.
     """
@@ -135,7 +135,7 @@ def test_gradients_with_padding(
     x, alone = x.double(), alone.double()
     real = attention_mask[1].bool()
     weight = torch.randn_like(x)
-    # The loss includes padding tokens, where z is always 0.
+    # The loss includes padding tokens. They add nothing, because their z is always 0.
     together = gradients_of(layer, x, weight, attention_mask=attention_mask)
     parts = [
         gradients_of(layer, x[[0, 2]], weight[[0, 2]]),
@@ -153,7 +153,7 @@ def test_gradients_with_padding(
 def test_nan_at_padding_does_not_matter(
     make_layer: MakeLayer, assert_close: Close, backbone: str, window: int | None
 ) -> None:
-    """Padding may hold any values, for example those of an uninitialised buffer."""
+    """NaN at padding must not change the results: an uninitialised buffer may contain NaN."""
     layer = make_layer(backbone, window=window).eval()
     x, attention_mask, alone = padded_batch("left", fill=torch.nan)
     real = attention_mask[1].bool()
@@ -203,7 +203,7 @@ def test_slow_batch_mates(
         for i in range(3):
             alone = layer(x[i : i + 1], z0=z0[i : i + 1])
             assert_close(out.z[i : i + 1], alone.z, 1e-5)
-            if exact:  # in float32, rounding depends on the batch size and can change the counts
+            if exact:  # in float32, rounding depends on the batch size and can change iterations
                 assert torch.equal(out.solution.iterations[i : i + 1], alone.solution.iterations)
     assert out.solution.iterations[0].sum() < out.solution.iterations[1].sum()
 

@@ -9,7 +9,7 @@ from deqseq.statistics import SolveStatistics
 
 
 def solution(nfe: int = 9) -> Solution:
-    """Two sequences of three tokens. The second has two padding tokens at its end, with a residual of NaN."""
+    """Two sequences of three tokens. The second ends with two padding tokens, whose residuals are NaN."""
     status = torch.tensor([[1, 2, 1], [1, 1, 1]])
     iterations = torch.tensor([[3, 9, 5], [4, 0, 0]])
     residual = torch.tensor([[0.1, 0.7, 0.2], [0.3, torch.nan, torch.nan]])
@@ -56,7 +56,7 @@ def test_positions(longer_first: bool) -> None:
 
 
 def test_processes_are_added_up() -> None:
-    """Two processes: one solved four tokens, the other three."""
+    """One process has solved four tokens, the other three. The means must cover all seven tokens."""
     mine, other = SolveStatistics(tail=True), SolveStatistics(tail=True)
     mine.add(solution(nfe=4))
     other.add(solution(nfe=8)[:1])

@@ -20,11 +20,11 @@ from deqseq.ops import advance, one_token
 from deqseq.ops.one_token import AttentionWeights, SwiGLUWeights
 
 SLOTS = 64
-"""A state that grows rounds its number of slots up to a multiple of this number."""
+"""When a state grows, its number of slots is rounded up to a multiple of this number."""
 
 
 class Attention(LinearMaps):
-    """Self-attention with rotary positions and grouped key/value heads, no biases."""
+    """Self-attention with rotary positions and grouped key/value heads. Its linear maps have no biases."""
 
     def __init__(
         self, d_model: int, n_head: int, n_kv_head: int, function: AttentionFunction | None, causal: bool
@@ -38,7 +38,7 @@ class Attention(LinearMaps):
         self.wv = nn.Linear(d_model, n_kv_head * self.headdim, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
         self.function = function
-        # transformers' functions read these attributes:
+        # transformers' attention functions read these attributes:
         self.config = None if function is None else function.config
         self.is_causal = causal
         self.num_key_value_groups = n_head // n_kv_head
@@ -51,7 +51,10 @@ class Attention(LinearMaps):
         self, u: Tensor, weights: AttentionWeights, injection: Tensor | None,
         state: tuple[Tensor, ...] | None, rotary: tuple[Tensor, Tensor], mask: Any,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-        """The output (B, W, D), and the new keys and values (B, J, W, P), or ``None`` without a state."""
+        """Returns the output (B, W, D), and the keys and values of the W tokens, each (B, J, W, P).
+
+        Without a state, the second value is ``None``.
+        """
         qkv = F.linear(u, weights.qkv)
         if injection is not None:
             qkv = qkv + injection
@@ -72,12 +75,12 @@ class Attention(LinearMaps):
 
 
 def no_slots(state: tuple[Tensor, ...] | None) -> bool:
-    """True if there are no keys and values of earlier tokens: no state, or a state without slots."""
+    """Whether there are no keys and values of earlier tokens: ``state`` is ``None`` or has no slots."""
     return state is None or state[0].shape[2] == 0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary position embeddings to ``x`` (B, H, W, P) (Su et al., 2021).
+    """Apply rotary position embeddings (Su et al., 2021) to ``x`` (B, H, W, P).
 
     ``cos`` and ``sin`` are (B, 1, W, P). Channels i and i + P / 2 form a pair.
     """
@@ -91,11 +94,13 @@ class LlamaBlock(Block):
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
         rotary: tuple[Tensor, Tensor], mask: Any, seen: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:  # fmt: skip
-        """Returns the stream, the MLP's output (the next block adds it to the stream), and the trace.
+        """Returns the residual stream (B, W, D), the MLP's output (B, W, D) and the trace.
 
-        A post-norm block returns ``None`` as the second value, because nothing is left to add.
+        The next block adds the MLP's output to the stream, as the argument ``added``. A post-norm block has
+        already added the MLP's output, so it returns ``None`` instead.
 
-        ``seen`` (B,): the number of filled slots. If it is given, a fused kernel computes the block.
+        ``seen`` (B,): number of filled slots of each sequence. If ``seen`` and ``state`` are given, a fused
+        kernel computes the block.
         """
         if seen is not None and state is not None:
             from deqseq.ops.one_token.triton import llama_block
@@ -108,7 +113,8 @@ class LlamaBlock(Block):
 class LlamaBackbone(Stack):
     """f(z, x): a stack of Llama blocks and a final norm, with x injected into every block.
 
-    One shared injection W RMSNorm(x) + b is added to queries, keys and values of every layer.
+    The injection is a linear map of RMSNorm(x). All blocks share it, and each block adds it to its queries,
+    keys and values.
 
     Fused attention and our kernels have no second derivative. For second derivatives, use
     ``attention="eager"``, or call the model inside ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. On a
@@ -121,22 +127,27 @@ class LlamaBackbone(Stack):
         n_kv_head: number of key/value heads J, a divisor of H; by default H.
         d_inner: the MLP has int(2 d_inner / 3) hidden units; by default ``d_inner`` is 4 D.
         rope_theta: base of the rotary positions.
-        norm_eps, weight_norm, injection, input_skip: as in :class:`Mamba2Backbone`.
-        attention: ``"sdpa"`` is torch's function, which runs a flash kernel if possible. All other names are
-            from transformers' attention interface: ``"flash_attention_2"`` (or 3, 4), ``"flex_attention"``,
-            ``"eager"``, and functions registered with ``transformers.AttentionInterface.register``. If such a
-            function takes a mask, register the mask with ``AttentionMaskInterface.register``. With a
-            non-empty state (windows, decoding), the backbone always uses torch's function.
-        causal: false: every token attends to all tokens of its sequence. Needs ``attention="sdpa"``.
-        board: number of tokens in a row of a board, such as 9 for a Sudoku. Rotary positions then have two
-            dimensions, and half of the channels encode each. Needs ``causal=False``. By default positions
-            have one dimension.
-        post_norm: true: a block computes u <- norm(u + attention(u)), then u <- norm2(u + mlp(u)), and there
-            is no final norm. Needs ``causal=False``, because the kernels for decoding compute pre-norm
-            blocks. False: pre-norm blocks and a final norm.
+        norm_eps: constant that every norm adds to the mean square.
+        weight_norm: whether every linear map has weight normalisation.
+        injection: whether every block adds the injection. Set false for explicit layers, which pass x as z.
+        input_skip: if true, the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0.
+        attention: ``"sdpa"`` is torch's ``scaled_dot_product_attention``. It runs a flash kernel if possible.
+            All other names are from transformers' attention interface: ``"flash_attention_2"`` (or 3, 4),
+            ``"flex_attention"``, ``"eager"``, and functions that are registered with
+            ``transformers.AttentionInterface.register``. If a registered function takes a mask, register the
+            mask too, with ``AttentionMaskInterface.register``. With a non-empty state (windows, decoding),
+            the backbone always uses torch's function.
+        causal: if true, each token attends to itself and to earlier tokens. If false, every token attends to
+            all tokens of its sequence, and ``attention`` must be ``"sdpa"``.
+        board: number of tokens in a row of a board, such as 9 for a Sudoku. Half of the channels then encode
+            a token's row, the other half its column. Needs ``causal=False``. By default, all channels encode
+            the position in the sequence.
+        post_norm: if true, a block computes u <- norm(u + attention(u)), then u <- norm2(u + mlp(u)) on the
+            residual stream u, and there is no final norm. Needs ``causal=False``, because the kernels for
+            decoding compute pre-norm blocks. If false, the blocks are pre-norm, and there is a final norm.
 
     Raises:
-        ValueError: a size below 1, or one that breaks a rule above; an attention that is unknown or not
+        ValueError: a size is below 1; an option breaks a rule above; the attention is unknown or not
             installed.
     """
 
@@ -179,7 +190,7 @@ class LlamaBackbone(Stack):
         width = (n_head + 2 * n_kv_head) * headdim
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip, post_norm)
         self.attention = function
-        self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, still empty
+        self.state_shapes = ((n_kv_head, 0, headdim),) * 2  # keys and values, initially without slots
         self.headdim = headdim
         self.rope_theta = rope_theta
         self.causal = causal
@@ -197,7 +208,7 @@ class LlamaBackbone(Stack):
         return Context((*context.tokens, real), context.shared._replace(padded=True))
 
     def _rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, L, P) float32 of the rotation angles at ``position_ids`` (B, L)."""
+        """Cosines and sines of the rotation angles at ``position_ids`` (B, L), each (B, L, P) float32."""
         axes = (
             [position_ids] if self.board is None else [position_ids // self.board, position_ids % self.board]
         )
@@ -225,9 +236,10 @@ class LlamaBackbone(Stack):
         return self.through(stream, context, state, choice, injection, rotary, mask, seen)
 
     def _mask(self, width: int, state: State) -> Tensor | None:
-        """(B, 1, W, S + W) bool: each token attends to all filled slots, to earlier tokens and to itself.
+        """The attention mask, (B, 1, W, S + W) bool, for a window of W = ``width`` tokens.
 
-        ``None`` if the state has no slots: torch's causal attention then needs no mask.
+        Each token attends to all filled slots, to earlier tokens of the window and to itself. If the state
+        has no slots, the result is ``None``, because torch's causal attention then needs no mask.
         """
         if no_slots(state.layers[0]):
             return None
@@ -237,9 +249,10 @@ class LlamaBackbone(Stack):
         return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """A state with enough slots for the tokens of ``z``.
+        """Return a state with enough free slots for the tokens of ``z``.
 
-        Growing copies the state. Every growth after the first adds 50 % spare slots, so that growth is rare.
+        Growing copies all keys and values. To make this rare, every growth after the first adds 50 % spare
+        slots.
         """
         slots = state.layers[0][0].shape[2]
         needed = int(state.seen.max()) + z.shape[1] if slots else z.shape[1]
@@ -258,7 +271,7 @@ class LlamaBackbone(Stack):
         gone = (state.seen - tokens).clamp_min(0)
         kept = gone[:, None] + torch.arange(min(tokens, slots), device=gone.device)  # (B, S)
         kept = kept.clamp_max(slots - 1)[:, None, :, None]
-        # Positions restart at 0: rotate the kept keys back by the number of removed tokens.
+        # Rotate the kept keys back by the number of removed tokens, because positions restart at 0.
         cos, sin = (table[:, None] for table in self._rotary(-gone[:, None]))
 
         def taken(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Any solver of the torchdeq package (Geng & Kolter, 2023, arXiv 2310.18605), by name."""
+"""Use the solvers of the torchdeq package (Geng & Kolter, 2023, arXiv 2310.18605) in deqseq."""
 
 import inspect
 from collections.abc import Callable
@@ -14,7 +14,8 @@ from deqseq.solver import Progress, Solver, SolverState
 # Arguments of torchdeq's solvers that users cannot set, because our loop calls f and decides when to stop.
 _OWN = {"func", "x0", "max_iter", "tol", "stop_mode", "indexing", "return_final", "kwargs"}
 _NEVER = 1_000_000
-# The rules of torchdeq's own solvers, which do not check their options. Anderson writes two entries at once.
+# torchdeq's own solvers do not check their options, so these functions do. ``m`` must be at least 2, because
+# torchdeq's Anderson writes two entries of its history at once.
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
     "m": partial(check_count, least=2, most=MOST_STEPS),
     "LBFGS_thres": partial(check_count, most=MOST_STEPS),
@@ -25,7 +26,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
 
 
 class TorchDEQ(Solver):
-    """A torchdeq solver inside our loop: ``solver="torchdeq:anderson"``.
+    """Runs a torchdeq solver inside our loop, for example ``solver="torchdeq:anderson"``.
 
     A solver of torchdeq has its own loop and calls f itself. This adapter runs the solver as a coroutine that
     pauses at every call of f. During the pause, our loop evaluates f, tests the residual and counts the
@@ -68,9 +69,9 @@ class TorchDEQ(Solver):
                 f"it takes: {', '.join(sorted(takes))}"
             )
         if "LBFGS_thres" in takes:
-            # By default torchdeq allocates memory for max_iter steps, and our max_iter is ``_NEVER``.
+            # Store at most 32 steps. By default, torchdeq allocates memory for max_iter = _NEVER steps.
             self.options = {"LBFGS_thres": 32, **options}
-        if self._solve.__module__.partition(".")[0] == "torchdeq":  # not a user's own solver
+        if self._solve.__module__.partition(".")[0] == "torchdeq":  # skip solvers that users have registered
             for name in set(options) & set(_CHECKS):
                 _CHECKS[name](name, options[name])
 
@@ -86,7 +87,7 @@ class TorchDEQ(Solver):
     ) -> tuple[Tensor, SolverState]:
         if fz.requires_grad:
             raise ValueError(f"{self} cannot be unrolled with a graph: use Picard or Anderson")
-        # torchdeq knows no padding. Set f(z) = z at padding, so that the residual is zero there.
+        # Set f(z) = z at padding. The residual there is then zero. torchdeq itself does not handle padding.
         fz = torch.where((progress.iterations == 0)[..., None], z, fz)
         dtype = torch.promote_types(z.dtype, torch.float32)
         if state is None:
@@ -94,13 +95,14 @@ class TorchDEQ(Solver):
         proposal = state.send(fz.to(dtype))
         if proposal is None:
             return fz, state
-        # torchdeq's Broyden divides by values that become zero at convergence: use f(z) instead of NaN.
+        # Use f(z) where the proposal is not finite. torchdeq's Broyden divides by values that become zero at
+        # convergence.
         proposal = proposal.view_as(z).to(z.dtype)
         return torch.where(torch.isfinite(proposal).all(-1, keepdim=True), proposal, fz), state
 
 
 class _Coroutine:
-    """A solver that is suspended at every call of f."""
+    """Runs a torchdeq solver, and suspends it at every call of f."""
 
     def __init__(self, solve: Callable[[Callable[[Tensor], Tensor]], Any]) -> None:
         from greenlet import getcurrent, greenlet
@@ -116,11 +118,11 @@ class _Coroutine:
         self._resume()  # runs the solver up to its first call of f; ``send`` then passes f(z0) to the solver
 
     def send(self, fz: Tensor) -> Tensor | None:
-        """Resume the solver with ``fz``; returns its next iterate, or ``None`` if the solver has ended."""
+        """Resume the solver with ``fz``. Returns its next iterate, or ``None`` if the solver has ended."""
         return None if self._solver.dead else self._resume(fz)
 
     def _resume(self, *values: Tensor) -> Tensor | None:
         self._solver.parent = self._getcurrent()
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # the solver changes the mode; restore it
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # at the end, restores the mode
             iterate: Tensor | None = self._solver.switch(*values)
         return iterate

@@ -31,7 +31,7 @@ def backbone(name: str) -> Mamba2Backbone:
     torch.manual_seed(0)
     made = Mamba2Backbone(**{"d_model": 16, "n_layer": 1, **SIZES[name]}).to(DEVICE)
     for parameter in made.parameters():
-        if parameter.dim() == 1:  # a kernel could ignore norms of ones and biases of zeros unnoticed
+        if parameter.dim() == 1:  # ones and zeros would hide a kernel that ignores norms or biases
             nn.init.normal_(parameter, std=0.5)
     return made
 
@@ -123,7 +123,10 @@ def test_states(name: str, counts: tuple[int, int]) -> None:
 
 @torch.no_grad()
 def test_states_of_many_taps_and_any_strides() -> None:
-    """With more than four taps, the mixer uses PyTorch, but a kernel still advances the state."""
+    """Triton and PyTorch agree for convolutions with more than four taps, and for states with any strides.
+
+    With more than four taps, the mixer always uses PyTorch, but a kernel still advances the state.
+    """
     torch.manual_seed(0)
     body = Mamba2Backbone(16, n_layer=1, d_state=8, headdim=8, d_conv=7).to(DEVICE)
     x, z = (torch.randn(2, 3, 16, device=DEVICE) for _ in range(2))
@@ -209,7 +212,7 @@ def test_recomputation_uses_the_kernels_of_the_forward_pass(
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
 def test_the_jacobian_penalty_of_a_context_prepared_for_kernels(name: str) -> None:
-    """The penalty computes with PyTorch, even if the context was prepared for kernels."""
+    """The Jacobian penalty always uses PyTorch. A context prepared for kernels does not change it."""
     body = backbone("plain") if name == "mamba2" else LlamaBackbone(16, n_layer=1, n_head=2).to(DEVICE)
     x, z = torch.randn(2, 1, 5, 16, device=DEVICE)
 
@@ -224,7 +227,7 @@ def test_the_jacobian_penalty_of_a_context_prepared_for_kernels(name: str) -> No
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
 def test_second_derivatives(name: str) -> None:
-    """Kernels raise an error. The Jacobian penalty needs second derivatives, so it uses PyTorch."""
+    """Kernels refuse second derivatives. The Jacobian penalty needs them, so it uses PyTorch instead."""
     body = backbone("plain") if name == "mamba2" else LlamaBackbone(16, n_layer=1, n_head=2).to(DEVICE)
     x, z = (torch.randn(1, 5, 16, device=DEVICE, requires_grad=True) for _ in range(2))
     with kernels.use("triton"), pytest.raises(RuntimeError, match=r"use\('torch'\)"):
@@ -257,7 +260,10 @@ def test_add_norm(shape: tuple[int, ...], with_added: bool) -> None:
 
 
 def test_coarse_types_are_summed_in_float32() -> None:
-    """In float16 or bfloat16, kernels are about as accurate as plain PyTorch; the reference is float64."""
+    """In float16 or bfloat16, the kernels' error is at most 1.5 times the error of plain PyTorch.
+
+    Errors are distances to a float64 result. Kernels that summed in the coarse type would have larger errors.
+    """
     coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # Triton's interpreter has no bfloat16
     body = backbone("plain")
     x, z = (torch.randn(2, 21, 16, device=DEVICE) for _ in range(2))

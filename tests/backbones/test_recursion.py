@@ -1,4 +1,4 @@
-"""The recursion: two latents as one z, updated in turn by one map."""
+"""The recursion backbone: z consists of two latents (high and low), which one map updates in turn."""
 
 import copy
 from typing import Any
@@ -19,7 +19,7 @@ TIGHT = Residual(rtol=1e-5, max_iter=100)
 
 
 def recursion(map: Any = MIXER, contractive: bool = False, **options: Any) -> RecursionBackbone:
-    """``contractive``: shrink f(z) beside the input."""
+    """A small recursion. ``contractive``: shrink the map's norm weights; the iteration then converges."""
     made = RecursionBackbone(map, **{"updates": 2, **options})
     if contractive:
         with torch.no_grad():
@@ -131,7 +131,7 @@ def test_settled_sequences_can_leave_the_batch() -> None:
     x, mask = torch.randn(3, L, 2 * D), torch.ones(3, L, dtype=torch.bool)
     mask[1, 2:] = False
     z0 = torch.randn(3, L, 2 * D)
-    z0[:2] = ImplicitSequenceLayer(f, convergence=TIGHT).eval()(x, mask).z[:2]  # two begin at their solution
+    z0[:2] = ImplicitSequenceLayer(f, convergence=TIGHT).eval()(x, mask).z[:2]  # two begin at the solution
     whole, compact = (
         ImplicitSequenceLayer(f, convergence=TIGHT, compact=compact).eval()(x, mask, z0=z0).z
         for compact in (False, True)
@@ -141,7 +141,10 @@ def test_settled_sequences_can_leave_the_batch() -> None:
 
 @pytest.mark.parametrize("map", [MIXER, LLAMA], ids=["mixer", "llama"])
 def test_the_compiled_round_equals_the_plain_one(map: dict[str, Any], counting: Any) -> None:
-    """The solve runs the compiled round, without graph breaks. A copy of the backbone is not compiled."""
+    """A compiled backbone gives the same results, and every evaluation runs the compiled code.
+
+    The compilation has no graph breaks. A copy of the layer does not run the compiled code.
+    """
     layer = ImplicitSequenceLayer(recursion(map, contractive=True), gradient=Phantom(2), convergence=TIGHT)
     x = torch.randn(2, L, 2 * D, requires_grad=True)
     tensors = [x, *layer.parameters()]

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from deqseq.causal_lm import ImplicitForCausalLM, reference
 
-# mamba2 has looser tolerances: the reference's own search stopped at a residual of 6e-5, and its sequential
-# and simultaneous logits differ by 3e-5.
+# Tolerances on relative errors. mamba2 has looser ones: the reference's own search stopped at a residual of
+# 6e-5, and the reference's sequential and simultaneous logits differ by 3e-5.
 PHANTOM = {"llama": 1e-4, "mamba2": 1e-3}
 EVALUATION = {"llama": 2e-5, "mamba2": 2e-4}
 
@@ -41,7 +41,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def ours(name: str) -> str:
-    """Our name for the reference's parameter ``name``."""
+    """Our name for the parameter that the reference calls ``name``."""
     for pattern, replacement in reference.KEYS.items():
         name = re.sub(pattern, replacement, name)
     return name
@@ -81,7 +81,8 @@ def test_phantom(golden: Golden, name: str) -> None:
 @pytest.mark.parametrize("window", [None, 8, 1])
 def test_sequential_and_simultaneous(golden: Golden, name: str, window: int | None) -> None:
     model, e = golden
-    length = 8 if window == 1 else None  # window 1 is slow; the first 8 tokens do not depend on later tokens
+    # Window 1 is slow, so use only 8 tokens: their logits do not depend on later tokens.
+    length = 8 if window == 1 else None
     with torch.no_grad():
         logits = model(e["input_ids"][:, :length], window=window).logits
     for what in ("sequential_logits", "simultaneous_eval_logits"):

@@ -60,14 +60,17 @@ def test_linear_maps_take_about_as_many_evaluations_as_dimensions(
     limit = D + 3 if solver == "anderson" else 4 * D
     assert out.solution.iterations.max() <= limit
     assert plain.solution.iterations.min() > 10 * limit
-    # the solution of z = A (z + x)
+    # the exact solution of z = A (z + x)
     expected = torch.linalg.solve(torch.eye(D, dtype=torch.float64) - matrix, matrix @ x.mT).mT
     torch.testing.assert_close(out.z, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("solver", ["anderson", "broyden"])
 def test_many_tokens_at_once_are_faster_than_picard(pointwise: Pointwise, solver: str) -> None:
-    """A token uses its history only once the tokens before it have nearly settled. This is still fast."""
+    """Solvers with a history need fewer evaluations than Picard for a whole sequence.
+
+    This is true although a token uses its history only once the tokens before it have nearly settled.
+    """
     matrix, x = slow_matrix(), torch.randn(2, 8, D, dtype=torch.float64)
     fast = solve(pointwise(matrix), WITH_MEMORY[solver], x).solution.nfe
     slow = solve(pointwise(matrix), Picard(), x).solution.nfe
@@ -118,7 +121,10 @@ def nonlinear(z: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("memory", [1, 2, 5])
 def test_broyden_against_dense_matrices(make_progress: MakeProgress, memory: int) -> None:
-    """Compare with Broyden's good method on a dense inverse Jacobian, reset after ``memory`` updates."""
+    """The iterates equal those of Broyden's good method with a dense inverse Jacobian.
+
+    After every ``memory`` updates, the inverse Jacobian is reset.
+    """
     solver, start = Broyden(memory=memory), torch.randn(1, 1, D, dtype=torch.float64)
     z, state = start, solver.init(start)
     inverse, updates, before = -torch.eye(D, dtype=torch.float64), 0, None
@@ -171,7 +177,8 @@ def test_a_token_whose_map_shifts_takes_picard_steps(
         if step <= 3 and why == "entered":
             told.entered = told.entered | second
         elif step <= 3:
-            told.residual = torch.tensor([[0.5, 1.0]])  # 0.5 > STEADY_SHARE: the second token restarts
+            # The second token restarts: the first token's residual is more than STEADY_SHARE of its residual.
+            told.residual = torch.tensor([[0.5, 1.0]])
         return told
 
     iterates = iterate_by_hand(solver, matrix, x, until_third, 6)
@@ -180,7 +187,7 @@ def test_a_token_whose_map_shifts_takes_picard_steps(
         torch.testing.assert_close(iterates[step][:, 1], plain[step][:, 1])
     for step in range(1, 4):
         assert not torch.allclose(iterates[step][:, 0], plain[step][:, 0], rtol=1e-3)
-    # The second token's next step is the second step of a fresh solver that starts at plain[2].
+    # The second token's next step equals the second step of a fresh solver that starts at plain[2].
     start = plain[3][:, 1:]
     z, state = start, solver.init(start)
     fresh = []
@@ -202,9 +209,10 @@ def test_history_counts_behind_tokens_that_are_calm_or_settled() -> None:
 
 @pytest.mark.parametrize("name", ["anderson", "broyden"])
 def test_history_counts_from_when_the_predecessors_are_calm(name: str) -> None:
-    """In a chain of tokens, a solver with a history needs no more iterations than Picard, summed over tokens.
+    """If each token depends on the token before it, a solver with a history is about as fast as Picard.
 
-    The number of evaluations of all tokens together (``nfe``) may be up to 1.4 times Picard's.
+    The sum of the tokens' iterations must be at most Picard's. The number of evaluations of the whole
+    sequence (``nfe``) may be up to 1.4 times Picard's.
     """
 
     class Chain(torch.nn.Module):
@@ -224,7 +232,10 @@ def test_history_counts_from_when_the_predecessors_are_calm(name: str) -> None:
 def test_history_is_used_in_a_fixed_number_of_iterations(
     pointwise: Pointwise, name: str, window: int | None
 ) -> None:
-    """``FixedIterations`` computes no residuals, so no token restarts: history makes the result better."""
+    """With ``FixedIterations``, a solver with a history gets much closer to the solution than Picard.
+
+    ``FixedIterations`` computes no residuals, so no token restarts, and every token uses its history.
+    """
     matrix, x = slow_matrix(), torch.randn(2, 4, D, dtype=torch.float64)
     exact = torch.linalg.solve(torch.eye(D, dtype=torch.float64) - matrix, matrix @ x.mT).mT
     error = {}
@@ -241,7 +252,7 @@ def test_history_is_used_in_a_fixed_number_of_iterations(
 def test_sequence_history_is_used_up_to_the_last_fixed_iteration(
     pointwise: Pointwise, make_progress: MakeProgress, name: str
 ) -> None:
-    """The layer gives the same result as the solver iterated by hand, including the last step."""
+    """The layer gives the same result as iterating the solver by hand. Both use history in every step."""
     matrix, x = slow_matrix(), torch.randn(2, 3, D, dtype=torch.float64)
     steps = 5
     layer = ImplicitSequenceLayer(
@@ -293,7 +304,7 @@ def test_steps_are_finite_for_finite_evaluations(
 def test_recovers_after_a_non_finite_evaluation(
     make_progress: MakeProgress, make: Callable[..., Solver]
 ) -> None:
-    """After f returned NaN, z keeps its value. The solver must drop the NaN from its history and converge."""
+    """f returns NaN once; z keeps its value. The solver must drop the NaN from its history and converge."""
     solver, matrix = make(memory=3), slow_matrix(0.8)
     x = torch.randn(1, 2, D, dtype=torch.float64)
     z, state = torch.zeros_like(x), solver.init(x)
@@ -328,7 +339,7 @@ def test_picard_step(make_progress: MakeProgress) -> None:
 
 
 def test_best_iterate_returns_the_best_it_saw(make_progress: MakeProgress) -> None:
-    """The residual falls and rises again. The last evaluation is at the iterate of smallest residual."""
+    """The residual falls and rises again. The solver must use the best iterate for the last evaluation."""
     solver = BestIterate("picard")
     z = torch.zeros(1, 2, 1)
     state = solver.init(z)
@@ -344,7 +355,7 @@ def test_best_iterate_returns_the_best_it_saw(make_progress: MakeProgress) -> No
 
 
 def test_best_iterate_of_a_sequence_with_padding(make_progress: MakeProgress) -> None:
-    """Padding must not reset the best iterate at every step."""
+    """The result is the iterate with the smallest residual. Padding must not reset this best iterate."""
     solver = BestIterate("picard", scope="sequence")
     z = torch.zeros(1, 3, 1)
     real = torch.tensor([[True, True, False]])
@@ -362,7 +373,7 @@ def test_best_iterate_of_a_sequence_with_padding(make_progress: MakeProgress) ->
 
 @pytest.mark.parametrize("window", [None, 1])
 def test_best_iterate_of_a_map_that_drifts_away(rates: Backbone, window: int | None) -> None:
-    """With a rate below -1 the residual grows, so the best iterate is an early one."""
+    """With a rate below -1, the residual grows, so an early iterate is the best. The layer must return it."""
     x = torch.ones(2, 1 if window is None else 3, 4)
     x[..., 0] = -1.3
     policy = Residual(rtol=1e-6, max_iter=9)
@@ -376,7 +387,10 @@ def test_best_iterate_of_a_map_that_drifts_away(rates: Backbone, window: int | N
 
 
 def test_best_iterate_costs_tokens_behind_an_unsettled_one_nothing(rates: Backbone) -> None:
-    """Tokens behind an unsettled token have no best iterate yet; they step as with plain Picard."""
+    """Tokens after an unsettled token must end with residuals that are not larger than plain Picard's.
+
+    They have no best iterate yet, so they take the same steps as with plain Picard.
+    """
     x = torch.ones(1, 3, 4)
     x[0, :, 0] = torch.tensor([0.999, 0.5, 0.5])
     policy = Residual(rtol=1e-4, max_iter=9)

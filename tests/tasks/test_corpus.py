@@ -134,7 +134,7 @@ def test_jsonl(tmp_path: Path) -> None:
 
 
 def zipped(**files: bytes) -> bytes:
-    """A zip archive with an entry for a folder, and entries for ``files`` in this folder."""
+    """A zip archive that contains a folder, and ``files`` in this folder."""
     content = io.BytesIO()
     with ZipFile(content, "w") as archive:
         archive.mkdir("folder")
@@ -465,7 +465,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, book: Path, tokenizer: Any
         flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
         file.write_bytes(flipped)
         try:
-            assert opened() == whole  # the flip only changed how the JSON is written, not its values
+            assert opened() == whole  # the flip changed the JSON text, but not its values
         except ValueError as error:
             assert "\n" not in str(error)
             noticed += 1
@@ -482,7 +482,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
 
 
 def with_manifest(folder: TokenFolder, change: Callable[[dict[str, Any]], Any], version: int = 2) -> Path:
-    """Change the manifest, and give it a matching checksum if ``version`` is 2 (version 1 has none)."""
+    """Change the manifest of a folder, write it in the given version, and return the folder's path.
+
+    In version 2, the manifest gets a matching checksum. Version 1 has no checksum.
+    """
     file = folder.path / "manifest.json"
     content = json.loads(file.read_text())
     change(content)
@@ -551,7 +554,7 @@ def test_folders_of_version_1_are_read_and_verified(tmp_path: Path, book: Path, 
     old = TokenFolder(with_manifest(folder, lambda _: None, version=1))
     assert old.fingerprint == folder.fingerprint
     old.verify()
-    assert pipeline.prepare(folder.path, read, tokenizer, "test", FIFTH, 10**9, 1) == 0  # already complete
+    assert pipeline.prepare(folder.path, read, tokenizer, "test", FIFTH, 10**9, 1) == 0  # nothing to read
     for name in ("tokenizer/tokenizer.json", "train-00000.bin"):
         data = (folder.path / name).read_bytes()
         (folder.path / name).write_bytes(data[:-1] + b"x")

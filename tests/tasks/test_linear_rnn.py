@@ -1,4 +1,4 @@
-"""The baselines gated DeltaProduct and RWKV-7."""
+"""The baseline models gated DeltaProduct and RWKV-7."""
 
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,10 @@ def test_a_trained_model_is_loaded_again(backbone: Any, tmp_path: Path) -> None:
 
 
 def test_two_equal_reflections_cancel() -> None:
-    """Token 0 writes a value. Token 1 has two equal keys, with beta = 2 and v = 0.
+    """If a token reflects the state twice with the same key, the state does not change.
 
-    Each of these keys reflects the state. The second reflection undoes the first.
+    Token 0 writes a value. Token 1 has two equal keys, with beta = 2 and v = 0, and each key reflects the
+    state. Both tokens have the same query, so they must have the same output.
     """
     torch.manual_seed(0)
     q, write, mirror = (F.normalize(torch.randn(1, 1, 2, 4), dim=-1) for _ in range(3))
@@ -59,7 +60,10 @@ def test_two_equal_reflections_cancel() -> None:
 
 
 def test_rwkv7_replaces_the_value_of_a_key() -> None:
-    """With a = -k, b = k, keys of norm 1 and no decay, a token replaces the value stored for its key."""
+    """With a = -k, b = k, keys of norm 1 and no decay, a token replaces the value stored for its key.
+
+    Both tokens have the same key, so each output must equal the value of its own token.
+    """
     torch.manual_seed(0)
     k = F.normalize(torch.randn(1, 1, 2, 4), dim=-1).expand(1, 2, 2, 4)
     v = torch.randn(1, 2, 2, 4)

@@ -1,6 +1,7 @@
-"""Pretraining gives the same results if it is killed, runs on several processes, or resumes on more or fewer.
+"""Pretraining gives the same results after it was killed and resumed, and on any number of processes.
 
-One interpreter forks all training processes, because imports would take longer than the training.
+One interpreter imports everything and forks all training processes. Otherwise imports would take longer than
+the training.
 """
 
 import json
@@ -130,8 +131,11 @@ def cut(whole, output, step):
 """
 
 
-# 1. A run of two stages is killed at three random moments. 2. One and two processes train for 50 steps.
-# 3. Checkpoints are resumed with another number of processes.
+# The script runs these experiments:
+# 1. A run of two stages is killed at three random moments, and resumed.
+# 2. One process and two processes train for 50 steps.
+# 3. One process and two processes train for one step in bfloat16.
+# 4. Checkpoints are resumed with another number of processes.
 SCRIPT = """
 together("whole", save_steps=1)
 chance = random.Random(1)
@@ -182,7 +186,7 @@ print(json.dumps({"same": weights[0] == weights[1], "killed": killed, "losses": 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Any:
-    """The results that the script prints. A process that takes over a minute dumps its stack and ends."""
+    """The results that SCRIPT prints. A process that takes over a minute dumps its stack and ends."""
     config = Path(pretraining.__file__).parent / "accelerate" / "fsdp2.yaml"
     sharding = yaml.safe_load(config.read_text())["fsdp_config"]
     fsdp = {"ACCELERATE_USE_FSDP": "true", **{name.upper(): str(value) for name, value in sharding.items()}}
@@ -196,25 +200,35 @@ def found(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Any:
 
 
 def test_killed_three_times_ends_with_the_same_weights(found: Any) -> None:
-    """The weights are equal bit for bit, and every kill came before the end of the run."""
+    """The weights equal those of an uninterrupted run, bit for bit. No kill came after the end of the run."""
     assert found["same"], found["killed"]
     assert not any("training.json" in names for names in found["killed"])
 
 
 def test_sharded_models_compute_in_bfloat16_too(found: Any) -> None:
-    """accelerate does not enable autocast for sharded models, so our trainer enables it."""
+    """The loss of a sharded model must be that of bfloat16, not that of float32.
+
+    accelerate does not enable autocast for sharded models, so our trainer enables it.
+    """
     first = {name: losses[0] for name, losses in found["coarse"].items()}
     assert abs(first["fsdp"] - first["one"]) < 0.1 * abs(first["exact"] - first["one"]), first
 
 
 def test_held_out_rows_count_once_each(found: Any) -> None:
-    """Two processes cannot share the seven held-out rows evenly. No row may count twice."""
+    """Two processes must get the same validation loss as one process.
+
+    They cannot share the seven held-out rows evenly. If a row counted twice, the losses would differ.
+    """
     scores = found["scores"]
     assert [scores["ddp"], scores["fsdp"]] == pytest.approx([scores["one"]] * 2, abs=1e-4)
 
 
 def test_ranks_give_the_losses_of_one_process(found: Any) -> None:
-    """With DDP, each rank stops iterating on its own. With FSDP2, all ranks stop together."""
+    """Two processes get the same losses as one process.
+
+    With DDP, each process ends its solves on its own. With FSDP2, both end every solve after the same number
+    of evaluations.
+    """
     losses, calls = found["losses"], found["calls"]
     for name in ("ddp", "fsdp"):
         assert len(losses[name]) == 50
@@ -225,7 +239,7 @@ def test_ranks_give_the_losses_of_one_process(found: Any) -> None:
 
 
 def test_checkpoint_goes_on_elsewhere(found: Any) -> None:
-    """Resuming on more or fewer processes changes no loss, also if shards were written two steps late."""
+    """Resuming on more or fewer processes changes no loss, even if shards were written two steps late."""
     assert "shards" in found["sharded"]
     assert not {"model.safetensors", "optimizer.pt"} & set(found["sharded"])
     for name, losses in found["moved"].items():

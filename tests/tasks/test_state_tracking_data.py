@@ -1,4 +1,4 @@
-"""Algebras, word problems and accuracies: laws, frequencies, determinism, files, errors."""
+"""Algebras and word problems: laws, frequencies of tokens, determinism, CSV files, errors."""
 
 import json
 import math
@@ -55,7 +55,7 @@ class TestAlgebra:
         table, every = chosen.table, torch.arange(len(chosen))
         assert table.dtype == torch.int64 and 0 <= int(table.min()) <= int(table.max()) < len(chosen)
         assert torch.equal(table[chosen.identity], every) and torch.equal(table[:, chosen.identity], every)
-        for middle in every:  # (a·m)·b against a·(m·b) for all a and b
+        for middle in every:  # associativity: (a·m)·b = a·(m·b) for all a and b
             assert torch.equal(table[table[:, middle]], table[:, table[middle]])
         assert len(set(chosen.elements)) == len(chosen)
         assert chosen.is_group == (name in GROUPS)

@@ -1,4 +1,7 @@
-"""The functions of :mod:`deqseq.ops.residual` in Triton, with one kernel per function."""
+"""The functions of :mod:`deqseq.ops.residual` in Triton. Each function launches one kernel.
+
+Shapes: B sequences, W tokens in the window, D width.
+"""
 
 import torch
 import triton
@@ -23,7 +26,7 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
         size += tl.sum(new * new, 1)
     change = tl.sqrt(change)
     size = tl.sqrt(size)
-    if JUDGES:  # compute the ratio as deqseq.ops.residual.relative does
+    if JUDGES:  # the ratio is change / size: 0 / 0 gives 0, and finite inputs give finite results
         ratio = change / tl.maximum(size, 1.1754943508222875e-38)
         ratio = tl.where(tl.abs(change) < float("inf"), tl.minimum(ratio, 3.4028234663852886e38), ratio)
         tl.store(residual + r, ratio, r < rows)
@@ -36,9 +39,10 @@ def _residual_kernel(z, fz, residual, converged, change_out, size_out, rows, D, 
 def residual(
     z: Tensor, fz: Tensor, judges: bool, atol: float = 0.0, rtol: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """With ``judges``, returns the same as :func:`deqseq.ops.residual.judge`.
+    """Compute two values (B, W) for every token, from z and f(z), both (B, W, D).
 
-    Without ``judges``, returns the same as :func:`deqseq.ops.residual.residual_norms`.
+    With ``judges``, as in :func:`deqseq.ops.residual.judge`: the relative residual (float32), and whether the
+    token has converged (bool). Without ``judges``: the norms of f(z) - z and of f(z), both float32.
     """
     z, fz = z.contiguous(), fz.contiguous()
     first = torch.empty(z.shape[:-1], device=z.device, dtype=torch.float32)
@@ -66,7 +70,8 @@ def _settle_kernel(residual, converged, stops, settled, iterations, status, new_
     before = tl.load(settled + place, mask, 1).to(tl.int1)
     ends = tl.load(stops + place, mask, 1).to(tl.int1) & finite
     exhausted = tl.load(iterations + place, mask, 0) >= max_iter
-    # A non-finite token is done if every earlier unsettled token is not finite either.
+    # A non-finite token has failed if all earlier unsettled tokens are non-finite too: z of these tokens no
+    # longer changes, so f(z) at this token stays non-finite.
     open_before = tl.where(before | ~finite, 0, 1)
     failed = ~finite & (tl.cumsum(open_before, 0) - open_before == 0)
     done = before | ends | exhausted | failed
@@ -107,7 +112,10 @@ def _freeze_kernel(z, out, frozen, rows, D, R: tl.constexpr, BLOCK: tl.constexpr
 
 
 def freeze_(frozen: Tensor, z: Tensor, out: Tensor) -> Tensor:
-    """Copy z of the ``frozen`` (B, W) tokens to ``out`` (B, W, D), which must be contiguous."""
+    """Overwrite ``out`` with z at the tokens where ``frozen`` (B, W) is true.
+
+    ``z`` and ``out`` are (B, W, D). ``out`` must be contiguous.
+    """
     width = z.shape[-1]
     rows = z.numel() // width
     block = min(1024, triton.next_power_of_2(width))

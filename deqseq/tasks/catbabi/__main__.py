@@ -30,7 +30,7 @@ tokens at a time and keeps its state. In qa mode it learns to predict the answer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command. Returns the exit status."""
     quiet_transformers()
     commands: dict[str, Any] = {"build": _build, "train": _train, "evaluate": _evaluate, "compare": _compare}
     return command_line.main(
@@ -52,7 +52,7 @@ def _build(
 
     Args:
         output: folder to write
-        data_dir: folder with the files qa1_train.txt to qa20_test.txt
+        data_dir: folder with bAbI's files qa1_train.txt to qa20_test.txt
         dataset: Hugging Face dataset, such as facebook/babi_qa; give either --dataset or --data-dir
         config: name of the dataset's configurations, without the endings -qa1 to -qa20
         revision: revision of the dataset, such as refs/convert/parquet
@@ -97,9 +97,10 @@ def _evaluate(
     batch_size: PositiveInt = 256,
     window: PositiveInt | None = None,
 ) -> None:
-    """Measure the accuracy of a model's answers, in total and by task; in lm mode also the perplexity.
+    """Measure the accuracy of a model's answers, in total and by task.
 
-    Uses the tasks that the model was trained on. Writes RUN/evaluation/SPLIT.json.
+    Models trained in lm mode (on every token) also get a perplexity. The command uses the tasks that the
+    model was trained on. It writes RUN/evaluation/SPLIT.json.
 
     Args:
         run: folder of a finished run
@@ -108,7 +109,7 @@ def _evaluate(
         tolerance: relative residual at which a token has converged; the model's by default
         max_iter: maximum number of evaluations per token; the model's by default
         batch_size: number of streams that are read in parallel
-        window: number of tokens to solve at a time; the model's by default. Does not change the answers
+        window: number of tokens solved at a time; the model's by default. It does not change the answers
     """
     trained = load_run(run)
     model, settings, _ = trained
@@ -130,8 +131,8 @@ def _evaluate(
 def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("runs/catbabi-compare")) -> None:
     """Compare the accuracy of several evaluated runs by task, in a table and a bar chart.
 
-    All runs must have the same data and tasks. Also lists the tasks on which an implicit run is better than
-    an explicit run. Writes compare.json and compare.png.
+    All runs must have the same data and tasks. The command also lists the tasks on which an implicit run is
+    better than an explicit run. It writes compare.json and compare.png.
 
     Args:
         runs: folders of evaluated runs

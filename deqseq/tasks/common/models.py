@@ -22,9 +22,10 @@ from deqseq.tasks.common.runs import check_model
 from deqseq.tasks.common.tokenizer import first_line, is_local
 
 Window = int | None | Literal["model"]
-"""Number of tokens solved at a time. ``None``: all. ``"model"``: as in the model's evaluation options."""
+"""Number of tokens solved at a time. ``None``: all tokens. ``"model"``: the window of the model's evaluation
+options."""
 
-# Cutting a text may change the tokens near the cut. So this many more tokens are read, and then dropped.
+# Number of extra tokens that are read and then dropped. Cutting a text may change the tokens near the cut.
 _SPARE = 64
 
 
@@ -39,7 +40,7 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
 
     Args:
         device: by default a GPU if there is one, else the CPU.
-        dtype: ``"auto"`` keeps the checkpoint's dtype.
+        dtype: type of the weights; ``"auto"`` keeps the checkpoint's type.
 
     Raises:
         ValueError: transformers cannot load the model; the model belongs to a run and is incomplete or
@@ -57,7 +58,7 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         # transformers, the hub, safetensors and torch raise many classes of errors.
         raise ValueError(f"the model {name} cannot be loaded: {first_line(error)}") from error
     if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # evaluation generates nothing, so no cache is needed
+        model.config.use_cache = False  # evaluation generates no tokens, so it needs no cache
     model.eval()
     return model
 
@@ -78,8 +79,8 @@ def read_tokens(paths: Sequence[str], tokenizer: Any, limit: int | None = None) 
     """The tokens of the files, concatenated: (N,) int64, without special tokens. Line ends are kept.
 
     Args:
-        limit: maximum number of tokens to predict. N is at most ``limit`` + 1, because the first token is not
-            predicted. The files are read only as far as needed.
+        limit: maximum number of predicted tokens. The first token is not predicted, so N is at most
+            ``limit`` + 1. The files are read only as far as needed.
 
     Raises:
         ValueError: a file cannot be read, or is not UTF-8.
@@ -106,7 +107,7 @@ def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[in
     """The first ``wanted`` tokens of the file (``None``: all). Reads only the beginning of a long file."""
     data, found, ended = b"", [], False
     while not ended:
-        size = -1 if wanted is None else max(len(data), 8 * wanted)  # each pass doubles the text
+        size = -1 if wanted is None else max(len(data), 8 * wanted)  # each later pass doubles the text
         piece = file.read(size)
         data += piece
         ended = len(piece) != size
@@ -120,7 +121,8 @@ def _first_tokens(file: BinaryIO, tokenizer: Any, wanted: int | None) -> list[in
 def check_tokens(model: PreTrainedModel, tokens: Tensor) -> None:
     """Raise ``ValueError`` if a token is outside the model's vocabulary.
 
-    Only ``tokens`` is checked: the tokenizer may have larger ids, such as a padding token's.
+    Only the ids in ``tokens`` are checked. The tokenizer may have larger ids, such as the id of a padding
+    token.
     """
     vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     if tokens.numel() and (largest := int(tokens.max())) >= vocabulary:
@@ -137,8 +139,10 @@ def implicit_layer(model: torch.nn.Module) -> ImplicitSequenceLayer | None:
 
 
 def needed_layer(model: torch.nn.Module, what: str) -> ImplicitSequenceLayer:
-    """The implicit layer of a model; ``ValueError`` if the model is explicit. ``what``: the feature that
-    needs the layer, for the error message."""
+    """The implicit layer of a model. Raises ``ValueError`` if the model is explicit.
+
+    ``what``: name of the feature that needs the layer, for the error message.
+    """
     layer = implicit_layer(model)
     if layer is None:
         raise ValueError(f"{what} is for implicit models, but this {type(model).__name__} is explicit")
@@ -151,15 +155,15 @@ def solve_options(
 ) -> SolveOptions | None:  # fmt: skip
     """The model's evaluation options, changed by the arguments; ``None`` for an explicit model.
 
-    ``rtol`` and ``max_iter`` change the model's :class:`~deqseq.Residual` policy. If the model has another
-    policy, they change a new ``Residual`` policy instead, which has ``rtol=1e-3`` and the ``max_iter`` of the
-    model's policy.
+    ``rtol`` and ``max_iter`` change the model's :class:`~deqseq.Residual` policy. If ``rtol`` or
+    ``max_iter`` is given, a policy of another class is replaced by a ``Residual`` policy. The defaults of the
+    new policy are ``rtol=1e-3`` and the ``max_iter`` of the model's policy.
 
     Args:
         window: number of tokens solved at a time.
         rtol: tolerance on the relative residual.
         max_iter: maximum number of evaluations per token.
-        damping: replaces the model's solver by Picard's iteration with this damping.
+        damping: if given, Picard's iteration with this damping replaces the model's solver.
 
     Raises:
         ValueError: an option is given for an explicit model, or a value is out of range.

@@ -1,12 +1,13 @@
 """Iterates that persist over optimiser steps.
 
-Every optimiser step does a few iterations for each sequence of its batch. They continue from the iterates of
-the step before. A sequence stays in the batch until it is solved, or until its budget of steps is spent. Then
-a fresh sequence takes its place. The method was published as deep supervision in segments (HRM, arXiv
-2506.21734; TRM, arXiv 2510.04871; Equilibrium Reasoners, arXiv 2605.21488).
+Every optimiser step does a few iterations for each sequence of its batch. The next step continues from the
+iterates at which this step ends. A sequence stays in the batch until all its labels are predicted, or until
+its budget of steps is spent. Then a fresh sequence takes its place. The method was published as deep
+supervision in segments (HRM, arXiv 2506.21734; TRM, arXiv 2510.04871; Equilibrium Reasoners, arXiv
+2605.21488).
 
-The gradient strategy decides which iterations a step does: ``unrolled`` with ``iterations: 1`` does one
-iteration, with a graph.
+The gradient strategy decides which iterations a step does. For example, ``unrolled`` with ``iterations: 1``
+does one iteration and records its autograd graph.
 
 Shapes: B sequences, L tokens, D width.
 """
@@ -24,11 +25,12 @@ _FILE = "iterates.safetensors"
 
 
 class Iterates:
-    """The sequences in the batch, their iterates, and how many steps are left of their budgets.
+    """The sequences in the batch, with their iterates and the number of steps for which each may still stay.
 
     Args:
         budget: maximum number of optimiser steps for which a sequence stays in the batch. The sequences of
-            the first batch get budgets from 1 to ``budget``, so that they do not all leave in the same step.
+            the first batch get different budgets, from 1 to ``budget``. With equal budgets, all of them could
+            leave in the same step.
     """
 
     def __init__(self, budget: int) -> None:
@@ -38,10 +40,10 @@ class Iterates:
         self.left: Tensor | None = None  # (B,) int64, steps left
 
     def take(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The batch of the next step. Sequences without steps left are replaced by those in ``fresh``.
+        """Make the batch of the next step. Sequences in ``fresh`` replace sequences without steps left.
 
-        Returns the batch with two more entries: ``z0`` (B, L, D), the iterates to continue from, and
-        ``fresh`` (B,) bool, the sequences that have no iterate yet. The first batch has neither entry.
+        The batch gets two more entries: ``z0`` (B, L, D), the iterates to continue from, and ``fresh`` (B,)
+        bool, true for sequences that have no iterate yet. The first batch does not have these two entries.
         """
         if self.left is None:
             size, device = len(fresh["labels"]), fresh["labels"].device
@@ -57,7 +59,10 @@ class Iterates:
         return {**self.batch, **({} if self.z is None else {"z0": self.z, "fresh": ended})}
 
     def put(self, z: Tensor | None, solved: Tensor) -> None:
-        """Store the iterates ``z`` (B, L, D) of a step. Sequences that are ``solved`` (B,) leave."""
+        """Store the iterates ``z`` (B, L, D) of a step.
+
+        ``solved``: (B,) bool, true for sequences that leave the batch.
+        """
         assert self.left is not None
         self.z = None if z is None else z.detach()
         self.left = (self.left - 1).masked_fill(solved, 0)
@@ -74,20 +79,21 @@ class Iterates:
 
 
 class PersistentTrainer(AlignedTrainer):
-    """Trains with iterates that persist. The stream yields a whole batch of fresh sequences for every step.
+    """Trains with iterates that persist over optimiser steps.
 
-    The model must take ``z0`` and ``fresh`` (see :meth:`Iterates.take`), and its output must have ``z``. A
-    sequence is solved if all its labels are predicted.
+    For every step, the stream yields a whole batch of fresh sequences; only those that replace a sequence are
+    used. The model must take ``z0`` and ``fresh`` (see :meth:`Iterates.take`), and its output must have the
+    iterates ``z``. A sequence is solved if all its labels are predicted.
 
     Args:
-        budget: see :class:`Iterates`.
+        budget: maximum number of optimiser steps for which a sequence stays in the batch.
     """
 
     def __init__(self, *args: Any, budget: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self.iterates = Iterates(budget)
         self.parts.append(self.iterates)
-        self._ended: list[Any] = [0, 0]  # sequences that left since the last log: all, and solved ones
+        self._ended: list[Any] = [0, 0]  # since the last log: sequences that left, solved sequences
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -1,4 +1,4 @@
-"""Helpers for runs with several processes: one process works for all, and an error in one stops all."""
+"""Helpers for runs with several processes. One process can work for all. An error in one stops all."""
 
 import json
 import os
@@ -21,8 +21,9 @@ class ElsewhereError(ValueError):
 def everywhere(function: Callable[[], T]) -> T:
     """Call a function on every process of the run. If it fails on any process, all processes raise.
 
-    The failed process of lowest rank raises the error of the function; all others raise
-    :class:`ElsewhereError`. All processes must call ``everywhere``; each waits for the slowest.
+    The function has failed if it raises ``ValueError``, ``OSError`` or ``FloatingPointError``. Of the failed
+    processes, the one with the lowest rank raises this error. All other processes raise
+    :class:`ElsewhereError`. All processes must call ``everywhere``, and each waits for the slowest.
     """
     if not _several():
         return function()
@@ -44,7 +45,7 @@ def everywhere(function: Callable[[], T]) -> T:
 
 
 def on_first(function: Callable[[], T]) -> T:
-    """Call a function on the first process; all processes return its result, or raise if it fails."""
+    """Call a function on the first process. All processes return its result. If it fails, all raise."""
     if not _several():
         return function()
     import torch.distributed as dist
@@ -55,7 +56,7 @@ def on_first(function: Callable[[], T]) -> T:
 
 
 def on_every_node(function: Callable[[], None]) -> None:
-    """Call a function on the first process of every node; if it fails on any node, all processes raise."""
+    """Call a function on the first process of every node. If it fails on any node, all processes raise."""
     everywhere(function if os.environ.get("LOCAL_RANK", "0") == "0" else lambda: None)
 
 
@@ -63,7 +64,7 @@ def speaks() -> bool:
     """Whether this process should print its error: true for the first process that calls this function.
 
     The key-value store of torch.distributed counts the calls. If the process that hosts the store has ended,
-    the result is false; torchrun's report then shows the errors.
+    the result is false, and the errors appear only in torchrun's report.
     """
     if not _several():
         return os.environ.get("RANK", "0") == "0"
@@ -76,7 +77,7 @@ def speaks() -> bool:
 
 
 def name() -> str:
-    """A prefix for messages: rank and host of this process; empty if there is only one process."""
+    """A prefix for messages: rank and host of this process. Empty if there is only one process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ""
     return f"process {os.environ['RANK']} on {socket.gethostname()}: "
@@ -92,7 +93,7 @@ def record(text: str) -> None:
 
 
 def lost(error: Exception) -> bool:
-    """Whether an error says that another process of the run is gone."""
+    """Whether an error means that another process of the run has ended."""
     if not _several():
         return False
     import torch.distributed as dist
@@ -101,5 +102,5 @@ def lost(error: Exception) -> bool:
 
 
 def _several() -> bool:
-    dist = sys.modules.get("torch.distributed")  # not imported here: some commands do not need torch
+    dist = sys.modules.get("torch.distributed")  # do not import torch: some commands do not need it
     return dist is not None and dist.is_initialized() and dist.get_world_size() > 1

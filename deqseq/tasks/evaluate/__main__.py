@@ -1,6 +1,6 @@
 """The command line: ``python -m deqseq.tasks.evaluate {perplexity,length,iterations,duality,downstream}``.
 
-Importing transformers takes seconds, so the program checks the arguments first.
+Importing transformers takes seconds, so the program checks the arguments before it imports transformers.
 """
 
 import sys
@@ -35,10 +35,10 @@ class _Report:
         batch_size: sequences solved together; does not change results
         device: cpu, cuda, cuda:1 ...; by default a GPU if there is one
         dtype: type of the weights; auto keeps the checkpoint's type
-        output: folder for the report (JSON and a figure). Overwrites an earlier result with the same
-            settings; overwrites other results only with --force
-        force: allow an output folder with other files, which stay, or with a result with other settings,
-            which is overwritten; by default, such a folder is an error
+        output: folder for the report (JSON and a figure). A result with the same settings is overwritten. If
+            the folder has other files, or a result with other settings, the option --force is needed
+        force: also write to a folder that has other files, or a result with other settings. Other files stay,
+            and the old result is overwritten
         text: plain text files in UTF-8; the tokens of several files are concatenated
         limit: maximum number of tokens to predict; all by default
         length: tokens per sequence
@@ -77,8 +77,8 @@ class _TextReport(_Report):
 class Perplexity(_TextReport):
     """Perplexity of a text, overall and by position in the sequence, with the iterations and time used.
 
-    Cuts the text into sequences of one length. Predicts every token once, except the text's first token. All
-    predicted tokens have the same weight.
+    The text is cut into sequences of equal length. Every token is predicted once, except the first token of
+    the text. All predicted tokens have the same weight.
     """
 
     length: PositiveInt = 2048
@@ -90,8 +90,8 @@ class Perplexity(_TextReport):
 class Length(_TextReport):
     """Perplexity of a text in sequences of several lengths: does the model work beyond its training length?
 
-    Every length predicts the same tokens. The figure also shows, by position in the sequence, how much the
-    loss of a token changes from the first length to each other length.
+    The predicted tokens are the same for every length. The figure also compares each length with the first
+    length: it shows how much the loss of a token changes, by the token's position in the sequence.
 
     Args:
         length: tokens per sequence; longer sequences run in smaller batches
@@ -121,10 +121,11 @@ class Iterations(_TextReport):
 
 @dataclass(kw_only=True)
 class Duality(_TextReport):
-    """Predictions in several windows: are they the same if tokens are solved together or one by one?
+    """Predictions with several windows: are they the same if tokens are solved together or one by one?
 
-    For implicit models. Compares every window with the first window. With a smaller --rtol, the predictions
-    agree better. Choose --max-iter large enough for all tokens to converge.
+    For implicit models. The report compares the predictions of every window with those of the first window.
+    With a smaller --rtol, the predictions agree better. Choose --max-iter large enough for all tokens to
+    converge.
     """
 
     length: PositiveInt = 2048
@@ -161,7 +162,7 @@ REPORTS = {kind.__name__.lower(): kind for kind in (Perplexity, Length, Iteratio
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command. Returns the exit status."""
     return command_line.main(
         "python -m deqseq.tasks.evaluate", _ABOUT, REPORTS, arguments, interrupted="nothing was written"
     )

@@ -1,7 +1,7 @@
 """Run files: YAML with the fields of :class:`RunSettings`.
 
-A file with ``base: NAME`` takes its other fields from the run file NAME. The command line changes any field
-by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
+If a file has ``base: NAME``, the run file NAME sets the fields that are missing in the file. The command line
+changes any field by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ RUNS = Path(__file__).parent / "runs"
 
 
 def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettings:
-    """The settings of a run file, given by path or shipped name. ``changes``: values by dotted field name.
+    """Load the settings of a run file. ``source``: its path, or the name of a run file in this package.
 
-    ``NAME-explicit`` is the shipped run NAME with ``explicit: true``. Wrong names and values raise
-    ``ValueError``.
+    ``NAME-explicit`` means the run file NAME of this package with ``explicit: true``. ``changes`` maps dotted
+    field names to new values. Wrong names and values raise ``ValueError``.
     """
     changes = dict(changes or {})
     tree = _steps_or_tokens(_read(source), changes)
@@ -33,7 +33,7 @@ def shipped() -> list[str]:
 
 
 def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
-    """The fields of a run file, with those of its bases. ``above``: the run files based on this one."""
+    """The fields of a run file and of all its bases. ``above``: the run files that are based on it."""
     if source in above:
         raise ValueError(f"run files must not be their own base: {' -> '.join((*above, source))}")
     name = source.removesuffix("-explicit")
@@ -50,6 +50,6 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
 
 
 def _steps_or_tokens(tree: Tree, changes: Mapping[str, Any]) -> Tree:
-    """Drop ``steps`` from ``tree`` if ``changes`` sets ``tokens``, and the other way round."""
+    """Drop ``steps`` from ``tree`` if ``changes`` sets ``tokens``. Drop ``tokens`` if it sets ``steps``."""
     gone = [a for a, b in (("steps", "tokens"), ("tokens", "steps")) if changes.get(b) is not None]
     return {name: value for name, value in tree.items() if name not in gone}

@@ -49,18 +49,20 @@ class PretrainTrainer(CurriculumTrainer):
     - A checkpoint contains the weights (``model.safetensors``) and the optimiser's state by parameter name
       (``optimizer.pt``). With FSDP, both are sharded. A run can resume from either form on any number of
       processes, with or without FSDP.
-    - To resume, the caller loads the weights. The trainer loads only the optimiser and the schedule.
+    - When a run resumes, the caller loads the weights. The trainer loads only the optimiser's state and the
+      schedule.
     - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights change.
 
     Args:
         args: transformers' arguments. One epoch of ``train_dataset`` must have at least ``max_steps`` steps.
-        curriculum: ``None`` for explicit models.
+        curriculum: the stages of training; ``None`` for explicit models.
         speed: callback that measures the speed.
-        spectral_every: estimate the spectral radius at every ``spectral_every``-th line of the log; 0: never.
+        spectral_every: number of lines of the log between two estimates of the spectral radius of df/dz; 0
+            means no estimates.
         options: passed to transformers' ``Trainer``.
     """
 
-    model: Any  # transformers' types allow None for these three
+    model: Any  # Any, because transformers' types allow None for these three
     optimizer: Any
     lr_scheduler: Any
 
@@ -76,8 +78,8 @@ class PretrainTrainer(CurriculumTrainer):
         self.eval_solves = SolveStatistics(tail=True)
         self.add_callback(speed)
         self.add_callback(_Schedule(self, curriculum))
-        self._faults = torch.zeros(2, device=args.device)  # sum of losses, number of non-finite tokens
-        # Of the last batch: ids and z of the first row, position ids of all rows.
+        self._faults = torch.zeros(2, device=args.device)  # sum of losses, count of non-finite tokens
+        # From the last training batch: ids and z of the first row, and position ids of all rows.
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._background = ThreadPoolExecutor(1)  # seals sharded checkpoints
         self._writing: Future[Any] | None = None  # ready when the newest checkpoint's shards are written
@@ -93,7 +95,7 @@ class PretrainTrainer(CurriculumTrainer):
                 "FSDP must wrap the whole model as one (fsdp_auto_wrap_policy: NO_WRAP): a forward pass "
                 "reads all weights once, before it iterates"
             )
-        # FSDP gathers the weights in float32. Autocast alone sets the types of the computation.
+        # FSDP must gather the weights in float32, because autocast alone sets the types of the computation.
         plugin.mixed_precision_policy = None
         if self.layer is not None:
             self.layer.group = dist.group.WORLD
@@ -103,7 +105,7 @@ class PretrainTrainer(CurriculumTrainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
-        with self.accelerator.autocast():  # FSDP models do not enter autocast themselves
+        with self.accelerator.autocast():  # an FSDP model does not enter autocast by itself
             outputs = model(**inputs, skip_logits=True, use_cache=False)
         solution, loss = outputs.solution, outputs.loss
         if solution is not None:
@@ -144,10 +146,10 @@ class PretrainTrainer(CurriculumTrainer):
     ) -> dict[str, float]:
         """Evaluate as ``Trainer`` does, but count every row exactly once.
 
-        With several processes, ``Trainer`` repeats rows to fill the last batches, and counts them twice. To
-        avoid repeats, this method uses the largest batch size that divides the rows evenly among the
-        processes. If there is none, the batch size is 1: ``Trainer`` then leaves out the losses of repeated
-        rows.
+        With several processes, ``Trainer`` repeats rows to fill the last batches, and counts these rows
+        twice. To avoid repeats, this method uses the largest batch size with which all batches of all
+        processes are full. If there is no such batch size, the method uses 1, because ``Trainer`` then leaves
+        out the losses of repeated rows.
         """
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
@@ -166,7 +168,7 @@ class PretrainTrainer(CurriculumTrainer):
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
             if self.args.device.type == "cuda":
                 logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            line = self.state.global_step // self.args.logging_steps  # resuming does not change this number
+            line = self.state.global_step // self.args.logging_steps  # counts lines from the start of the run
             if line and self.spectral_every and line % self.spectral_every == 0:
                 logs |= self._radius()
             if self.layer is not None:
@@ -185,7 +187,7 @@ class PretrainTrainer(CurriculumTrainer):
             return {}
         self.speed.count()
         ids, z, positions = self._last
-        if positions is not None:  # documents were solved separately: take the first document
+        if positions is not None:  # documents were solved separately: keep only the first document
             end = int((positions[0] == 0).cumsum(0).eq(1).sum())
             ids, z = ids[:, :end], z[:, :end]
         with self.accelerator.autocast():
@@ -199,8 +201,8 @@ class PretrainTrainer(CurriculumTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model.
 
-        With FSDP, a checkpoint (``_internal_call``) gets only the configuration and the tokenizer here:
-        ``_save_optimizer_and_scheduler`` writes its weights in shards.
+        For a checkpoint (``_internal_call``) with FSDP, this method saves only the configuration and the
+        tokenizer. ``_save_optimizer_and_scheduler`` saves the weights, in shards.
         """
         if not (_internal_call and self.is_fsdp_enabled):
             super().save_model(output_dir, _internal_call)
@@ -225,7 +227,10 @@ class PretrainTrainer(CurriculumTrainer):
         super()._save_checkpoint(model, trial)
 
     def complete(self, checkpoint: Path) -> None:
-        """Seal a checkpoint and remove old ones. With FSDP, a thread does so when the shards are written."""
+        """Seal a checkpoint (list its files and checksums), and remove old checkpoints.
+
+        With FSDP, a background thread waits until the shards are written, and then does both.
+        """
         if self._writing is None:
             super().complete(checkpoint)
             return
@@ -240,7 +245,9 @@ class PretrainTrainer(CurriculumTrainer):
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
         try:
             return super().train_from(checkpoint)
-        finally:  # wait even after an error or a signal: sealing starts threads, and an exiting Python cannot
+        finally:
+            # Wait for the seal, even after an error or a signal. Sealing starts threads, and Python cannot
+            # start threads while it exits.
             if self._sealing is not None:
                 wait([self._sealing])
 
@@ -268,10 +275,10 @@ class PretrainTrainer(CurriculumTrainer):
 
 
 class _Schedule(TrainerCallback):
-    """Trains for the number of steps in this run's settings; ignores the number in a checkpoint.
+    """Trains for the number of steps in this run's settings, and ignores the number of steps in a checkpoint.
 
-    At the end of every stage, logs, evaluates and saves a checkpoint. At the end of every stage but the last,
-    also saves the model in the folder ``stage-N`` (N counts from 1).
+    At the end of every stage, logs, evaluates and saves a checkpoint. At the end of every stage except the
+    last, also saves the model in the folder ``stage-N`` (N counts from 1).
     """
 
     def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum | None) -> None:
@@ -307,7 +314,8 @@ class _Schedule(TrainerCallback):
             self.trainer.advice = Advice()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # There is only one epoch. The length of a stream is unknown, so its data may end too early.
+        # Training has only one epoch. If the epoch ends before the last step, raise an error. This can happen
+        # with a stream, because its length is not known in advance.
         if state.global_step < state.max_steps and not control.should_training_stop:
             raise ValueError(
                 f"the data has ended after {state.global_step} of {state.max_steps} steps: ask for fewer "

@@ -1,6 +1,6 @@
-"""Training batches of puzzles, with random symmetries.
+"""Training batches of puzzles, to which random symmetries are applied.
 
-Shapes: B puzzles of a batch, C cells of a board.
+Shapes: B puzzles in a batch, C cells of a board.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _TENTH = 10
 
 
 def read(path: str | Path, task: Task) -> Puzzles:
-    """The puzzles in a CSV file, or in a folder with the published arrays of mazes.
+    """Read the puzzles in a CSV file, or in a folder with the published arrays of mazes.
 
     Raises:
         ValueError: the file is missing or malformed, or a folder is given for Sudokus.
@@ -34,7 +34,10 @@ def read(path: str | Path, task: Task) -> Puzzles:
 
 
 def split(puzzles: Puzzles) -> tuple[Puzzles, Puzzles]:
-    """All puzzles but the last tenth, and the last tenth (at least one puzzle)."""
+    """Split puzzles into two sets: the last tenth (at least one puzzle) for tests, the others for training.
+
+    Returns the training puzzles and the test puzzles.
+    """
     count = len(puzzles.ratings)
     if count < 2:
         raise ValueError(f"the last tenth is for tests, so at least 2 puzzles are needed, got {count}")
@@ -45,11 +48,13 @@ def split(puzzles: Puzzles) -> tuple[Puzzles, Puzzles]:
 
 
 class PuzzleStream(IterableDataset[dict[str, Tensor]]):
-    """An endless stream of batches, drawn with replacement. Batch ``i`` depends only on ``i`` and the seed.
+    """An endless stream of batches of puzzles. Puzzles are drawn with replacement.
+
+    Batch ``i`` depends only on ``i``, the seed and the other arguments.
 
     Args:
-        augment: apply a random symmetry to every puzzle: for Sudokus, see
-            :func:`deqseq.tasks.reasoning.sudoku.augment`; mazes are rotated and reflected.
+        augment: apply a random symmetry to every puzzle. A maze is rotated or reflected. In a Sudoku, digits,
+            rows and columns are permuted, and the board may be transposed.
 
     Attributes:
         start: number of the first batch to yield.
@@ -71,7 +76,7 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
             number += 1
 
     def batch(self, number: int) -> dict[str, Tensor]:
-        """``{"input_ids": (B, C), "labels": (B, C)}``, both int64."""
+        """Batch ``number``: ``{"input_ids": (B, C), "labels": (B, C)}``, both int64."""
         generator = self._generator.manual_seed((self._seed << 32) + number)
         questions, answers = self._boards
         rows = torch.randint(
@@ -84,7 +89,7 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
 
 
 def _turn(questions: Tensor, answers: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Apply one of the eight rotations and reflections of the square to each board (B, C)."""
+    """Apply to each board (B, C) a random one of the eight rotations and reflections of a square."""
     n = isqrt(questions.shape[1])
     cells = torch.arange(n * n, device=questions.device).view(n, n)
     turns = [torch.rot90(board, k).flatten() for board in (cells, cells.T) for k in range(4)]

@@ -22,8 +22,8 @@ def demo(*, task: Task = "maze", output: Path = Path("runs/reason-demo")) -> Non
     """Train a small implicit model of puzzles and its explicit twin, compare them, and draw a GIF.
 
     Makes 9 x 9 mazes or 4 x 4 Sudokus, trains for some minutes on two cores, and tests on 1,000 other
-    puzzles. The twin applies the same map once, and trains for as many steps. A second call does not train
-    again; it only tests.
+    puzzles. The twin applies the same map only once, and trains for the same number of steps. A second call
+    loads both trained models and only tests them.
 
     Args:
         task: maze or sudoku

@@ -1,4 +1,7 @@
-"""Figures of puzzles: a board being solved (a GIF and a still), accuracy by depth and starts, residuals."""
+"""Figures of puzzles: a board being solved (PNG and GIF), accuracy, residuals, and the log of a run.
+
+A depth is a number of evaluations of f. A start is an initial guess, from which a puzzle is solved.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import isqrt
@@ -17,7 +20,7 @@ _WRONG = "#e8a33d"
 
 
 def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Write a PNG of a run's log: the loss, and the shares of solved training and test puzzles."""
+    """Plot a run's log as a PNG: the loss, and the shares of solved training and test puzzles."""
 
     def draw(axes: list[Any]) -> None:
         top, bottom = axes
@@ -30,7 +33,7 @@ def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
             axis.plot(*zip(*found, strict=True), label=label) if found else None
         top.set(ylabel="loss", yscale="log")
         bottom.set(xlabel="step", ylabel="solved", ylim=(-0.02, 1.02))
-        if bottom.lines:  # a short run without tests may have none
+        if bottom.lines:  # a short run without tests may have no curves here
             bottom.legend()
 
     save_figure(path, draw, 2, 1, (8, 6), sharex=True)
@@ -41,12 +44,14 @@ def plot_accuracy(
     path: Path,
     residuals: tuple[int, Tensor, Tensor] | None = None,
 ) -> None:
-    """Write a PNG: the share of solved puzzles by depth, with a curve per model and number of starts.
+    """Plot the share of solved puzzles by depth (number of evaluations of f) as a PNG.
+
+    There is one curve for each model and each number of starts (initial guesses).
 
     Args:
-        residuals: a depth, the residuals (P,) of the boards at this depth, and whether their answers are
-            right (P,) bool. If given, a second panel has histograms of the residuals of right and wrong
-            answers.
+        residuals: for P puzzles: a depth, the residuals (P,) at this depth, and a bool tensor (P,), true for
+            right answers. If given, a second panel has two histograms of the residuals: one for right
+            answers and one for wrong answers.
     """
 
     def draw(axes: list[Any]) -> None:
@@ -87,16 +92,17 @@ def plot_solving(
     answer: Tensor | None,
     path: Path,
 ) -> bool:
-    """Write a PNG of a board being solved, and a GIF beside it. Returns whether matplotlib is installed.
+    """Draw a board being solved, as a PNG and as a GIF. Without matplotlib, returns false and draws nothing.
 
     Args:
-        question: (C,) tokens of the question.
-        boards: one tuple for each depth, in increasing order: the depth, the predicted tokens (C,) and the
-            residual.
-        answer: (C,) the right answer, to mark wrong cells; ``None`` if it is unknown.
+        question: (C,) one token for each of the C cells of the puzzle.
+        boards: one tuple for each depth (number of evaluations of f), in increasing order: the depth, the
+            predicted tokens (C,) and the residual.
+        answer: (C,) the right tokens, to mark wrong cells; ``None`` if they are unknown.
         path: the PNG file; the GIF has the same name with the suffix .gif.
     """
-    # The still has up to four boards, evenly spaced up to the first one with the final cells.
+    # The PNG shows up to four boards. They are evenly spaced, from the first board to the first board whose
+    # cells equal those of the last board.
     last = next(i for i, (_, cells, _) in enumerate(boards) if cells.equal(boards[-1][1]))
     few = [boards[i] for i in sorted({round(i * last / 3) for i in range(4)})]
 

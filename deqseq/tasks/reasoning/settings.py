@@ -25,35 +25,37 @@ RUNS = Path(__file__).parent / "runs"
 class TrainSettings:
     """All settings of a run; saved in the folder of the run as ``settings.json``.
 
-    A step of training does a few iterations for each puzzle of its batch. They continue from the iterates of
-    the step before. A puzzle leaves the batch when it is solved, or after ``budget`` steps.
+    Every training step does a few iterations for each puzzle of its batch. The next step continues from the
+    iterates at which this step ends. A puzzle leaves the batch when it is solved, or after ``budget`` steps.
 
     Args:
-        data: CSV file of the training puzzles, see the command data
+        data: CSV file of the training puzzles; the command data makes such files
         test: CSV file of the puzzles on which accuracy is logged during training; by default the last tenth
-            of the training puzzles, which are then not trained on
+            of the training puzzles, which training then leaves out
         task: sudoku or maze
         size: cells along a side of a board
         explicit: train the explicit twin, which applies the map once
         backbone: the map, as a mapping {name: NAME, option: value}. It must not be causal
-        solver: solver, or a list of two: in training and in evaluation
-        gradient: gradient strategy; unrolled with 1 iteration does one iteration in every step of training
+        solver: solver, or a list of two solvers: one for training and one for evaluation
+        gradient: gradient strategy. Unrolled with 1 iteration does one iteration in every training step
         guess: initial iterate of a search; zero, noise, or any installed guess
         tolerance: relative residual of a board at which its search ends
-        max_iter: maximum number of evaluations of the map in a search of evaluation
-        train_max_iter: the same in training, for gradient strategies that search
+        max_iter: in evaluation, maximum number of evaluations of the map in one search
+        train_max_iter: in training, maximum number of evaluations of the map in one search. Only for gradient
+            strategies that search
         budget: maximum number of steps for which a puzzle stays in the batch
         loss: softmax, or stablemax, which grows more slowly and keeps logits small
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps
         batch_size: puzzles per optimiser step
-        learning_rate: highest learning rate, after a warm-up over 5 % of the steps; decays over the last 30 %
+        learning_rate: highest learning rate, reached after a warm-up over 5 % of the steps. It decays over
+            the last 30 % of the steps
         weight_decay: weight decay of matrices
         max_grad_norm: gradients are clipped to this norm; 0 means no clipping
         average: decay of the moving average of the weights; the trained model has the averaged weights
-        eval_steps: steps between two tests; 0 means no tests
-        eval_depth: number of evaluations of the map in these tests
-        eval_puzzles: maximum number of puzzles in these tests
+        eval_steps: steps between two tests during training; 0 means no tests
+        eval_depth: number of evaluations of the map in a test during training
+        eval_puzzles: maximum number of puzzles in a test during training
         bf16: autocast to bfloat16; weights stay float32, and evaluation on a CPU uses float32
         compile: compile the map with torch.compile; on GPUs only
         seed: seed of weights and data

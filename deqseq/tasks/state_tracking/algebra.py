@@ -4,7 +4,7 @@ A token is the index of an element. Permutations are 0-based tuples and multiply
 ``(a·b)(i) = a[b[i]]``: the right factor acts first. The elements of a direct product are sorted by their
 first component, then by the second: in ``A4xZ5`` the element ``(a, z)`` has index ``5·a + z``.
 
-Shapes: B batch, L tokens, N elements.
+Shapes: B sequences, L tokens, N elements.
 """
 
 import math
@@ -33,9 +33,9 @@ class Algebra:
             Z_n, letters for M, tuples of components for products.
         table: (N, N) int64 on the CPU; ``table[a, b]`` is the index of a·b.
         factors: the factors of a direct product from left to right; empty for other algebras.
-        identity: index of the identity, which is the first element.
+        identity: index of the identity; always 0, because the identity is the first element.
 
-    Objects are compared and hashed by ``id()``, not by content, so that ``functools.cache`` accepts them.
+    Two objects are equal only if they are the same object. ``functools.cache`` can then hash them.
     """
 
     name: str
@@ -54,11 +54,13 @@ class Algebra:
 
     @cached_property
     def parts(self) -> tuple[Tensor, Tensor]:
-        """The indices of the group part and of the monoid part: two tensors, int64, on the CPU, sorted.
+        """The indices of the elements in the group part and in the monoid part of a direct product.
 
-        The group part of ``A5xM`` contains the elements (a, 1), and the monoid part the elements (1, m); 1 is
-        the identity. With more factors: in the group part, components of factors that are not groups are 1;
-        in the monoid part, components of factors that are groups are 1.
+        The result is two sorted int64 tensors on the CPU. In ``A5xM``, the group part contains the elements
+        (a, 1), and the monoid part the elements (1, m), where 1 is the identity. With more factors, some
+        factors are groups and the others are not. The group part contains the elements that are 1 in all
+        components that are not from groups. The monoid part contains the elements that are 1 in all
+        components from groups.
 
         Every element is the product of one element of each part: (a, m) = (a, 1)·(1, m). The index of
         (a, m) is the sum of the indices of (a, 1) and (1, m).
@@ -117,7 +119,7 @@ def _size(name: str) -> int:
         return 4
     match = re.fullmatch(r"([ZSA])([1-9][0-9]{0,3})", name)
     kind, n = (match[1], int(match[2])) if match else ("", 0)
-    if n < (3 if kind == "A" else 2):  # the trivial group has no state to track
+    if n < (3 if kind == "A" else 2):  # an algebra with one element has no state to track
         return 0
     size = n if kind == "Z" else math.factorial(min(n, 20))  # 20! is already above the limit
     return size // 2 if kind == "A" else size
@@ -175,11 +177,11 @@ def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     The scan has two levels:
 
     1. Compute running products inside chunks of about √L tokens, in parallel over chunks.
-    2. Compute running products of the chunks' totals, and multiply each chunk by the total of all earlier
-       chunks.
+    2. Compute running products of the chunks' last products. Multiply each chunk by the product of all
+       earlier chunks.
 
-    This takes about 2√L sequential steps instead of L, but twice the work. The host never waits for the
-    device.
+    The scan takes about 2√L sequential steps instead of L, but does twice the work. It never makes the host
+    wait for the device.
 
     ``tokens``: (B, L) integers in [0, N); the range is not checked. B and L are positive. Returns (B, L)
     int64 on the same device.
@@ -193,7 +195,7 @@ def prefix_products(algebra: Algebra, tokens: Tensor) -> Tensor:
     products = padded.view(batch, chunks, steps).permute(2, 1, 0).contiguous()
 
     def scan(rows: Tensor) -> None:
-        """Replace each row of a (R, C) tensor by the product of all rows up to this row."""
+        """Replace each row of a matrix, in place, by the product of all rows up to this row."""
         for before, row in pairwise(rows):
             torch.index_select(table, 0, torch.add(row, before, alpha=n), out=row)
 

@@ -1,7 +1,7 @@
 """The sequences that a run trains on. They get longer from phase to phase.
 
-The settings fix the step at which a phase ends. If they set ``grow_at``, accurate predictions end all
-phases but the last earlier.
+The settings fix the step at which a phase ends. If the setting ``grow_at`` is given, a phase ends earlier
+when the accuracy of the predictions reaches ``grow_at``. The last phase never ends earlier.
 """
 
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ from deqseq.curriculum import Curriculum, Stage
 from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
-_JUDGED = 20  # batches over which an accuracy is averaged
-_AHEAD = 2  # a phase begins this many steps late, because the trainer has already made the next batches
+_JUDGED = 20  # number of batches over which an accuracy is averaged
+_AHEAD = 2  # number of steps for which the trainer has already made batches when a phase is ended early
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of training.
+    """A part of training, with sequences of certain lengths.
 
     Attributes:
         end: the first step after the phase, counted from 0. With ``grow_at``, the phase may end earlier.
-        lengths: tokens of the shortest and the longest sequence.
+        lengths: number of tokens of the shortest and of the longest sequence.
         identity_probability: probability that a token is the group's identity.
     """
 
@@ -41,8 +41,8 @@ class Phase:
 def phases(settings: TrainSettings) -> list[Phase]:
     """The phases of a run.
 
-    :class:`TrainSettings` describes phases 1 to 3. If ``grow_at`` is given, several phases replace phase 2,
-    one for each range of lengths.
+    Phase 1 has very short sequences, phase 2 short ones, and phase 3 long ones (see :class:`TrainSettings`).
+    If ``grow_at`` is given, several phases replace phase 2. Their sequences get longer from phase to phase.
     """
     s, p = settings, settings.identity_probability
     easy = p if s.short_identity_probability is None else s.short_identity_probability
@@ -71,36 +71,37 @@ def _growing(settings: TrainSettings) -> list[tuple[int, int]]:
 
 
 class Progress(TrainerCallback, ExportableState):
-    """Tells the phase of a step. With ``grow_at``, it ends a phase early if predictions are accurate.
+    """Tells which phase a step belongs to. With ``grow_at``, ends a phase early.
 
-    The accuracy is that of the last two tokens of the training sequences.
+    A phase ends early when the accuracy on the last two tokens of the training sequences reaches ``grow_at``.
 
-    Checkpoints save the progress, so a resumed run makes the same batches as an uninterrupted one.
+    Checkpoints save this object, so a resumed run makes the same batches as an uninterrupted run.
     """
 
     def __init__(self, settings: TrainSettings) -> None:
         self.grow_at = settings.grow_at
         self.ends = [phase.end for phase in phases(settings)]
-        self.accuracy: float | None = None  # of the last two tokens, over the last full set of 20 batches
+        self.accuracy: float | None = None  # on the last two tokens, over the last complete set of 20 batches
         self._right: Tensor | float = 0.0  # sum of the accuracies of the batches of the current set
         self._judged = 0
         self._judged_phase = 0
         self._longest = [phase.lengths[1] for phase in phases(settings)]
 
     def phase(self, step: int) -> int:
-        """Number of the phase of a step; both are counted from 0."""
+        """The number of the phase that ``step`` belongs to. Phases and steps are counted from 0."""
         return next((i for i, end in enumerate(self.ends) if step < end), len(self.ends) - 1)
 
     def log(self, step: int) -> dict[str, float]:
-        """What to log: tokens of the phase's longest sequence, and the last accuracy if there is one yet."""
+        """Values to log: tokens of the phase's longest sequence, and the last accuracy if there is one."""
         accuracy = {} if self.accuracy is None else {"accuracy": round(self.accuracy, 4)}
         return {"longest": self._longest[self.phase(step)], **accuracy}
 
     def add(self, step: int, logits: Tensor, labels: Tensor) -> None:
-        """Add a training batch to the accuracy: logits (B, L, N) and labels (B, L).
+        """Add a training batch to the accuracy. ``logits`` are (B, L, N) and ``labels`` (B, L).
 
-        After every 20 batches, ends the phase early if the accuracy has reached ``grow_at``. Only then does
-        the host wait for the GPU.
+        B sequences, L tokens, N elements. After every 20 batches, the method computes their accuracy, and
+        ends the phase early if the accuracy has reached ``grow_at``. The host waits for the GPU only after
+        every 20 batches.
         """
         phase = self.phase(step)
         if self.grow_at is None or phase == len(self.ends) - 1 or self.ends[phase] <= step + _AHEAD:
@@ -132,7 +133,7 @@ class Progress(TrainerCallback, ExportableState):
 
 
 class PhaseCurriculum(Curriculum):
-    """The unrolled stage in the first phase, the fixed-point stage in all later phases."""
+    """Uses the unrolled stage in the first phase, and the fixed-point stage in all later phases."""
 
     def __init__(self, stages: list[Stage], progress: Progress) -> None:
         super().__init__(stages)
@@ -164,5 +165,5 @@ class Batches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         for index in count(self.start):
             phase, last = self.progress.phase(index), len(self.streams) - 1
-            rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)  # evenly spread
+            rehearses = int((index + 1) * self.rehearsal) > int(index * self.rehearsal)  # spreads them evenly
             yield self.streams[last - 1 if phase == last and rehearses else phase].batch(index)

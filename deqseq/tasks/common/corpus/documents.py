@@ -15,13 +15,13 @@ from typing import Any, BinaryIO, NamedTuple
 from deqseq.tasks.common.corpus.storage import expanded, is_compressed, is_remote, local_stamp, opened, stamp
 from deqseq.tasks.common.tokenizer import first_line
 
-# If a file is one document, it is read in pieces of _PIECE to 2 * _PIECE bytes (1000 tokens or more). A piece
+# A file that is one document is read in pieces of _PIECE to 2 * _PIECE bytes (1000 tokens or more). A piece
 # is either for training or for validation. Pieces are small, so even a single book has pieces of both kinds.
 _PIECE = 4096
 
 
 class Document(NamedTuple):
-    """A document, or a piece of a file that is one document."""
+    """A document, or a piece of a document. Only a document that is a whole file is cut into pieces."""
 
     text: str  # never empty
     ends: bool  # false if another piece of the same document follows
@@ -35,15 +35,15 @@ class TextFile:
     Args:
         path: a local path or a remote URL. Files ending in .gz, .zst, .xz, .bz2 or .zip (with one file in it)
             are unpacked.
-        documents: what one document is: ``"file"``, the whole file; ``"blank"``, a block between blank lines;
-            ``"line"``, a line.
+        documents: how the file is divided into documents. ``"file"``: the whole file is one document;
+            ``"blank"``: each block between blank lines is one; ``"line"``: each line is one.
 
     Attributes:
         size: number of bytes of text; ``None`` if the file is compressed or remote.
-        stored: number of bytes of the file as it is stored.
+        stored: number of bytes of the stored file, before it is unpacked.
 
     Raises:
-        ValueError: the file does not exist or is empty.
+        ValueError: the file does not exist, is empty, or is a folder.
     """
 
     def __init__(self, path: str, documents: str = "file") -> None:
@@ -59,11 +59,11 @@ class TextFile:
         self.size = None if is_compressed(path) or is_remote(path) else self.stored
 
     def describe(self) -> dict[str, Any]:
-        """Plain data that identifies the source. It changes when a local file changes."""
+        """Describe the source, for the manifest. The description changes when a local file changes."""
         return {**self._stamp, "documents": self.kind}
 
     def documents(self, start: int = 0) -> Iterator[Document]:
-        """The documents from ``start`` on. ``start`` is 0 or the ``next`` of a document."""
+        """Yield the documents from ``start`` on. ``start`` is 0, or the field ``next`` of a document."""
         with opened(self.path) as file:
             if start == 0 and file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
                 start = len(codecs.BOM_UTF8)
@@ -77,9 +77,9 @@ class TextFile:
     def cut(self, near: int) -> int | None:
         """Find a place to divide the file: the first document that begins at byte ``near`` or later.
 
-        Returns the offset of this document, or ``None`` if there is no such document. Compressed files, and
-        files that are one document, are never divided. For them the method returns 0, the start of the file,
-        if ``near`` is in the first half of the file, else ``None``.
+        Returns the offset of this document, or ``None`` if no document begins there. Compressed files, and
+        files that are one document, are never divided. For such a file, the method returns 0 (the start of
+        the file) if ``near`` is in the first half of the file, else ``None``.
         """
         if self.kind == "file" or is_compressed(self.path):
             return 0 if 2 * near < self.stored else None
@@ -94,13 +94,16 @@ class TextFile:
         return place if place < self.stored else None
 
     def _cut(self, file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-        """The documents or pieces of the file as bytes, each with a bool: whether a document ends there."""
+        """Yield each document or piece as bytes, with a bool: whether a document ends there."""
         if self.kind == "file":
             return _pieces(file)
         return ((part, True) for part in (file if self.kind == "line" else _paragraphs(file)))
 
     def _text(self, data: bytes, start: int) -> str:
-        """The text of ``data``; empty for blank lines. ``start``: offset of ``data``, for error messages."""
+        """Decode ``data``. If documents are lines or blocks, blank lines give an empty text.
+
+        ``start``: offset of ``data`` in the file, for error messages.
+        """
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -159,10 +162,10 @@ class DatasetRows:
         self._rows = stream(name, subset, split, files)
 
     def part(self, number: int, count: int) -> "DatasetRows":
-        """Part ``number`` of ``count``, counted from 1, for parallel preparation.
+        """Return part ``number`` (1 to ``count``) of the dataset. Parts can be prepared in parallel.
 
         Each part reads some of the files. If there are fewer files than parts, each part reads some of the
-        row groups instead.
+        row groups (the blocks of rows in a file) instead.
 
         Raises:
             ValueError: there are fewer row groups than parts.
@@ -177,7 +180,10 @@ class DatasetRows:
         return found
 
     def cut(self, near: int) -> int | None:
-        """As :meth:`TextFile.cut` for a file that is never divided."""
+        """A dataset is never divided at a byte.
+
+        Returns 0 (its start) if ``near`` is in the first half of its bytes, else ``None``.
+        """
         return 0 if 2 * near < self.stored else None
 
     def describe(self) -> dict[str, Any]:
@@ -203,7 +209,7 @@ def sources(
     paths: Sequence[str], documents: str = "file", column: str = "text", dataset: str | None = None,
     subset: str | None = None, split: str = "train",
 ) -> list[Source]:  # fmt: skip
-    """The sources that the user has named.
+    """Make the sources of documents that the user has named.
 
     With ``dataset``, the only source is this dataset, and ``paths`` are its data files. Without ``dataset``,
     every file in ``paths`` is a source; the suffix of a file determines its format.
@@ -236,10 +242,10 @@ def _file(path: str, documents: str, column: str) -> Source:
 
 
 def stream(name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = ()) -> Any:
-    """Open a dataset with the datasets library, in streaming mode; ``ValueError`` if this fails."""
+    """Open a dataset with the datasets library, in streaming mode. Raises ``ValueError`` if this fails."""
     import datasets
 
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs errors, which it also raises
+    datasets.logging.set_verbosity(logging.CRITICAL)  # log no errors: datasets also raises them
     try:
         return datasets.load_dataset(
             name, subset, split=split, data_files=list(files) or None, streaming=True
@@ -249,18 +255,18 @@ def stream(name: str, subset: str | None = None, split: str = "train", files: Se
 
 
 def text_of(row: Any, column: str) -> str:
-    """The text in ``column`` of a row; it may be empty. ``ValueError`` if ``column`` contains no text."""
+    """Return the text in ``column`` of a row. Raises ``ValueError`` if there is no string in ``column``."""
     text = row.get(column) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
         has = f"its columns are {', '.join(row)}" if isinstance(row, Mapping) else "the row is no JSON object"
         if isinstance(row, Mapping) and column in row:
             has = f"its value is of type {type(text).__name__}"
         raise ValueError(f"no text in the column {column!r}: {has}")
-    return text.encode(errors="replace").decode()  # JSON allows lone surrogates: replace each by "?"
+    return text.encode(errors="replace").decode()  # replace lone surrogates, which JSON allows
 
 
 def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Split the rest of a file into pieces.
+    """Split the rest of a file into pieces of at most 8 KiB.
 
     A piece ends after a line end if possible, else before a space, else between two characters.
     """
@@ -270,7 +276,7 @@ def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         cut = data.rfind(b"\n", _PIECE, longest) + 1 or data.rfind(b" ", _PIECE, longest)
         if cut < 0:
             cut = longest
-            while cut > longest - 3 and data[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
+            while cut > longest - 3 and data[cut] & 0xC0 == 0x80:  # do not cut inside a UTF-8 character
                 cut -= 1
         yield data[:cut], False
         data = data[cut:]
@@ -279,7 +285,7 @@ def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 
 def _paragraphs(file: BinaryIO) -> Iterator[bytes]:
-    """Blocks of lines, each with the blank lines that follow it."""
+    """Yield blocks of lines. Each block includes the blank lines after it."""
     block = b""
     for blank, lines in groupby(file, bytes.isspace):
         block += b"".join(lines)
@@ -294,7 +300,7 @@ def stamps(name: str, files: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Paths, sizes and modification times of a dataset's files. They show whether the dataset has changed.
 
     Args:
-        name: folder whose files to list, if ``files`` is empty.
+        name: folder of the dataset. If ``files`` is empty, all files in this folder are listed.
         files: the dataset's files.
     """
     inside = (path for path in Path(name).rglob("*") if path.is_file())

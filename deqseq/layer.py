@@ -1,4 +1,8 @@
-"""The implicit layer, which combines a backbone, a solver, a gradient strategy, a policy and a guess."""
+"""The implicit and the explicit layer.
+
+The implicit layer combines a backbone, a solver, a gradient strategy, a convergence policy and a guess. The
+explicit layer applies a backbone once.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,9 @@ GuessSpec = Guess | str | Mapping[str, Any]
 
 
 def _on_its_device(forward: Forward) -> Forward:
-    """Decorator: during ``forward``, the current device is the device of ``x``.
+    """Decorator that makes the device of ``x`` the current CUDA device during ``forward``.
 
-    Kernels and CUDA graphs run on the current device.
+    Triton kernels and CUDA graphs always run on the current device.
     """
 
     @wraps(forward)
@@ -51,8 +55,8 @@ class SequenceLayer(nn.Module):
     """Base class of implicit and explicit layers.
 
     Attributes:
-        gradient_checkpointing: store no activations of evaluations, and recompute them in the backward pass.
-            transformers' ``gradient_checkpointing_enable`` sets this attribute.
+        gradient_checkpointing: if true, evaluations of the backbone store no activations, and the backward
+            pass recomputes them. transformers' ``gradient_checkpointing_enable`` sets this attribute.
     """
 
     def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
@@ -64,10 +68,11 @@ class SequenceLayer(nn.Module):
 class ImplicitSequenceLayer(SequenceLayer):
     """A layer whose output is the fixed point z* = f(z*, x) of a map f.
 
-    (Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
+    The layer comes from the paper "Implicit Language Models are RNNs" (Schöne et al., ICML 2025, arXiv
+    2502.07827).
 
     Every part can be an object, a registered name, or a mapping ``{"name": ..., **options}``. ``solver``,
-    ``convergence`` and ``guess`` take one part, or a pair (training, evaluation).
+    ``convergence`` and ``guess`` take one part for both modes, or a pair (training, evaluation).
 
     Args:
         backbone: the map f.
@@ -78,16 +83,16 @@ class ImplicitSequenceLayer(SequenceLayer):
         window: number of tokens solved together. ``None``: all tokens (the paper's simultaneous mode). 1: one
             token after another (sequential mode). Other numbers: the window slides forward when its first
             tokens have converged or used up their iterations. The window changes the number of evaluations,
-            not the fixed point. The search for the fixed point uses the window. In training, evaluations that
-            autograd records run on all tokens at once.
+            not the fixed point. Only the search for the fixed point uses the window. Evaluations that
+            autograd records always run on all tokens at once.
         causal: if true, training refuses parts that let a token's value depend on later tokens. By default
             true if the backbone is causal.
         compact: once at least half of the sequences have settled, remove the settled sequences from the
             batch. A sequence has settled when each of its tokens has converged or used up its iterations.
-            Later evaluations are then cheaper. Results change by rounding, because smaller matrix products
-            round differently. Searches with a window, a state or a group ignore this option. In your own
-            backbone or solver, the batch must be the first dimension of ``Context.tokens`` and of the
-            solver's state.
+            Later evaluations are then cheaper. Results differ by rounding errors, because smaller matrix
+            products round differently. Searches with a window, a state or a group ignore this option. If you
+            write your own backbone or solver, the batch must be the first dimension of every tensor in
+            ``Context.tokens`` and in the solver's state.
         group: process group whose ranks all do the same number of evaluations, as FSDP requires.
         guess: decides where the search starts; ``"zero"``, ``"noise"``, ``"previous"``, ``Proposal(module)``.
 
@@ -135,14 +140,14 @@ class ImplicitSequenceLayer(SequenceLayer):
         self._recordings = Recordings()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Setting solve options also registers the modules of their guesses."""
+        """Set an attribute. If the value is solve options, also register the modules of the guesses."""
         super().__setattr__(name, value)
         if isinstance(value, SolveOptions):
             options = (vars(self).get("train_solve"), vars(self).get("eval_solve"))
             self.guess_modules = modules_of(*(each.guess for each in options if each is not None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitSequenceLayer:
-        """A copy that shares the process group, which cannot be copied."""
+        """A deep copy. The copy shares the process group, because process groups cannot be copied."""
         memo[id(self.group)] = self.group
         copy = self.__class__.__new__(self.__class__)
         memo[id(self)] = copy
@@ -151,7 +156,7 @@ class ImplicitSequenceLayer(SequenceLayer):
 
     @property
     def solve(self) -> SolveOptions:
-        """The options of the current mode, training or evaluation."""
+        """The solve options of the layer's current mode, training or evaluation."""
         return self.train_solve if self.training else self.eval_solve
 
     @_on_its_device
@@ -170,15 +175,16 @@ class ImplicitSequenceLayer(SequenceLayer):
 
         Args:
             x: (B, L, D) input.
-            attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding, which may be anywhere.
-            position_ids: (B, L) int64, at least 0; by default the real tokens are numbered from 0, or from
-                ``state.seen``. If positions restart at 0 inside a row, a new sequence begins there. All
-                sequences are solved independently.
+            attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding. Padding may be at any
+                place in a row.
+            position_ids: (B, L) int64, at least 0. By default the real tokens are numbered from 0, or from
+                ``state.seen`` if there is a state. If positions restart at 0 inside a row, a new sequence
+                begins there. All sequences are solved independently.
             state: backbone state before the first token; the output then has the state after the last token.
             z0: (B, L, D) initial guess, instead of the guess of the solve options. Tokens of ``z0`` that are
                 not finite become zero.
             window: window of this call; ``"layer"``: the window of the solve options.
-            solve: solve options of this call; by default the layer's.
+            solve: solve options of this call; by default the layer's options for the current mode.
             previous: (B, D) equilibrium of the last token before ``x``, for guesses that use it.
 
         Raises:
@@ -255,7 +261,7 @@ class ExplicitSequenceLayer(SequenceLayer):
     """A layer that applies a backbone once to its input: the explicit counterpart of an implicit layer.
 
     Args:
-        backbone: built with ``injection=False``; x takes the place of z.
+        backbone: a backbone built with ``injection=False``. The layer passes x to it in place of z.
 
     Raises:
         ValueError: the backbone has an injection.
@@ -277,7 +283,10 @@ class ExplicitSequenceLayer(SequenceLayer):
         position_ids: Tensor | None = None,
         state: State | None = None,
     ) -> LayerOutput:
-        """Apply the backbone to ``x`` (B, L, D); arguments as in :meth:`ImplicitSequenceLayer.forward`."""
+        """Apply the backbone to ``x`` (B, L, D).
+
+        The arguments have the same meaning as in :meth:`ImplicitSequenceLayer.forward`.
+        """
         inputs, packing = take_inputs(self.backbone, x, attention_mask, position_ids, state)
         x, backbone = inputs.x, self.backbone
         context = _context(backbone, inputs, packing is not None)
@@ -293,9 +302,10 @@ class ExplicitSequenceLayer(SequenceLayer):
 
 
 def _context(backbone: Backbone, inputs: Inputs, padded: bool) -> Context:
-    """The backbone's context. If rows may have padding (``padded``), hides it from a non-causal backbone.
+    """The backbone's context. If rows may have padding (``padded``), hide the padding from the backbone.
 
-    Padding comes after the real tokens, so a causal backbone never uses it for them.
+    Only a backbone that is not causal needs this. Padding comes after the real tokens, and a causal backbone
+    never uses later tokens.
     """
     context = backbone.prepare(inputs.x, inputs.position_ids)
     return backbone.hide_padding(context, inputs.lengths) if padded and not backbone.causal else context

@@ -60,7 +60,7 @@ class SolveOptions:
 
 
 class Map(Protocol):
-    """A fixed-point map f. Every :class:`~deqseq.Backbone` is one.
+    """The interface of a fixed-point map f. Every :class:`~deqseq.Backbone` is such a map.
 
     For a solve with a window or a state, the map must be a :class:`~deqseq.Backbone` that keeps state.
     """
@@ -76,18 +76,18 @@ class Problem:
 
     Attributes:
         map: the map f.
-        context: what ``map.evaluate`` needs besides z.
+        context: everything that ``map.evaluate`` needs besides z and the state.
         z0: (B, L, D) the initial guess.
         options: solver, convergence policy and window.
         lengths: (B,) int64 number of real tokens, which come first; ``None``: all tokens are real.
         state: backbone state before the first token; ``None``: there are no earlier tokens. The solve
             does not change the state.
-        state_has_capacity: true if the state already has capacity for all tokens. The solve then skips the
-            check, which would read from the GPU.
-        returns_state: return the state after the last token. Without ``state``, no state is returned.
-        compact: remove settled sequences once at least half of the batch has settled.
-        checkpoint: store no activations of evaluations, and recompute them in the backward pass.
-        group: process group whose ranks stop after the same pass; ``None``: every rank stops independently.
+        state_has_capacity: true if the state already has capacity for all tokens. The solve then does not
+            check the capacity. The check would make the host wait for the GPU.
+        returns_state: if true, the solution has the state after the last token, if ``state`` is given.
+        compact: if true, remove settled sequences once at least half of the batch has settled.
+        checkpoint: if true, evaluations store no activations, and the backward pass recomputes them.
+        group: process group whose ranks all stop after the same pass; ``None``: every rank stops on its own.
     """
 
     map: Map
@@ -112,7 +112,7 @@ class Problem:
 
     @property
     def causal(self) -> bool:
-        """Whether token t of f(z) depends only on tokens up to t; true if the map does not say."""
+        """Whether token t of f(z) depends only on tokens up to t. True if the map has no ``causal``."""
         return getattr(self.map, "causal", True)
 
     @property

@@ -58,12 +58,14 @@ class Tokens(NamedTuple):
         return self._replace(residual=residual, settled=settled, status=status, frozen=frozen)
 
     def progress(self, policy: ConvergencePolicy) -> Progress:
-        """The progress of the tokens, as an argument for :meth:`Solver.step`."""
+        """The progress of the tokens, in the form that :meth:`Solver.step` takes."""
         residual = None if isinstance(policy, FixedIterations) else self.residual
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
     def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> Tokens:
-        """The tokens after the window moved: settled tokens leave at its start, new tokens enter at its end.
+        """The tokens after the window has moved.
+
+        Settled tokens have left at the window's start, and new tokens have entered at its end.
 
         Args:
             source: (B, W) int64, index of each staying token in the old window.
@@ -81,7 +83,10 @@ class Tokens(NamedTuple):
 
 
 def _of_sequences(verdict: Judgement, active: Tensor) -> Judgement:
-    """The verdict if all tokens of a sequence must stop together. If one is not finite, none of them is."""
+    """Change the policy's verdict so that all tokens of a sequence stop together.
+
+    If the residual of one token is not finite, all tokens of its sequence get the residual NaN.
+    """
 
     def every(tokens: Tensor) -> Tensor:
         return (tokens | ~active).all(1, keepdim=True).expand_as(tokens)

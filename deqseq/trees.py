@@ -1,4 +1,7 @@
-"""Functions on all tensors in nested tuples, lists, dicts and this package's dataclasses."""
+"""Functions that act on all tensors in a nested structure.
+
+A structure consists of tuples, lists, dicts, and the dataclasses Context, State and Solution.
+"""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -16,22 +19,22 @@ for _record in (Context, State, Solution):
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``function`` applied to every tensor in it."""
+    """A copy of the structure ``value`` with ``function`` applied to every tensor."""
     return pytree.tree_map_only(Tensor, function, value)
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in ``value``, in order."""
+    """All tensors in the structure ``value``, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def take(value: Any, rows: Tensor) -> Any:
-    """``value`` with only the sequences ``rows`` (int64 indices) of every tensor (B, ...)."""
+    """Select the sequences ``rows`` (int64 indices) from every tensor (B, ...) in ``value``."""
     return map_tensors(lambda t: t[rows], value)
 
 
 def overwrite(buffers: Any, value: Any) -> None:
-    """Copy every tensor of ``value`` into ``buffers``, which has the same structure."""
+    """Copy every tensor of ``value`` into the tensor at the same place in ``buffers``."""
     both = zip(tensors(buffers), tensors(value), strict=True)
     pairs = [(into, source) for into, source in both if into.data_ptr() != source.data_ptr()]
     written = {into.data_ptr() for into, _ in pairs}
@@ -40,7 +43,7 @@ def overwrite(buffers: Any, value: Any) -> None:
 
 
 def copied(value: Any) -> Any:
-    """``value`` with its tensors copied. The copies are contiguous."""
+    """A copy of the structure ``value`` with contiguous copies of its tensors."""
     copies = iter(Copier(tensors(value)).copy())
     return map_tensors(lambda _: next(copies), value)
 
@@ -50,17 +53,17 @@ class Copier:
 
     def __init__(self, originals: list[Tensor]) -> None:
         self.originals = originals
-        self._groups = []  # per dtype: indices of its tensors, shapes and strides, offsets in the buffer
+        self._groups = []  # for each dtype: indices of its tensors, their shapes and strides, their offsets
         for dtype in {t.dtype for t in originals}:
             group = [i for i, t in enumerate(originals) if t.dtype == dtype]
-            # Offsets are multiples of 64 elements, because kernels need aligned tensors.
+            # Offsets in the buffer are multiples of 64 elements, because kernels need aligned tensors.
             starts = accumulate((-(-originals[i].numel() // 64) * 64 for i in group), initial=0)
             shapes = [originals[i].shape for i in group]
             forms = [(shape, torch.empty(shape, device="meta").stride()) for shape in shapes]
             self._groups.append((group, forms, list(starts)))
 
     def copy(self) -> list[Tensor]:
-        """Contiguous copies, in order; copies of one dtype share one buffer."""
+        """Contiguous copies, in the order of the originals. Copies of the same dtype share one buffer."""
         copies = list(self.originals)
         for group, forms, starts in self._groups:
             flat = copies[group[0]].new_empty(starts[-1])

@@ -1,4 +1,4 @@
-"""Several starts: ``solve_starts`` and ``solve_many``."""
+"""Searches from several initial guesses: ``solve_starts`` and ``solve_many``."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,9 +25,10 @@ D = 4
 
 
 class Bistable(nn.Module):
-    """Contracts to 1 + u[1:] / 4 where the first channel of the first token is positive, else never settles.
+    """Contracts if the first channel of the first token is positive. Otherwise it never settles.
 
-    The map is of u = z + x; x is 0 in the first channel.
+    The map gets u = z + x, where x is 0 in the first channel. If it contracts, the fixed point is z = 1 + x.
+    Otherwise the map cycles, or it returns ``bad`` for every token.
     """
 
     def __init__(self, bad: float = -3.0) -> None:
@@ -59,7 +60,7 @@ def without_gradients() -> Any:
 
 @pytest.mark.parametrize("bad", [-3.0, torch.nan, torch.inf])
 def test_the_best_start_wins(bad: float) -> None:
-    """Some starts fail: they never converge or are not finite. A start that converges beats them."""
+    """Some starts never converge or are not finite. ``solve_many`` must keep a start that converges."""
     solve, x = layer(bad), inputs()
     starts = list(solve_starts(solve, x, 8))
     worked = torch.tensor([bool((out.solution.status == Status.CONVERGED).all()) for out in starts])
@@ -79,7 +80,7 @@ def test_each_sequence_keeps_its_own_start() -> None:
 
     class Sides(nn.Module):
         def forward(self, u: Tensor) -> Tensor:
-            return torch.where(u.abs() > 10, 2 * u.sign(), -u - u.sign())  # the second case has period 2
+            return torch.where(u.abs() > 10, 2 * u.sign(), -u - u.sign())  # -u - u.sign() has period 2
 
     class Numbered(Guess):
         varies = True
@@ -128,7 +129,7 @@ def test_start_0_is_a_plain_call(side: str) -> None:
     first, second = solve_starts(solve, x, 2, attention_mask=mask, chunk=3)
     assert torch.equal(first.z, plain.z) and first.solution.nfe == plain.solution.nfe
     assert not torch.equal(second.z, plain.z)
-    for row in range(3):  # a sequence's starts do not depend on its batch and padding
+    for row in range(3):  # the starts of a sequence must not depend on other sequences or on padding
         alone = list(solve_starts(solve, x[row : row + 1, mask[row].bool()], 2))[1]
         torch.testing.assert_close(second.z[row, mask[row].bool()], alone.z[0], rtol=1e-4, atol=1e-5)
 
@@ -142,7 +143,7 @@ def test_evaluations_are_counted(count_calls: Any) -> None:
         assert all(shape[0] <= (chunk or 12) for shape in calls)
     calls.clear()
     next(solve_starts(solve, x, 4, chunk=3))
-    assert all(shape[0] == 3 for shape in calls) and len(calls) <= 60  # later starts wait
+    assert all(shape[0] == 3 for shape in calls) and len(calls) <= 60  # no later start was solved
 
 
 def test_solve_options_of_the_call() -> None:

@@ -230,7 +230,7 @@ def test_second_derivative_of_unrolled_picard(
 
 
 class JacobianFree(GradientStrategy):
-    """A gradient strategy as another package would write it."""
+    """A gradient strategy as another package would write it: a search, then one step with gradients."""
 
     def solve(self, problem: Problem) -> Solution:
         return steps(problem, 1, start=search(problem))
@@ -327,7 +327,11 @@ def test_adjoint_is_reported(make_layer: MakeLayer, backbone: str) -> None:
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_adjoint_stands_where_its_tokens_do(make_layer: MakeLayer, backbone: str) -> None:
-    """If the loss uses only the first three tokens, the adjoint is 0 at later tokens."""
+    """If the loss uses only the first three tokens, the adjoint is 0 at later tokens.
+
+    The adjoint is the solution of the backward system. Its summary leaves out padding: the share of converged
+    tokens is 0 if no real token has converged.
+    """
     out = make_layer(backbone, gradient=ImplicitDifferentiation())(torch.randn(2, 6, D))
     out.z[:, :3].square().sum().backward()
     adjoint = out.solution.adjoint
@@ -340,7 +344,7 @@ def test_adjoint_stands_where_its_tokens_do(make_layer: MakeLayer, backbone: str
 
 
 def test_backward_has_a_budget_of_its_own(make_layer: MakeLayer) -> None:
-    """The backward system may take more iterations than a forward search with a small budget."""
+    """The backward solve has its own budget, so it may take more iterations than the forward search."""
     for policy in (FixedIterations(2), Residual(rtol=1e-3, max_iter=2)):
         layer = make_layer("module", gradient=ImplicitDifferentiation(), convergence=policy)
         out = layer(torch.randn(2, 6, D))
@@ -355,7 +359,7 @@ def test_an_unsolved_backward_system_is_warned_of(make_layer: MakeLayer) -> None
     with pytest.warns(RuntimeWarning, match="did not converge"):
         out.z.square().sum().backward()
     assert (out.solution.adjoint.status == Status.BUDGET_EXHAUSTED).any()
-    # With these two policies there is no warning: the first converges, and the second has no tolerance.
+    # These two policies give no warning: the first one converges, and the second one has no tolerance.
     for policy in (Residual(rtol=1e-3, max_iter=200), FixedIterations(2)):
         out = make_layer("module", gradient=ImplicitDifferentiation(convergence=policy))(torch.randn(2, 6, D))
         with warnings.catch_warnings():
@@ -366,7 +370,7 @@ def test_an_unsolved_backward_system_is_warned_of(make_layer: MakeLayer) -> None
 @pytest.mark.parametrize("gradient", ["phantom", "implicit", {"name": "unrolled", "iterations": 4}])
 @pytest.mark.parametrize("backward", [True, False])
 def test_memory_is_given_back_at_once(make_layer: MakeLayer, gradient: object, backward: bool) -> None:
-    """Reference counting frees the graph and its memory at once, without the garbage collector."""
+    """The graph is freed as soon as its last reference is gone, without the garbage collector."""
     layer = make_layer("module", gradient=gradient)
     gc.collect()
     gc.disable()
@@ -382,7 +386,7 @@ def test_memory_is_given_back_at_once(make_layer: MakeLayer, gradient: object, b
 
 
 def test_parameters_without_gradients(make_layer: MakeLayer) -> None:
-    """With frozen weights the layer still runs, and x still gets a gradient if it needs one."""
+    """With frozen weights the layer still runs. If x requires a gradient, x still gets a gradient."""
     x = torch.randn(2, 6, D)
     for gradient in ("phantom", "implicit", {"name": "unrolled", "iterations": 3}):
         layer = make_layer("mamba2", gradient=gradient)
@@ -419,7 +423,10 @@ def test_unrolled_is_the_plain_iteration(make_layer: MakeLayer, assert_close: Cl
 def test_unrolled_before_truncates_the_gradient(
     make_layer: MakeLayer, assert_close: Close, backbone: str, checkpoint: bool
 ) -> None:
-    """The result is that of all iterations. The gradient is that of the last two, from a detached iterate."""
+    """The layer returns the result of all five iterations. Gradients flow only through iterations 4 and 5.
+
+    The loop in this test does the same: it detaches the iterate after three iterations.
+    """
     gradient = Unrolled(2, before=3, checkpoint=checkpoint)
     layer = make_layer(backbone, solver=Picard(damping=0.6), gradient=gradient)
     x, z0 = torch.randn(2, 6, D, requires_grad=True), torch.randn(2, 6, D, requires_grad=True)

@@ -1,4 +1,4 @@
-"""``import deqseq`` is light: optional packages are imported where they are used."""
+"""``import deqseq`` imports no optional package. These packages are imported only where they are used."""
 
 import subprocess
 import sys

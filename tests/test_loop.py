@@ -32,7 +32,10 @@ WINDOWS = [None, 8, 3, 1]
 
 
 def needed(rate: float, rtol: float, damping: float = 1.0) -> int:
-    """Evaluations until damped iteration of z <- rate z + 1 from 0 has a relative residual <= ``rtol``."""
+    """The number of evaluations of f(z) = rate z + 1 until the relative residual is at most ``rtol``.
+
+    The iteration is damped and starts at z = 0.
+    """
     z = 0.0
     for n in range(1, 10_000):
         fz = rate * z + 1
@@ -43,7 +46,7 @@ def needed(rate: float, rtol: float, damping: float = 1.0) -> int:
 
 
 def known_rates(rates: list[list[float]]) -> Tensor:
-    """Inputs x (B, L, 3) for the backbone ``Rates``: token t of sequence b converges at ``rates[b][t]``."""
+    """Inputs x (B, L, 3) for the backbone ``Rates``: token t of sequence b has the rate ``rates[b][t]``."""
     x = torch.rand(len(rates), len(rates[0]), 3, dtype=torch.float64) + 0.5
     x[..., 0] = torch.tensor(rates, dtype=torch.float64)
     return x
@@ -80,7 +83,10 @@ def test_iterations_token_by_token_are_each_tokens_own(rates: Backbone) -> None:
 
 @pytest.mark.passes_of_a_cpu
 def test_a_window_moves_on_as_its_first_tokens_settle(rates: Backbone) -> None:
-    """Compare with a simulation: settled tokens leave at the window's start, and as many new tokens enter."""
+    """The layer does as many evaluations as a simulation of the window.
+
+    In the simulation, settled tokens leave at the window's start, and as many new tokens enter at its end.
+    """
     width, rtol = 3, 1e-3
     layer = ImplicitSequenceLayer(rates, convergence=Residual(rtol=rtol, max_iter=200), window=width)
     with torch.no_grad():
@@ -139,7 +145,7 @@ def test_a_recomputed_evaluation_is_counted_once(make_layer: MakeLayer, count_ca
 @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_what_settles_is_f_at_the_frozen_inputs(make_layer: MakeLayer, backbone: str, solver: str) -> None:
-    """At a settled token z never changes again, and the layer returns f of this z."""
+    """Once a token has settled, its z never changes again, and the layer returns f(z) for this z."""
     layer = make_layer(backbone, solver=solver).eval()
     evaluations = []
     evaluate = layer.backbone.evaluate
@@ -203,7 +209,7 @@ def test_sequences_that_have_settled_leave_the_batch(
 
     found, sizes = run(), [shape[0] for shape in calls]
     fourth = found.iterations.amax(1).sort().values[3]
-    assert sizes.count(7) == fourth  # from then on, at least half of the seven sequences have settled
+    assert sizes.count(7) == fourth  # all seven stay in the batch until the fourth has settled
     assert sizes[-1] <= 3 and sizes == sorted(sizes, reverse=True)
     layer.compact = False
     expected = run()
@@ -274,7 +280,10 @@ def test_divergence_to_infinity_is_not_finite(rates: Backbone) -> None:
 
 @pytest.mark.parametrize("window", [None, 2])
 def test_a_map_that_vanishes_is_solved(pointwise: Pointwise, window: int | None) -> None:
-    """If f(z) is exactly 0, as after a ReLU, the solve converges to 0."""
+    """If f(z) is exactly 0, as after a ReLU, the solve converges to 0.
+
+    The relative residual is then 0 / 0. It must count as 0.
+    """
     layer = ImplicitSequenceLayer(pointwise(torch.tensor(0.0)), window=window).eval()
     for size in (1.0, 10.0, 1e4):
         x = torch.randn(2, 4, 3)
@@ -286,7 +295,10 @@ def test_a_map_that_vanishes_is_solved(pointwise: Pointwise, window: int | None)
 
 
 def test_a_token_that_was_infinite_on_the_way_may_still_converge() -> None:
-    """A token's map overflows only while the token before it is far from its own solution."""
+    """A token whose f(z) is infinite at first must still converge.
+
+    In this map, f overflows at a token only while the token before it is far from the fixed point.
+    """
 
     class Overflow(torch.nn.Module):
         def forward(self, u: Tensor) -> Tensor:
@@ -405,7 +417,7 @@ def test_summary(rates: Backbone) -> None:
 
 
 def test_search_stores_no_graph(make_layer: MakeLayer) -> None:
-    """The phantom gradient saves no more tensors after 30 search iterations than after one."""
+    """Autograd saves as many tensors for 30 search iterations as for one: it does not record the search."""
 
     def saved(policy: object) -> int:
         layer = make_layer("mamba2", gradient=Phantom(2), convergence=policy)
@@ -425,11 +437,14 @@ def test_search_stores_no_graph(make_layer: MakeLayer) -> None:
 
 @pytest.mark.usefixtures("needs_triton")
 def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
-    """Compare the tokens after each of eight steps. Token 2 of the last sequence may become infinite."""
+    """The Triton kernels settle and freeze the same tokens as plain PyTorch, after each of eight evaluations.
+
+    In every sequence, f(z) of one token is NaN or infinite.
+    """
     from deqseq import kernels
     from deqseq.ops.residual import freeze
 
-    late = torch.rand(4, 9)  # a token converges once the step exceeds this share of the steps
+    late = torch.rand(4, 9)  # a token converges at the first step with step / 8 > late
     policy = Residual(rtol=0.5, max_iter=7)
     z, fz = torch.randn(4, 9, 5), torch.randn(4, 9, 5)
     for row, token, value in ((0, 3, torch.nan), (1, 0, torch.inf), (2, 3, torch.nan), (3, 2, torch.inf)):

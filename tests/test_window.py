@@ -1,4 +1,7 @@
-"""Duality: the window changes the work, not the fixed point, also if several calls solve one sequence."""
+"""The size of the window changes the number of evaluations, but not the fixed point.
+
+This also holds if several calls solve one sequence and pass the state on.
+"""
 
 from collections.abc import Callable
 
@@ -75,7 +78,10 @@ def test_the_callers_state_is_not_changed(make_layer: MakeLayer, backbone: str) 
 def test_selected_states_continue_the_selected_sequences(
     make_layer: MakeLayer, assert_close: Close, backbone: str
 ) -> None:
-    """A state's rows can be reordered and repeated, as beam search needs."""
+    """``select`` reorders and repeats the sequences of a state, as beam search needs.
+
+    Each selected state must continue its own sequence.
+    """
     layer = make_layer(backbone, convergence=TIGHT).eval()
     x, y = torch.randn(3, 6, 16), torch.randn(3, 5, 16)
     rows = torch.tensor([2, 0, 0, 1])

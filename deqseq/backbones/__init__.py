@@ -1,4 +1,7 @@
-"""Backbones: causal maps f(z, x), parallel over tokens. To add one, subclass :class:`deqseq.Backbone`."""
+"""Backbones: maps f(z, x) that compute all tokens in parallel.
+
+A new backbone is a subclass of :class:`deqseq.Backbone`.
+"""
 
 from deqseq.backbones.folding import fold_weight_norm
 from deqseq.backbones.llama import LlamaBackbone

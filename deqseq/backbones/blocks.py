@@ -1,7 +1,7 @@
 """Parts that backbones share: a stack of blocks with injection, gated MLPs, effective weights, checks.
 
-An effective weight is the weight with weight normalisation and adapters. Backbones compute effective weights
-once per forward pass, in ``prepare``, and pass them to the blocks.
+An effective weight is a module's weight after weight normalisation and adapters are applied. Backbones
+compute effective weights once per forward pass, in ``prepare``, and pass them to the blocks.
 
 Shapes: B sequences, L tokens, W tokens in the window, D width.
 """
@@ -26,12 +26,13 @@ _MOST_BLOCKS = 4096
 
 
 class Prepared(NamedTuple):
-    """``Context.shared`` of a stack.
+    """The values that a stack stores in ``Context.shared``.
 
     Attributes:
-        choice: the choice of kernels.
+        choice: the kernels that compute this forward pass.
         weights: the effective weights of every block.
-        padded: whether the last of ``Context.tokens`` is a mask of the real tokens, (B, L) bool.
+        padded: true if the last tensor of ``Context.tokens`` is a padding mask, (B, L) bool. The mask is true
+            for real tokens.
     """
 
     choice: kernels.Choice
@@ -40,7 +41,12 @@ class Prepared(NamedTuple):
 
 
 class StackTrace(NamedTuple):
-    """The trace of a stack: the name of the implementation for ``advance``, and the trace of every block."""
+    """The data from which a stack's ``advance`` computes the next state.
+
+    Attributes:
+        form: name of the kernels that ``advance`` uses.
+        blocks: the trace of every block.
+    """
 
     form: str
     blocks: list[Any]
@@ -50,8 +56,9 @@ class Block(nn.Module):
     """A mixer and an optional MLP. Their outputs are added to the residual stream u.
 
     A pre-norm block (the default) normalises the inputs of the mixer and the MLP: u <- u + mixer(norm(u)),
-    then u <- u + mlp(norm2(u)). The block does not make the last of these sums. It returns the last output,
-    and the next block or the final norm adds it. So one kernel can add and normalise.
+    then u <- u + mlp(norm2(u)). The block returns its last output (of the MLP, or of the mixer if there is no
+    MLP) without adding it to u. The next block, or the final norm, adds this output to u and normalises the
+    sum. One kernel can do both.
 
     A post-norm block normalises the sums: u <- norm(u + mixer(u)), then u <- norm2(u + mlp(u)).
     """
@@ -71,7 +78,7 @@ class Block(nn.Module):
         return self.mixer.weights(), None if self.mlp is None else self.mlp.weights()
 
     def norms(self) -> tuple[Norm, Norm | None]:
-        """Weight and eps of both norms, as the fused kernels of pre-norm blocks take them."""
+        """Weight and eps of both norms, for fused kernels. Without an MLP, the second norm is ``None``."""
         first = active_norm(self.norm)
         second = None if self.norm2 is None else active_norm(self.norm2)
         return (first.weight, first.eps), None if second is None else (second.weight, second.eps)
@@ -79,15 +86,16 @@ class Block(nn.Module):
     def by_parts(
         self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
     ) -> tuple[Tensor, Tensor | None, Any]:
-        """Compute the block operation by operation.
+        """Compute the block with several kernels, one for each operation.
 
         Args:
-            added: the last output of the previous block, to be added to ``stream``; ``None``: nothing to add.
-            inputs: the arguments of the mixer after its weights.
+            added: the previous block's last output. This block adds it to ``stream``. ``None`` if there is
+                nothing to add.
+            inputs: the arguments that the mixer gets after its weights.
 
         Returns:
-            The stream, the block's last output (to be added by the next block; ``None`` with post-norm), and
-            the mixer's trace.
+            The stream, the block's last output, and the mixer's trace. The next block adds the last output to
+            the stream. A post-norm block adds its last output itself and returns ``None`` instead.
         """
         if self.post_norm:
             added, trace = self.mixer(linear_input(stream), weights[0], *inputs)
@@ -107,15 +115,18 @@ class Block(nn.Module):
 class Stack(Backbone):
     """A stack of blocks and a final norm. Every block adds the same injection.
 
-    A subclass with a state sets ``state_shapes``, the shapes of a block's initial state without the batch
-    dimension.
+    A subclass that keeps a state sets ``state_shapes``. They are the shapes of the tensors in one block's
+    initial state, without the batch dimension.
 
     Args:
         blocks: modules with a method ``weights()``.
         d_model: width D.
         width: output width of the injection W RMSNorm(x) + b.
-        norm_eps, weight_norm, injection, input_skip: as in :class:`~deqseq.backbones.Mamba2Backbone`.
-        post_norm: true: the blocks are post-norm, and there is no final norm.
+        norm_eps: constant that every norm adds to the mean square.
+        weight_norm: if true, every linear map and convolution has weight normalisation.
+        injection: if true, every block adds the injection. Explicit layers need false, and pass x as z.
+        input_skip: if true, the first block gets ``gain * z + x``, with a learned ``gain`` (D,).
+        post_norm: if true, the blocks are post-norm, and there is no final norm.
 
     Raises:
         ValueError: ``norm_eps`` is not finite and positive, or ``input_skip`` is set without ``injection``.
@@ -141,21 +152,27 @@ class Stack(Backbone):
         self.injection = Injection(d_model, width, norm_eps) if injection else None
         self.input_skip = InputSkip(d_model) if input_skip else None
         self.initialise()
-        if weight_norm:  # w = g v / ||v|| per output row (Salimans & Kingma, 2016); g starts at ||w||
+        if weight_norm:  # in every output row w = g v / ||v|| (Salimans & Kingma, 2016); g starts at ||w||
             for module in self.modules():
                 if isinstance(module, (nn.Linear, nn.Conv1d)):
-                    # On GPUs torch computes w in single precision, even for float64.
+                    # On GPUs torch computes the weight w in float32, even if the module is float64.
                     parametrizations.weight_norm(module)
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
-        """True, except with adapters: a recording would not notice that they are switched or merged."""
+        """Whether CUDA graphs can record the backbone: true if it has no adapters.
+
+        A recorded graph would not notice that an adapter is switched or merged.
+        """
         parts: list[Any] = [part for block in self.layers for part in (block, *block._modules.values())]
         holders = [part for part in (self, self.injection, *parts) if part is not None]
         return not any(is_adapter(child) for part in holders for child in part._modules.values())
 
     def initialise(self) -> None:
-        """Set the initial weights, before weight normalisation. By default torch's initial weights stay."""
+        """Set the initial weights. By default, keep the weights that torch's modules start with.
+
+        ``__init__`` calls this method before it applies weight normalisation.
+        """
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         check_dtype(x, self.layers)
@@ -168,7 +185,7 @@ class Stack(Backbone):
     def enter(self, z: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """The stream (B, W, D) before the first block, and the injection (``None`` if there is none).
 
-        ``tokens``: what ``Stack.prepare`` puts into ``Context.tokens``.
+        ``tokens``: the tensors that ``Stack.prepare`` puts into ``Context.tokens``.
         """
         injection = tokens[0] if tokens else None
         return z if self.input_skip is None else self.input_skip(z, tokens[1]), injection
@@ -178,9 +195,9 @@ class Stack(Backbone):
         return self.through(stream, context, state, kernels.in_force(context.shared.choice), injection)
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compile every block with :func:`torch.compile`, which gets the arguments.
+        """Compile every block. The arguments are passed to :func:`torch.compile`.
 
-        Copies of the backbone are not compiled. Do not compile Mamba2, which has kernels of its own.
+        A copy of a compiled backbone is not compiled. Do not compile Mamba2: it has its own kernels.
         """
         for block in self.layers:
             block.compile(*args, **options)
@@ -190,7 +207,7 @@ class Stack(Backbone):
     ) -> tuple[Tensor, StackTrace]:
         """Apply all blocks and the final norm, if there is one. Returns f(z) (B, W, D) and the trace.
 
-        ``inputs``: further arguments, the same for every block.
+        ``inputs``: further arguments that are passed to every block.
         """
         added, traces = None, []
         for i, block in enumerate(self.layers):
@@ -276,13 +293,16 @@ class SwiGLU(LinearMaps):
 
 
 def linear_input(stream: Tensor) -> Tensor:
-    """``stream`` in the dtype to which autocast casts the inputs of linear maps."""
+    """Convert ``stream`` to the dtype in which autocast computes linear maps."""
     return stream.to(kernels.autocast_dtype(stream))
 
 
 def check_dtype(x: Tensor, blocks: nn.ModuleList) -> None:
-    """Raise ``ValueError`` unless a weight of the first block has x's dtype, after autocast."""
-    if any(weight.dtype == x.dtype for weight in blocks[0].parameters()):  # usually the first one
+    """Raise ``ValueError`` if no weight of the first block has the dtype of ``x``.
+
+    If autocast is on, compare the dtypes to which autocast converts ``x`` and the weights.
+    """
+    if any(weight.dtype == x.dtype for weight in blocks[0].parameters()):  # usually the first weight matches
         return
     dtypes = {kernels.autocast_dtype(weight) for weight in blocks[0].parameters()}
     if dtypes and kernels.autocast_dtype(x) not in dtypes:
@@ -294,7 +314,7 @@ def check_dtype(x: Tensor, blocks: nn.ModuleList) -> None:
 
 
 def check_hidden(**sizes: int) -> None:
-    """Raise ``ValueError`` if a :class:`SwiGLU` with such a ``d_inner`` has no hidden unit."""
+    """Raise ``ValueError`` if a size is below 2. A :class:`SwiGLU` with ``d_inner`` 1 has no hidden unit."""
     for name, value in sizes.items():
         if value < 2:
             raise ValueError(f"{name} must be at least 2, got {value}")
@@ -304,5 +324,5 @@ def check_sizes(**sizes: int) -> None:
     """Raise ``ValueError`` if a size is not an integer >= 1, or if ``n_layer`` is too large."""
     for name, value in sizes.items():
         check_count(name, value)
-    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # surely a mistake; so many blocks take minutes to build
+    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # a mistake: so many blocks take minutes to build
         raise ValueError(f"n_layer must be at most {_MOST_BLOCKS}, got {sizes['n_layer']}")

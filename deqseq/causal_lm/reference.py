@@ -1,10 +1,11 @@
-"""Loading of checkpoints of the reference implementation (``implicit_mamba2``, ``implicit_llama3``).
+"""Loads checkpoints of the reference implementation, model types ``implicit_mamba2`` and ``implicit_llama3``.
+
+The reference implementation is the code of "Implicit Language Models are RNNs" (Schöne et al., ICML 2025,
+arXiv 2502.07827).
 
 ``AutoModelForCausalLM.from_pretrained(path)`` and ``ImplicitForCausalLM.from_pretrained(path)`` load such a
-checkpoint: they translate the configuration and rename the weights. The result is an ordinary
-:class:`ImplicitForCausalLM`, which saves in this library's format.
-
-(Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.)
+checkpoint. They translate the configuration and rename the weights. The result is an ordinary
+:class:`ImplicitForCausalLM`. Its ``save_pretrained`` writes this library's format.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,9 @@ from typing import Any
 
 from deqseq.checks import check_count
 
-# Regular expressions for the reference's weight names -> our names. No expression matches one of our names,
-# so the table leaves our own checkpoints unchanged. Order matters: general expressions come last.
+# Each regular expression matches a weight name of the reference and is mapped to our name. No expression
+# matches one of our names, so the table leaves our own checkpoints unchanged. Order matters: general
+# expressions come last.
 KEYS = {
     r"^criterion\.decoder\.weight$": "lm_head.weight",
     r"^word_emb\.emb\.weight$": "model.embed_tokens.weight",
@@ -24,15 +26,15 @@ KEYS = {
     r"\.weight_v$": ".parametrizations.weight.original1",
 }
 
-# torchdeq's solvers -> ours. Our solvers find the same fixed point, but convergence is tested for every token
-# separately.
+# Maps the names of torchdeq's solvers to the names of ours. Our solvers find the same fixed point, but they
+# test every token for convergence separately.
 _SOLVERS = {
     "fixed_point_iter": "picard", "simple_fixed_point_iter": "picard", "anderson": "anderson",
     "broyden": "broyden",
 }  # fmt: skip
-# Backbone settings, each with its only supported value.
+# Backbone settings for which this library supports a single value.
 _FIXED = {"dropout": 0, "pre_norm": True, "rms_norm": True}
-# Settings of initialisation and training. They do not change a trained model.
+# Settings of initialisation and training. They are ignored, because they do not change a trained model.
 _TRAINING = {"init_gain", "pretrain_iter", "pretrain_steps"}
 _BACKBONE = {"block_cfg", "block_type", "d_inner", "d_model", "mlp_type", "n_layer", *_FIXED, *_TRAINING}
 _BLOCK = {
@@ -42,29 +44,29 @@ _BLOCK = {
 
 
 def is_reference(settings: Mapping[str, Any]) -> bool:
-    """Whether ``settings``, the content of a ``config.json``, is from the reference implementation."""
+    """Whether the settings of a ``config.json`` come from the reference implementation."""
     return settings.get("model_type") in _BLOCK
 
 
 def translate(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of :class:`ImplicitConfig` from a ``config.json`` of the reference implementation.
+    """Translate a ``config.json`` of the reference implementation into settings of :class:`ImplicitConfig`.
 
     - Training: ``f_solver`` (undamped Picard iteration by default) searches to tolerance ``f_tol`` in at most
       ``f_max_iter`` iterations. The phantom gradient takes ``grad`` steps with damping ``tau``. With ``ift``
       or ``hook_ift``, implicit differentiation replaces the phantom gradient.
     - Evaluation: the limit is ``eval_f_max_iter`` iterations. If this setting is missing or 0, the limit is
       ``eval_factor * f_max_iter``. If ``eval_factor`` is missing or 0 too, the limit is ``f_max_iter``.
-    - Damping: the reference damps iterations by ``tau`` in evaluation; the translated solver does not. The
-      fixed point is the same. If the undamped iteration does not converge, use
+    - Damping: in evaluation, the reference damps its iterations by ``tau``. The translated solver has no
+      damping. The fixed point is the same. If the undamped iteration does not converge, use
       ``from_pretrained(path, solver={"name": "picard", "damping": 0.8})``.
     - Stopping: this library tests the tolerance for every token and returns the last iterate. In training,
-      the reference tests whole sequences and returns the best iterate, so a token depends on later tokens.
+      the reference tests whole sequences and returns the best iterate, so its tokens depend on later tokens.
 
     Other training settings (Jacobian regularisation, losses on intermediate iterates, weight decay,
     initialisation of the backbone) are ignored. Unknown settings outside the backbone are ignored too.
 
     Raises:
-        ValueError: settings that this library does not support; unknown settings of the backbone.
+        ValueError: this library does not support a setting, or a backbone setting is unknown.
     """
     kind = settings["model_type"]
     body, deq = _section(settings, "backbone_config"), _section(settings, "deq_params")

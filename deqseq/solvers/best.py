@@ -18,18 +18,18 @@ class _State(NamedTuple):
 
 
 class BestIterate(Solver):
-    """Wraps a solver and remembers its best iterate, the one with the smallest residual.
+    """Wraps a solver and remembers the best iterate: the iterate with the smallest residual.
 
-    If a token does not converge, the last evaluation in its budget evaluates f at its best iterate. Without
-    this wrapper, the iteration may end far from the best iterate.
+    If a token does not converge, its last evaluation is f at its best iterate. Without this wrapper, the
+    iteration may end far from the best iterate.
 
     Args:
-        solver: the solver to wrap, an object or a name.
-        scope: with ``"token"``, every token has its own best iterate. A token forgets its best iterate while
-            an earlier token has not settled, because f(z) at the token then still changes. With
-            ``"sequence"``, the tokens of a sequence share one best iterate, the one with the smallest
-            residual of the whole sequence, as in the code of Schöne et al. (ICML 2025). Then iterates depend
-            on later tokens, so causal training refuses ``"sequence"``.
+        solver: the solver to wrap; an object, a name or a mapping.
+        scope: with ``"token"``, every token has its own best iterate. While an earlier token has not settled,
+            f(z) at this token still changes, so the token forgets its best iterate. With ``"sequence"``, all
+            tokens of a sequence share one best iterate: the iterate with the smallest residual of the whole
+            sequence. The code of Schöne et al. (ICML 2025) does the same. Iterates then depend on later
+            tokens, so causal training refuses ``"sequence"``.
 
     Raises:
         ValueError: an unknown solver or scope.

@@ -13,10 +13,10 @@ from deqseq.solver import Progress, Solver, SolverState, solvers
 class Noisy(Solver):
     """Wraps a solver and adds noise N(0, std²) to every iterate that it proposes for an unsettled token.
 
-    Use it in training: ``solver=(Noisy(std=0.01), "picard")`` trains with noise and evaluates without. The
-    noise comes from torch's random generator. For autograd it is a constant. Tokens cannot meet a tolerance
-    below the noise, so they use up their iterations. If the number of iterations is fixed, all tokens have
-    settled in the last one, so the last iterate has no noise.
+    The layer option ``solver=(Noisy(std=0.01), "picard")`` trains with noise and evaluates without noise.
+    torch's random generator draws the noise, and autograd treats the noise as a constant. If the tolerance is
+    smaller than the noise, tokens never converge and use up their iterations. With a fixed number of
+    iterations, all tokens have settled after the last evaluation, so the last iterate has no noise.
 
     Args:
         solver: the solver to wrap; an object, a name or a mapping.

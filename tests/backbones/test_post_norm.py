@@ -24,7 +24,10 @@ def rms(u: Tensor, norm: nn.RMSNorm) -> Tensor:
 
 @torch.no_grad()
 def test_against_the_equations() -> None:
-    """The attention has one head of position 0 only, so that rotary positions change nothing."""
+    """Compare the backbone with its equations, written out in this test.
+
+    The equations leave out the rotary position embedding. It has no effect, because all positions are 0.
+    """
     f = llama(n_head=1, weight_norm=False).double()
     for norm in (module for module in f.modules() if isinstance(module, nn.RMSNorm)):
         nn.init.normal_(norm.weight)
@@ -74,7 +77,7 @@ def test_the_solve_runs_compiled_blocks(counting: Any) -> None:
         expected = layer(x).z
         layer.backbone.compile(backend=counting, fullgraph=True)
         out = layer(x)
-    assert counting.runs == 2 * out.solution.nfe  # two blocks
+    assert counting.runs == 2 * out.solution.nfe  # each evaluation runs two blocks
     torch.testing.assert_close(out.z, expected)
 
 

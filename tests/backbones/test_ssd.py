@@ -1,4 +1,4 @@
-"""Compares the chunked state-space recurrence, and its states, with the recurrence token by token."""
+"""The state-space recurrence in chunks gives the same outputs and states as the recurrence token by token."""
 
 from collections.abc import Callable
 
@@ -86,7 +86,11 @@ def test_gradients(chunk: int) -> None:
 
 
 def test_strong_decay_does_not_overflow() -> None:
-    """``ssd`` must mask the decays from later to earlier tokens before exp, because exp would overflow."""
+    """Results and gradients stay finite with strong decays.
+
+    ``ssd`` computes exp of the log decay between two tokens. From a later to an earlier token, exp would
+    overflow. So ``ssd`` must mask these pairs of tokens before exp.
+    """
     x, a, b, c, state = (t.float().requires_grad_() for t in random_inputs(16))
     y = ssd(x, a * 200, b, c, state, 16)
     y.sum().backward()

@@ -28,7 +28,10 @@ Make = Callable[..., ImplicitForCausalLM]
 
 @pytest.fixture
 def make(contractive: Callable[[Backbone], Backbone]) -> Make:
-    """``make(body, implicit=True, **options)``: a small model in evaluation mode, with a tight tolerance."""
+    """``make(body, implicit=True, **options)`` makes a small model in evaluation mode.
+
+    Implicit models get a tight tolerance.
+    """
 
     def build(body: str, implicit: bool = True, **options: Any) -> ImplicitForCausalLM:
         torch.manual_seed(3)
@@ -91,7 +94,10 @@ def test_greedy_generation_is_the_argmax_of_the_full_forward(make: Make, body: s
 @pytest.mark.parametrize("layout", ["left", "right", "inside"])
 @pytest.mark.parametrize("body", BODIES)
 def test_padded_prompts_equal_each_alone(make: Make, body: str, layout: str, guess: str) -> None:
-    """Padding may be on the left, on the right or between the tokens of a prompt."""
+    """A padded prompt in a batch is continued in the same way as the prompt alone.
+
+    The padding may be on the left, on the right, or between the tokens of the prompt.
+    """
     model = make(body, guess=guess)
     ids, mask = prompts(4), torch.ones(4, 12, dtype=torch.int64)
     for row, length in enumerate([12, 7, 1, 4]):
@@ -194,7 +200,7 @@ def test_a_given_state_counts_as_seen(make: Make) -> None:
     model(prompts(2, 4), past_key_values=cache)  # four draft tokens; the last one is rejected
     cache.crop(-1)
     assert cache.get_seq_length() == 11 and cache.state.seen.tolist() == [11, 8]
-    cache.crop(-5)  # rejects the other three, and removes the last two tokens of `state`
+    cache.crop(-5)  # removes the other three draft tokens and the last two tokens of `state`
     assert cache.get_seq_length() == 6 and cache.state.seen.tolist() == [6, 3]
     cache.batch_repeat_interleave(2)
     again, long = (t.repeat_interleave(2, 0) for t in (ids, mask))
@@ -208,7 +214,11 @@ def test_a_given_state_counts_as_seen(make: Make) -> None:
 
 
 def test_speculative_decoding(make: Make) -> None:
-    """Prompt look-up: attention removes rejected tokens from its cache. Recurrent models raise an error."""
+    """Speculative decoding by prompt look-up gives the same tokens as greedy decoding.
+
+    Attention models remove rejected tokens from their cache. Recurrent models cannot remove tokens, so they
+    raise an error.
+    """
     model = make("llama")
     ids = prompts(1, 6).repeat(1, 3)
     assert torch.equal(greedy(model, ids, 8, prompt_lookup_num_tokens=3), greedy(model, ids, 8))
@@ -297,7 +307,10 @@ def test_a_configuration_of_version_0_2_names_the_guess_otherwise(make: Make) ->
 def test_packed_sequences_equal_separate_ones(
     make: Make, body: str, implicit: bool, window: int | None, layout: str
 ) -> None:
-    """Position ids that restart at 0 begin a new sequence within the row."""
+    """Position ids that restart at 0 begin a new sequence within the row.
+
+    The logits of this sequence must be the same as in a row of its own.
+    """
     model = make(body, implicit, **({"window": window} if implicit else {}))
     lengths = [[5, 1, 4], [7, 2], [10]]
     ids, mask = prompts(3, 12), torch.zeros(3, 12, dtype=torch.int64)
@@ -327,7 +340,7 @@ def test_packed_sequences_equal_separate_ones(
 @pytest.mark.parametrize("body", BODIES)
 @torch.no_grad()
 def test_a_loop_over_the_model(make: Make, body: str) -> None:
-    """In evaluation mode, calls return a cache by default; the next call continues from it."""
+    """In evaluation mode, calls return a cache by default, and a later call can continue from this cache."""
     model, ids = make(body), prompts(2, 9)
     expected = model(ids).logits
     out = model(ids[:, :8])
@@ -359,7 +372,7 @@ def test_calls_that_contradict_their_cache(make: Make) -> None:
 
 
 class Stateless(Backbone):
-    """f(z, x) = tanh(cumsum(x) + z / 2), without a state: a call knows nothing of earlier calls."""
+    """f(z, x) = tanh(cumsum(x) + z / 2). The backbone keeps no state: no call continues an earlier call."""
 
     def __init__(self, d_model: int) -> None:
         super().__init__()

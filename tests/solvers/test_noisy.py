@@ -1,4 +1,4 @@
-"""Noise on the path of the iterates."""
+"""The solver wrapper ``Noisy``: it adds noise to the iterates of tokens that have not settled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def test_noise_has_its_variance_and_keeps_settled_tokens(make_progress: Callable
 
 
 def test_settled_tokens_do_not_move(rates: Backbone) -> None:
-    """Fast tokens settle in the first evaluations; noise moves only the slow token after them."""
+    """The first two tokens settle at 0 in the first evaluation. Noise moves only the third, slow token."""
     x = torch.tensor([0.0, 0.0, 0.9])[:, None].repeat(1, 4)[None]
     layer = ImplicitSequenceLayer(rates, Noisy(std=0.1), convergence=Residual(rtol=1e-6, max_iter=10))
     with torch.no_grad():
@@ -50,7 +50,7 @@ def test_noise_leads_near_the_equilibrium(make_layer: MakeLayer, solver: str, wi
 
 
 def test_noise_is_a_constant_for_autograd(make_layer: MakeLayer) -> None:
-    """The gradient equals that of a loop which adds the same noise."""
+    """The layer has the same gradient as a plain loop that adds the same noise as a constant."""
     layer = make_layer("module", solver=Noisy(std=0.3), gradient=Unrolled(3), convergence=FixedIterations(3))
     x = torch.randn(2, 5, D, requires_grad=True)
     torch.manual_seed(5)

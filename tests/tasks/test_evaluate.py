@@ -72,7 +72,7 @@ def make_model(implicit: bool = True, vocab_size: int = 300) -> ImplicitForCausa
 
 @pytest.fixture(scope="module")
 def model(tokenizer: PreTrainedTokenizerFast) -> ImplicitForCausalLM:
-    """An implicit model trained on the text for some seconds."""
+    """An implicit model, trained on ``TEXT`` for 30 steps."""
     torch.manual_seed(0)
     made = make_model().train()
     tokens = encode(tokenizer, TEXT)
@@ -93,7 +93,7 @@ def tokens(tokenizer: PreTrainedTokenizerFast) -> Tensor:
 
 @pytest.fixture(scope="module")
 def saved(model: ImplicitForCausalLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``model``, ``bare`` (the same without its tokenizer), ``explicit`` and ``text.txt``."""
+    """A folder with ``model``, ``bare`` (the same model, no tokenizer), ``explicit`` and ``text.txt``."""
     folder = tmp_path_factory.mktemp("saved")
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -106,7 +106,7 @@ def saved(model: ImplicitForCausalLM, tokenizer: Any, tmp_path_factory: pytest.T
 
 @torch.no_grad()
 def by_hand(model: Any, tokens: Tensor, length: int) -> float:
-    """Mean cross-entropy of all tokens but the first, given the earlier tokens of the same sequence."""
+    """Mean cross-entropy of all tokens except the first, summed up token by token."""
     total = 0.0
     for i in range(0, len(tokens) - 1, length):
         inputs = tokens[i : min(i + length, len(tokens) - 1)]
@@ -158,10 +158,11 @@ def test_lengths_share_their_tokens(model: ImplicitForCausalLM, tokens: Tensor) 
     first, *longer = found
     assert all(p.change is None for p in first.by_position)
     for s in longer:
-        # The changes of the single positions add up to the change of the whole text.
+        # The mean of the changes at all tokens is the change of the whole text's loss.
         changes = [p.tokens * (p.change or 0) for p in s.by_position]
         assert sum(changes) / 85 == pytest.approx(s.nll - first.nll, abs=1e-9)
-    # The loss changes only beyond the shorter length, where the longer sequences have more context.
+    # The first 16 tokens of a sequence of length 64 have the same context as in a sequence of length 16, so
+    # their loss is the same. Later tokens have more context, so their loss changes.
     within, beyond, *_ = score(model, tokens, [16, 64])[1].by_position
     assert within.change_stderr == pytest.approx(0, abs=1e-5)
     assert beyond.change_stderr is not None and beyond.change_stderr > 1e-3
@@ -195,9 +196,9 @@ def test_windows_agree_at_the_equilibrium_and_not_before_it(
         assert a.agreement == 1 and 0 < a.mean_logit_diff <= a.max_logit_diff < 1e-3 and 0 <= a.kl < 1e-6
         assert a.perplexity == pytest.approx(same[0].perplexity, rel=1e-4)
     assert [a.iterations for a in same] == sorted((a.iterations for a in same), reverse=True)
-    # The first evaluation, f(0, x), is the same in every window. In the second evaluation, window 1 already
-    # sees the final values of earlier tokens.
-    noise = torch.randint(300, (86,))  # on its training text the model is too confident to show a difference
+    # With two evaluations, windows differ. The first evaluation, f(0, x), is the same in every window. In the
+    # second evaluation, window 1 already uses the final values of earlier tokens.
+    noise = torch.randint(300, (86,))  # on its training text, the model is too confident to show a difference
     _, early = compare_windows(model, noise, 32, [None, 1], FixedIterations(2))
     assert early.iterations == 2 and early.agreement < 1 and early.max_logit_diff > 0.01
 
@@ -420,7 +421,7 @@ def test_downstream_reads_selections_and_the_schema_of_the_hub(
     assert [s.documents for s in found] == [2, 2]
     for s, docs in zip(found, (short, DOCS["arc_easy"]), strict=True):
         assert expected(model, tokenizer, s.task, docs[:2]) == {"acc": s.acc, "acc_norm": s.acc_norm}
-    # A prompt that differs from lm-eval's is reported.
+    # A warning names the task whose prompt differs from lm-eval's prompt.
     (said,) = other_prompts(found)
     assert "hellaswag: the prompt is not lm-eval's" in said and found[1].own_prompt is None
 
@@ -560,7 +561,7 @@ def test_no_more_is_tokenised_than_a_limit_needs(tokenizer: Any, tmp_path: Path)
 
 
 def run_main(command: list[str], saved: Path, tmp_path: Path) -> int:
-    """Run the program and return its exit status, also if it refuses the arguments."""
+    """Run the program and return its exit status. Wrong arguments also give a status, not an exception."""
     try:
         return main([part.format(saved=saved, tmp=tmp_path) for part in command])
     except SystemExit as stopped:
@@ -591,7 +592,7 @@ def test_command_line(
     assert result["report"] == report and len(result["rows"]) == rows
     used = result["settings"]
     assert used["rtol"] == 1e-3 and used["text"] == [str(saved / "text.txt")]
-    # Settings that the command line leaves out are recorded with the values used.
+    # The result also records settings that were not given, with the values that were used.
     assert used["tokenizer"] == str(saved / "model") and used["dtype"] == "float32" and used["device"]
     assert used["window"] == {"perplexity": 4, "duality": ["all", 4, 1]}.get(report, "all")
     assert used.get("max_iter") == {"perplexity": 50, "iterations": None}.get(report, 1000)
@@ -618,7 +619,7 @@ def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.Cap
     assert "lm_eval" in result["versions"]
     said = capsys.readouterr()
     assert f"average {result['average']:.4f}" in said.out.splitlines()[3]
-    # One progress bar is all that lm-eval and datasets may print.
+    # lm-eval and datasets may print one progress bar and nothing else.
     bars = {line.partition(":")[0] for line in re.split(r"[\r\n]+", said.err) if line.strip()}
     assert bars == {"Running loglikelihood requests"}
 
@@ -672,7 +673,7 @@ def test_force_writes_beside_other_files(saved: Path, tmp_path: Path) -> None:
     assert run_main([*command, "--force"], saved, tmp_path) == 0
     assert (tmp_path / "notes.txt").read_text() == "precious"
     assert (tmp_path / "perplexity.json").is_file()
-    assert run_main(["length", *command[1:]], saved, tmp_path) == 2  # the folder holds another report
+    assert run_main(["length", *command[1:]], saved, tmp_path) == 2  # the folder holds other files
 
 
 def test_a_result_of_other_settings_is_not_overwritten(

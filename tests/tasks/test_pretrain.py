@@ -35,7 +35,7 @@ SMALL = [
 
 
 def changed(name: str, *changes: tuple[str, str]) -> RunSettings:
-    """The settings of a run file, with fields changed as on the command line."""
+    """The settings of a run file. ``changes`` replace single fields, as flags on the command line do."""
     return load_run(name, {name: yaml_value(text, name) for name, text in changes})
 
 
@@ -60,7 +60,7 @@ def test_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     scores = [e for e in json.loads((run / "training.json").read_text())["log"] if "eval_loss" in e]
     table = capsys.readouterr().out
     assert figure.stat().st_size > 0
-    last, everything = scores[-2:]  # both at the last step: on eval_rows rows, then on all held-out rows
+    last, everything = scores[-2:]  # at the last step: first on eval_rows rows, then on all held-out rows
     assert last["step"] == everything["step"] and last["eval_loss"] != everything["eval_loss"]
     assert f"{last['eval_perplexity']:.2f}" in table.splitlines()[2]  # the row of the second stage
     assert main(["compare", str(tmp_path)]) == 2
@@ -216,7 +216,10 @@ def test_flops_are_those_of_the_matrices() -> None:
 
 
 def test_run_files_build_on_others(tmp_path: Path) -> None:
-    """A run file overrides single fields of its base file. Its ``steps`` replace the base's ``tokens``."""
+    """A run file overrides single fields of its base file.
+
+    If the run file sets ``steps``, the base's ``tokens`` no longer holds.
+    """
     file = tmp_path / "mine.yaml"
     file.write_text("base: llama-130m\nsteps: 40\nmodel: {backbone: {n_layer: 2}}")
     settings = changed(str(file), ("tokens", "1e9"), ("steps", "null"))
@@ -279,7 +282,7 @@ def test_shuffles_differ_by_pass_and_seed_and_are_uniform() -> None:
     large = 10**5
     moves = [shuffled(i, large, b"7 0") for i in range(4000)]
     assert np.mean(moves) == pytest.approx(large / 2, rel=0.05)
-    tenths = Counter(10 * move // large for move in moves)  # consecutive rows go to all parts of the data
+    tenths = Counter(10 * move // large for move in moves)  # the rows come from all parts of the data
     assert all(abs(tenths[i] - 400) < 120 for i in range(10))
     assert abs(np.corrcoef(moves[:-1], moves[1:])[0, 1]) < 0.1
     same = sum(shuffled(i, large, b"7 1") == move for i, move in enumerate(moves))
@@ -302,7 +305,8 @@ def test_a_run_with_its_rows_in_another_order_is_refused(
     old = Path(shutil.copytree(run, tmp_path / "run"))
     settings = json.loads((old / "settings.json").read_text())
     assert settings.pop("order") == TrainingOrder.version
-    (old / "settings.json").write_text(json.dumps(settings))  # version 1 of the order was not recorded
+    # A run with version 1 of the order has no entry "order".
+    (old / "settings.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"order of version 1, this program in one of version 2: finish"):
         pretrain(small(("data", str(token_folder))), old, progress=False)
 
@@ -325,11 +329,15 @@ def test_corrupted_shard_is_named(token_folder: Path, tmp_path: Path) -> None:
     shard.write_bytes(b"\xff" + shard.read_bytes()[1:])
     with pytest.raises(ValueError, match=shard.name):
         pretrain(small(("data", str(folder))), tmp_path / "run", progress=False)
-    assert not (tmp_path / "run" / "settings.json").exists()  # the run can start once the shard is repaired
+    # The failed run has recorded nothing, so it can start once the shard is repaired.
+    assert not (tmp_path / "run" / "settings.json").exists()
 
 
 def test_changed_tokenizer_is_named(token_folder: Path, tmp_path: Path) -> None:
-    """Two tokens have swapped ids, so the model's output would be decoded to wrong words."""
+    """The ids of two tokens are swapped in the tokenizer's file. Training must refuse this tokenizer.
+
+    With this tokenizer, the model's output would be decoded to wrong words.
+    """
     shutil.copytree(token_folder, tmp_path / "data")
     TokenFolder(tmp_path / "data").verify()
     file = tmp_path / "data" / "tokenizer" / "tokenizer.json"
@@ -390,7 +398,10 @@ def test_streamed_datasets_train(tmp_path: Path, token_folder: Path) -> None:
 
 
 def test_stream_that_ends_says_so(tmp_path: Path, token_folder: Path) -> None:
-    """With a second pass allowed, training finishes. A resumed run gives the same weights, bit for bit."""
+    """If the stream has too few rows for all steps, training raises an error.
+
+    If a second pass is allowed, training finishes, and a resumed run gives the same weights bit for bit.
+    """
     data = streamed(tmp_path, token_folder, documents=20)
     rows = sum(1 for _ in open_data(small(data, ("passes", "1"))).train)
     steps = ("steps", str(rows // 4 + 3))
@@ -460,7 +471,7 @@ def test_finished_run_is_left_alone_and_other_settings_are_refused(
     data = ("data", str(token_folder))
     monkeypatch.setattr(PretrainTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     assert pretrain(small(data), run, progress=False) == run / "model"
-    assert pretrain(small(data, ("per_device_batch_size", "4")), run, progress=False)  # may change on resume
+    assert pretrain(small(data, ("per_device_batch_size", "4")), run, progress=False)  # may differ on resume
     moved = Path(shutil.copytree(token_folder, tmp_path / "moved"))
     assert pretrain(small(("data", str(moved))), run, progress=False)
     with pytest.raises(
@@ -509,7 +520,7 @@ def test_numbers_that_are_not_finite_stop_training(
     def spoilt(self: PretrainTrainer, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         if model.training:
             calls.append(1)
-            if len(calls) == 14:  # in step 7; each step calls this twice
+            if len(calls) == 14:  # in step 7, because each step calls this method twice
                 next(iter(model.parameters())).data.fill_(torch.nan)
         return original(self, model, inputs, *args, **options)
 

@@ -1,6 +1,6 @@
 """Two Triton kernels for the loss of next-token prediction. They make no copy of the logits.
 
-Shapes as in :mod:`deqseq.ops.cross_entropy`.
+Shapes: B sequences, L tokens, V vocabulary, V' >= V columns of a padded output layer.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ from deqseq.kernels import device_of, first_derivative_only, launch
 
 IGNORED = -100
 
-# The kernels' loads are masked at V' (``width``). The kernels then discard the columns from V on. A load mask
-# that ends at V would turn vector loads into scalar loads: a padded V' is a multiple of a vector load's size,
-# but V need not be.
+# The kernels load all V' columns (V' is ``width``) and then discard the columns from V on. A padded V' is a
+# multiple of the size of a vector load, but V can be any number. If the load mask ended at V, Triton would
+# load one number at a time.
 
 
 @triton.jit
@@ -99,7 +99,10 @@ class _TokenLosses(torch.autograd.Function):
 def next_token_loss(
     logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None
 ) -> Tensor:
-    """Arguments as in :func:`deqseq.ops.cross_entropy.next_token_loss`."""
+    """The loss of next-token prediction, computed by the Triton kernels.
+
+    The arguments are those of :func:`deqseq.ops.cross_entropy.next_token_loss`.
+    """
     targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].to(logits.device)
     with device_of(logits):  # the logits may be on another device than the sequence layer
         total = _TokenLosses.apply(logits, targets, vocab_size, IGNORED).sum()

@@ -37,25 +37,25 @@ class MixerSizes(NamedTuple):
 
 
 class MixerWeights(NamedTuple):
-    """The mixer's weights, after weight normalisation if it is used. Computed once per forward pass."""
+    """The mixer's weights, after weight normalisation and adapters. Computed once per forward pass."""
 
     in_proj: Tensor  # (2 E + 2 G N + H, D): rows [gate, x, b, c, dt]
     conv: Tensor  # (E + 2 G N, K)
     conv_bias: Tensor
-    decay: Tensor  # (H,) A of Mamba2, negative
+    decay: Tensor  # (H,) Mamba2's parameter A, negative
     dt_bias: Tensor  # (H,)
-    skip: Tensor  # (H,) D of Mamba2
+    skip: Tensor  # (H,) Mamba2's parameter D
     norm: Tensor  # (E,)
     out_proj: Tensor  # (D, E)
 
 
 class LayerTrace(NamedTuple):
-    """The values that a layer's evaluation keeps, so that its state can be updated later."""
+    """The values of one evaluation of the mixer from which the layer's next state is computed."""
 
     conv: tuple[Tensor, ...]  # each (B, W, E + 2 G N); the convolution's input is their sum
     x: Tensor  # (B, W, H, P) inputs of the recurrence
     b: Tensor  # (B, W, G, N)
-    step: Tensor  # (B, W, H)
+    step: Tensor  # (B, W, H) step sizes
     decay: Tensor  # (H,)
 
 
@@ -63,7 +63,10 @@ def mix(
     u: Tensor, weights: MixerWeights, injection: Tensor | None, state: tuple[Tensor, ...] | None,
     sizes: MixerSizes, convolve: Callable[..., Tensor], recur: Callable[..., Tensor],
 ) -> tuple[Tensor, LayerTrace | None]:  # fmt: skip
-    """As :func:`deqseq.ops.mixer.mix`, with the given functions for the convolution and the recurrence."""
+    """Compute the mixer, with ``convolve`` for the convolution and ``recur`` for the recurrence.
+
+    The result and the other arguments are those of :func:`deqseq.ops.mixer.mix`.
+    """
     projected = F.linear(u, weights.in_proj)
     if injection is not None:
         projected = projected + injection
@@ -81,7 +84,7 @@ def mix(
 
 
 def _norm(y: Tensor, weight: Tensor, sizes: MixerSizes) -> Tensor:
-    """RMSNorm of every group of channels."""
+    """RMSNorm, separately for each of the ``norm_groups`` groups of channels."""
     if sizes.norm_groups == 1:
         return F.rms_norm(y, (sizes.inner,), weight.to(y.dtype), sizes.norm_eps)
     groups = y.unflatten(-1, (sizes.norm_groups, -1))
@@ -96,7 +99,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
     """SiLU of the causal depthwise convolution of x (B, W, C) with ``weight`` (C, K) and ``bias`` (C,).
 
-    ``tail``: (B, K-1, C) the inputs before the first token; zeros by default.
+    ``tail``: (B, K-1, C) the last inputs before the first token; ``None``: zeros.
     """
     width, kernel = x.shape[1], weight.shape[1]
     padded = F.pad(x, (0, 0, kernel - 1, 0)) if tail is None else torch.cat([tail.to(x.dtype), x], 1)
@@ -110,13 +113,15 @@ def recur(
     x: Tensor, step: Tensor, decay: Tensor, b: Tensor, c: Tensor, skip: Tensor, state: Tensor | None,
     chunk: int,
 ) -> Tensor:  # fmt: skip
-    """The recurrence plus skip * x: y (B, W, H, P).
+    """Compute y (B, W, H, P): the output of Mamba2's recurrence, plus skip * x.
 
     Args:
         x: (B, W, H, P) inputs, not yet multiplied by the step size.
         step: (B, W, H) step sizes, at least float32.
-        decay, skip: (H,) A and D of Mamba2.
-        b, c, state, chunk: as in :func:`deqseq.ops.mixer.ssd.ssd`.
+        decay, skip: (H,) Mamba2's parameters A and D.
+        b, c: (B, W, G, N) input and output projections.
+        state: (B, H, P, N) before the first token; zero by default.
+        chunk: number of tokens in a chunk; affects only speed, memory and rounding.
     """
     y = ssd(x * step.to(x.dtype)[..., None], step * decay, b, c, state, chunk)
     return torch.addcmul(y, x, skip.to(x.dtype)[:, None])

@@ -1,6 +1,6 @@
 """The state-space recurrence of Mamba2 (SSD; Dao & Gu, 2024, arXiv 2405.21060) in plain PyTorch.
 
-h_t = exp(a_t) h_{t-1} + x_t b_t^T,  y_t = h_t c_t, for every head.
+Every head computes h_t = exp(a_t) h_{t-1} + x_t b_t^T and y_t = h_t c_t.
 
 Shapes: B sequences, L tokens, H heads, P head dim, N state dim, G groups of heads that share b and c,
 C chunks of Q tokens.
@@ -61,14 +61,17 @@ def ssd(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None,
 
 
 def ssd_advance(x: Tensor, a: Tensor, b: Tensor, state: Tensor, count: Tensor) -> Tensor:
-    """The state (B, H, P, N) after the first ``count`` (B,) tokens. Other arguments as in :func:`ssd`."""
+    """The state (B, H, P, N) after the first ``count`` (B,) tokens of each sequence.
+
+    The other arguments are those of :func:`ssd`.
+    """
     position = torch.arange(x.shape[1], device=x.device)
     consumed = position < count[:, None]  # (B, L)
     a = a.where(consumed[..., None], a.new_zeros(()))
     total = a.cumsum(1)
     left = (total[:, -1:] - total).exp()  # decay from a token to the last consumed token
     left = left.where(consumed[..., None], left.new_zeros(()))
-    # Replace values of tokens that are not consumed. Multiplying them by 0 would turn infinities into NaN.
+    # Set x and b of tokens that are not consumed to 0. Multiplying them by 0 would turn infinities into NaN.
     x, b = (t.where(consumed[..., None, None], t.new_zeros(())) for t in (x, b))
     weighted = rearrange(x * left.to(x.dtype)[..., None], "b l (g h) p -> b l g h p", g=b.shape[2])
     added = torch.einsum("blghp,blgn->bghpn", weighted, b).flatten(1, 2)

@@ -3,6 +3,8 @@
 The first kernel adds the injection and convolves, the second computes step sizes, the third runs the
 recurrence, and the fourth gates and normalises. To save memory, the autograd graph keeps only the mixer's
 inputs and the recurrence's output. The backward pass recomputes the rest.
+
+Shapes: B sequences, L tokens, E inner width, H heads, N state dim, G groups of heads that share b and c.
 """
 
 from typing import Any
@@ -18,18 +20,19 @@ from deqseq.ops.mixer.triton_gated_norm import gated_norm, gated_norm_backward
 from deqseq.ops.mixer.triton_recurrence import recurrence_options, scan, scan_backward, steps
 
 PART = 160 * 2**20
-"""The backward pass works on one part of the batch at a time. The projection of a part takes about this many
-bytes. The backward pass of a part takes about ten times as many bytes in total."""
+"""The backward pass works on one part of the batch at a time. The output of a part's input projection has
+about this many bytes. The backward pass of the part needs about ten times this memory."""
 
 
 def _forward(
     u: Tensor, inj: Tensor | None, tail: Tensor | None, state: Tensor | None, sizes: MixerSizes,
     w: MixerWeights,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
-    """Returns the mixer's output.
+    """Compute the mixer.
 
-    For the trace, also returns projection, convolved projection and step sizes; for the backward pass, y and
-    options.
+    Returns six values. The first is the mixer's output. The next three are for the trace: the projection, the
+    convolved projection and the step sizes. The last two are for the backward pass: the recurrence's output y
+    and the kernels' constants.
     """
     options = recurrence_options(sizes, u.shape[1], u.dtype)
     proj = F.linear(u, w.in_proj)
@@ -45,14 +48,17 @@ class _Mix(torch.autograd.Function):
         ctx: Any, u: Tensor, inj: Tensor | None, tail: Tensor | None, state: Tensor | None, sizes: MixerSizes,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Returns the mixer's output. For the trace, also returns projection, convolved projection and step
-        sizes."""
+        """Compute the mixer.
+
+        Returns the mixer's output, and three values for the trace: the projection, the convolved projection
+        and the step sizes.
+        """
         *out, y, options = _forward(u, inj, tail, state, sizes, MixerWeights(*weights))
         ctx.save_for_backward(u, inj, tail, state, y, *weights)
         ctx.sizes = sizes
         ctx.options = options
         ctx.mark_non_differentiable(*out[1:])
-        ctx.set_materialize_grads(False)  # unused outputs get None, not zeros, as gradient
+        ctx.set_materialize_grads(False)  # the gradient of an unused output is None instead of zeros
         return tuple(out)
 
     @staticmethod
@@ -89,10 +95,14 @@ def _recompute(
     inputs: list[Tensor | None], y: Tensor, grad: Tensor, outputs: tuple[Tensor, Tensor], w: MixerWeights,
     sizes: MixerSizes, options: dict[str, Any],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Backward pass of a part of the batch. Writes the projection's gradient and the normed y to ``outputs``.
+    """Run the backward pass for one part of the batch.
 
-    Returns three gradients, summed over tokens: of the norm's weight (E,); of the convolution's four taps and
-    bias (E + 2 G N, 5); of decay, skip and dt_bias (3, H).
+    Writes the projection's gradient and the output of the gated norm to ``outputs``. Returns three gradients,
+    each summed over all tokens of the part:
+
+    - the norm's weight (E,);
+    - the convolution's four taps and bias (E + 2 G N, 5);
+    - decay, skip and dt_bias (3, H).
     """
     u, inj, tail, state = inputs
     assert u is not None
@@ -118,7 +128,10 @@ def _outer(left: Tensor, right: Tensor) -> Tensor:
 def mix(
     u: Tensor, inj: Tensor | None, weights: MixerWeights, state: tuple[Tensor, ...] | None, sizes: MixerSizes
 ) -> tuple[Tensor, LayerTrace | None]:
-    """As :func:`deqseq.ops.mixer.mix`, for at most four taps."""
+    """Compute the mixer in Triton. The convolution may have at most four taps.
+
+    The result and the arguments are those of :func:`deqseq.ops.mixer.mix`.
+    """
     tail, ssm = (None, None) if state is None else state
     missing = 4 - weights.conv.shape[1]
     if missing:

@@ -76,7 +76,10 @@ def gated_norm_backward(
     grad: Tensor, y: Tensor, proj: Tensor, inj: Tensor | None, weight: Tensor, out: Tensor, d_proj: Tensor,
     sizes: MixerSizes,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of y and weight. Writes the gate's gradient to ``d_proj``, the norm's output to ``out``."""
+    """Returns the gradients of y and of the norm's weight.
+
+    Writes the gate's gradient to the first E columns of ``d_proj``, and the norm's output to ``out``.
+    """
     d_y = torch.empty_like(y)
     rows, columns = proj.shape[0] * proj.shape[1], proj.shape[2]
     group = sizes.inner // sizes.norm_groups

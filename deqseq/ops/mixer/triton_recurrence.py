@@ -51,7 +51,10 @@ def _steps_kernel(proj, inj, dt_bias, decay, step, total, L, J: tl.constexpr, H:
 
 @triton.jit
 def _load(ptr, row, column, rows, columns, stride: tl.constexpr, EVEN: tl.constexpr):
-    """Load a tile, with zeros beyond ``rows`` and ``columns``. EVEN: all tiles lie inside the matrix."""
+    """Load a tile. Entries beyond ``rows`` and ``columns`` are 0.
+
+    EVEN: all tiles lie inside the matrix, so the load needs no mask.
+    """
     if EVEN:
         return tl.load(ptr + row * stride + column)
     return tl.load(ptr + row * stride + column, (row < rows) & (column < columns), 0.0)
@@ -67,7 +70,7 @@ def _store(ptr, row, column, rows, columns, stride: tl.constexpr, v, EVEN: tl.co
 
 @triton.jit
 def _decays(sums, q):
-    """(Q, Q): entry (i, j) is the decay from token j to token i, and 0 if i < j."""
+    """The decays (Q, Q) in a chunk: entry (i, j) is the decay from token j to token i, and 0 if i < j."""
     return tl.exp2(tl.where(q[:, None] >= q[None, :], sums[:, None] - sums[None, :], float("-inf")))
 
 
@@ -85,7 +88,7 @@ def _scan_kernel(conv, step, total, skip, before, y, L, HAS_STATE: tl.constexpr,
     p = tl.arange(0, BP)[None, :]
     through = tl.load(skip + h).to(tl.float32)
     state = tl.zeros((BN, BP), tl.float32)
-    if HAS_STATE:  # ``before`` has (P, N) per head: load it transposed
+    if HAS_STATE:  # ``before`` has shape (P, N) in each head; load its transpose (N, P)
         n1 = tl.arange(0, BN)[:, None]
         state += tl.load(before + (b * H + h) * P * N + p * N + n1, (p < P) & (n1 < N), 0.0).to(tl.float32)
     conv += b * L * W
@@ -238,7 +241,7 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
     scores = (products * dt[None, :]).to(x.dtype)
     d_x = tl.dot(tl.trans(scores), out, d_x, input_precision=PRECISION)
     _store(d_conv + (b * L + start) * W + h * P, row, p, rest, P, W, d_x, EVEN)
-    pull = tl.dot(out, tl.trans(x), input_precision=PRECISION) * products  # without the factor dt
+    pull = tl.dot(out, tl.trans(x), input_precision=PRECISION) * products  # not yet multiplied by dt
     by_column = tl.sum(pull, 0)
     by_row = tl.sum(pull * dt[None, :], 1)
     moved = left * tl.sum(x32 * into, 1)
@@ -249,8 +252,8 @@ def _x_gradients_kernel(conv, step, total, decay, skip, states, d_states, d_y, d
     d_end = tl.exp2(end) * tl.sum(tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1), 0)
     d_end += tl.sum(moved * dt, 0)
     d_a = tl.sum(d_total, 0) - tl.cumsum(d_total, 0) + d_total + d_end
-    # A step size scales its token's input (gradient: by_column + moved) and determines the decay at its token
-    # (gradient: d_a * rate).
+    # The gradient of a step size has two terms. The step size scales the token's input: by_column + moved. It
+    # also determines the decay at the token: d_a * rate.
     d_raw = (by_column + moved + d_a * rate) * (1.0 - tl.exp(-dt))
     tl.store(d_proj + (b * L + start + q) * J + (J - H) + h, d_raw.to(d_proj.dtype.element_ty), q < rest)
     shares += (b * chunks + i) * 3 * H + h
@@ -320,9 +323,10 @@ def _bc_gradients_kernel(conv, step, total, states, d_states, d_y, d_conv, L,
 
 def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> dict[str, Any]:
     """The compile-time constants of the recurrence's kernels."""
-    # A chunk and the state must fit into a multiprocessor, so large states get small chunks. Short sequences
-    # also get small chunks, of at least 16 tokens. Heads narrower than 64 never get chunks of 64 tokens: for
-    # head dim 32, Triton 3.6 compiles wrong code for Hopper (LOG.md).
+    # Choose the number of tokens in a chunk. A chunk and the state must fit into the memory of one
+    # multiprocessor, so large states get small chunks. Short sequences also get small chunks, of at least 16
+    # tokens. If the head dim is below 64, chunks have at most 32 tokens: for head dim 32 and chunks of 64
+    # tokens, Triton 3.6 compiles wrong code for Hopper GPUs (LOG.md).
     wide = sizes.d_state >= 64 and sizes.headdim >= 64
     small = sizes.d_state * sizes.headdim * dtype.itemsize <= 128 * 64 * 2
     chunk = min(16 if not small else 64 if wide else 32, max(16, triton.next_power_of_2(length)))
@@ -362,7 +366,7 @@ def scan(
     convolved: Tensor, step: Tensor, total: Tensor, w: MixerWeights, state: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """The recurrence plus skip * x: y (B, L, E)."""
+    """Compute y (B, L, E): the output of Mamba2's recurrence, plus skip * x."""
     batch, length, _ = convolved.shape
     y = convolved.new_empty(batch, length, options["E"])
     launch(
@@ -377,8 +381,10 @@ def scan_backward(
     convolved: Tensor, step: Tensor, total: Tensor, state: Tensor | None, d_y: Tensor, d_proj: Tensor,
     w: MixerWeights, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of ``convolved``, and of decay, skip and dt_bias (3, H). Writes the gradient of the
-    projection's dt columns to ``d_proj``."""
+    """Returns the gradient of ``convolved``, and one tensor (3, H): the gradients of decay, skip and dt_bias.
+
+    Writes the gradient of the step sizes before softplus to the last H columns of ``d_proj``.
+    """
     batch, length, _ = convolved.shape
     heads, chunks = options["H"], triton.cdiv(length, options["Q"])
     shape = (batch, chunks, heads, options["N"], options["P"])

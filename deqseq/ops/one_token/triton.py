@@ -27,7 +27,8 @@ from deqseq.ops.one_token import AttentionWeights, Norm, SwiGLUWeights, ValueGat
 _FEW = 132
 """A projection tries to start at least this many programs: one for each of an H100's 132 multiprocessors."""
 _ALONE = 1
-"""Up to this batch size, each program of a projection computes one sequence; above it, all sequences."""
+"""In batches of at most this size, each program of a projection computes outputs of one sequence. In larger
+batches, each program computes outputs of all sequences."""
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def project(
     x: Tensor, weight: Tensor, norm: Norm | None = None, added: Tensor | None = None,
     plus: Tensor | None = None, times: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A linear map, fused with the operations before and after it. Its input is RMSNorm(x + added).
+    """A linear map of RMSNorm(x + added), fused with the operations before and after the map.
 
     Args:
         x: (B, 1, D), with B at most 64.
@@ -155,8 +156,8 @@ def project(
         x, x if added is None else added, scale, weight.contiguous(),
         weight if times is None else times.contiguous(), x if plus is None else plus, total, out,
     ]  # fmt: skip
-    # With one sequence, the kernel does not need the stride. Then always pass 0, because Triton could compile
-    # another kernel for another stride.
+    # Pass stride 0 for a batch of one sequence, where the kernel does not need the stride. With other values,
+    # Triton could compile a separate kernel for each stride.
     stride = 0 if plus is None or batch == 1 else plus.stride(0)
     constants: dict[str, Any] = {
         "D": width, "N": columns, "HAS_ADDED": added is not None, "HAS_NORM": norm is not None,
@@ -227,9 +228,9 @@ def _mixer_kernel(row, tail, state, weight, bias, decay, dt_bias, skip, y, x_out
 def mixer_step(
     row: Tensor, w: MixerWeights, state: tuple[Tensor, ...], sizes: MixerSizes
 ) -> tuple[Tensor, LayerTrace]:
-    """Compute y * silu(gate) (B, 1, E) from the projection (B, 1, J); also return the trace.
+    """Compute y * silu(gate) (B, 1, E) from the projection (B, 1, J), where y is the recurrence's output.
 
-    Every head repeats the convolution of its group's b and c.
+    Also returns the trace. The heads of a group share b and c. The program of each head convolves them again.
     """
     batch = row.shape[0]
     tail, ssm = (t.contiguous() for t in state)
@@ -251,7 +252,11 @@ def mamba2_block(
     stream: Tensor, added: Tensor | None, mixer: MixerWeights, mlp: ValueGateWeights | None,
     injection: Tensor | None, state: tuple[Tensor, ...], sizes: MixerSizes, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, LayerTrace]:  # fmt: skip
-    """A Mamba2 block whose gated norm has one group. Returns stream, tensor to add to the stream, trace."""
+    """Compute a Mamba2 block whose gated norm has one group.
+
+    Returns the stream, the block's last output, and the trace. The next block adds the last output to the
+    stream.
+    """
     stream, row = project(stream, mixer.in_proj, norm, added, plus=injection)
     y, trace = mixer_step(row, mixer, state, sizes)
     added = project(y, mixer.out_proj, (mixer.norm, sizes.norm_eps))[1]
@@ -274,10 +279,10 @@ def _rotated(x, cos, sin, p, P: tl.constexpr):
 @triton.jit
 def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, scale, H: tl.constexpr,
                       J: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr):  # fmt: skip
-    """Attention of one head. A loop reads the slots in blocks of BS.
+    """Attention of one head. A loop reads the state's slots in blocks of BS slots.
 
     Each of the BS places in a block keeps its own running softmax. After the loop, the kernel combines the BS
-    softmaxes.
+    softmaxes and adds the current token.
     """
     h = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -292,7 +297,7 @@ def _attention_kernel(row, cos, sin, keys, values, seen, y, k_out, v_out, S, sca
     q = _rotated(row + h * P, c, s, p, P).to(tl.float32) * scale
     k = _rotated(row + (H + j) * P, c, s, p, P)
     v = tl.load(row + (H + J + j) * P + p, p < P, 0.0)
-    top = tl.full((BS,), -1e30, tl.float32)  # with -inf, masked scores would give exp(-inf + inf) = NaN
+    top = tl.full((BS,), -1e30, tl.float32)  # not -inf: masked scores would give exp(-inf + inf) = NaN
     weight = tl.zeros((BS,), tl.float32)
     total = tl.zeros((BS, BP), tl.float32)
     for start in tl.range(0, filled, BS, num_stages=3):
@@ -345,7 +350,11 @@ def llama_block(
     injection: Tensor | None, rotary: tuple[Tensor, Tensor], state: tuple[Tensor, ...], seen: Tensor,
     heads: int, norm: Norm, norm2: Norm | None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-    """A Llama block. Returns stream, tensor to add to the stream, and keys and values (B, J, 1, P)."""
+    """Compute a Llama block.
+
+    Returns the stream, the block's last output, and the token's keys and values (B, J, 1, P). The next block
+    adds the last output to the stream.
+    """
     stream, row = project(stream, attention.qkv, norm, added, plus=injection)
     y, trace = attention_step(row, rotary, state, seen, heads)
     added = project(y, attention.out_proj)[1]

@@ -1,4 +1,8 @@
-"""Training on CatbAbI in parallel streams of stories. The model's state is carried from batch to batch."""
+"""Trains a model on CatbAbI, which joins the twenty bAbI tasks into streams of stories.
+
+A batch has the next tokens of several parallel streams. Each batch starts with the model's state after the
+previous batch.
+"""
 
 import logging
 from dataclasses import asdict
@@ -29,7 +33,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
     (``config.json``, ``model.safetensors``) and ``training.json`` with the duration in seconds and a log. If
-    the run has already finished, only loads its model.
+    the run in ``output`` has already finished, only loads its model.
 
     Raises:
         ValueError: ``output`` contains another run; the data are missing or too small.
@@ -37,8 +41,8 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
     check_one_process()
     data = load(settings.data)
     identity = {**asdict(settings), "fingerprint": data.fingerprint, "vocabulary": data.vocabulary_sum}
-    # These settings may differ when a run is resumed: the data may have moved, and older runs have not
-    # recorded ``vocabulary``. The fingerprint still checks all data.
+    # Two settings may differ when a run is resumed: the data may have moved to another folder, and older runs
+    # have not recorded ``vocabulary``. The fingerprint must not differ, so changed data are still noticed.
     folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
     with folder.locked():
         if folder.finished():
@@ -55,12 +59,12 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
                 arguments, stream, settings.label_smoothing, model=model, curriculum=settings.curriculum()
             )
             trainer.train_in(folder)
-    found: Any = load_model(str(folder.path))  # load again: the trainer's model still autocasts
+    found: Any = load_model(str(folder.path))  # the trainer's own model would still use autocast
     return found
 
 
 class StreamTrainer(AlignedTrainer):
-    """Trainer that carries the state, without gradients, from batch to batch.
+    """A trainer that passes the model's state from batch to batch. No gradient flows through the state.
 
     The state of an attention backbone has a slot for every token. The trainer keeps only the slots of the
     last batch, as in Transformer-XL. Checkpoints contain the state, so a resumed run gives the same weights
@@ -81,7 +85,7 @@ class StreamTrainer(AlignedTrainer):
         return result
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss over all labels except ``IGNORE_INDEX``; zero if there are no other labels."""
+        """The mean loss over all labels except ``IGNORE_INDEX``. Zero if every label is ``IGNORE_INDEX``."""
         total = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="sum")
         return total / (labels != IGNORE_INDEX).sum().clamp_min(1)
 

@@ -1,4 +1,4 @@
-"""Figures of the tasks, in one style, as PNG files."""
+"""Draws the figures of all tasks in one style, as PNG files."""
 
 import logging
 from collections.abc import Callable
@@ -26,10 +26,12 @@ def save_figure(
     size: tuple[float, float] = (8, 4),
     **options: Any,
 ) -> bool:
-    """Draw a figure and write it atomically as a PNG file; returns whether matplotlib is installed.
+    """Draw a figure and write it atomically as a PNG file.
+
+    Returns true if the figure was written. Without matplotlib, logs a warning and returns false.
 
     Args:
-        draw: function that gets a list of the axes, row by row, and draws on them.
+        draw: function that draws the figure. It gets a list of the axes, row by row.
         size: width and height in inches.
         options: passed to ``pyplot.subplots``.
     """

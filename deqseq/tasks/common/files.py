@@ -15,7 +15,7 @@ PART = ".part"
 
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON, atomically. NaN and infinity become null: JSON has no such numbers."""
-    part = path.with_name(f"{path.name}{PART}")  # if the process is killed, the next write replaces it
+    part = path.with_name(f"{path.name}{PART}")  # replaces the leftover of a killed process
     with part.open("w") as file:
         file.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
         file.flush()
@@ -42,7 +42,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     On file systems without locks, nothing is locked.
 
     Args:
-        what: a verb for the error message, such as ``"prepares"``; it says what the owner of the lock does.
+        what: a verb for the error message, such as ``"prepares"``: what the lock's owner does to the folder.
 
     Raises:
         ValueError: another process has the lock.
@@ -62,7 +62,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     finally:
         os.close(handle)
         if made:
-            with suppress(OSError):  # the folder is not empty: keep it
+            with suppress(OSError):  # rmdir fails if the folder is not empty; then keep it
                 folder.rmdir()
 
 

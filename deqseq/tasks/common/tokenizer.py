@@ -1,4 +1,4 @@
-"""Loads tokenizers by name or file."""
+"""Loads tokenizers from a file, a folder or the Hugging Face Hub."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
 def load_tokenizer(model: str, source: str | None = None) -> Any:
-    """Load a tokenizer; ``ValueError`` if that fails.
+    """Load a tokenizer. Raises ``ValueError`` if it cannot be loaded.
 
-    ``source``: file, folder or hub name of the tokenizer; ``model`` by default.
+    ``source``: file, folder or hub name of the tokenizer; by default the tokenizer of ``model``.
     """
     named = place = Path(source or model)
     hint = "name one with --tokenizer PATH"
@@ -27,7 +27,8 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
         )
     except Exception as error:
         raise ValueError(f"the tokenizer {place} cannot be loaded: {first_line(error)}; {hint}") from error
-    # A tokenizer.json does not name the end-of-text token, which lm-eval needs for empty contexts.
+    # If no end-of-text token is set, as in a bare tokenizer.json, take a common one from the vocabulary.
+    # lm-eval needs this token for empty contexts.
     if tokenizer.eos_token is None:
         known = tokenizer.get_vocab()
         tokenizer.eos_token = next((token for token in _END_OF_TEXT if token in known), None)
@@ -35,7 +36,7 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is a path: the path exists, or the name looks like a path and not like a hub name."""
+    """Whether ``name`` is a local path and not a hub name: the path exists, or ``name`` looks like a path."""
     return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 

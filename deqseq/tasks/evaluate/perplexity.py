@@ -24,7 +24,8 @@ from deqseq.problem import SolveOptions
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.models import check_tokens, needed_layer, solve_options
 
-# Rows of logits converted to float32 at a time: a copy of all rows would need too much memory.
+# Number of rows of logits that are converted to float32 at a time. A copy of all rows would need too much
+# memory.
 _ROWS = 4096
 _FIRST_BUCKET = 16
 
@@ -33,9 +34,9 @@ _FIRST_BUCKET = 16
 class Positions:
     """Means over the tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
-    ``nll`` is the negative log-likelihood. ``change`` is ``nll`` minus the nll of the same tokens at the
-    first length given to :func:`score`; at the first length itself, ``change`` is ``None``. Standard errors
-    assume independent tokens.
+    ``nll`` is the negative log-likelihood. :func:`score` compares several sequence lengths. ``change`` is
+    ``nll`` minus the nll of the same tokens at the first length, and ``None`` at the first length itself.
+    Standard errors assume independent tokens.
     """
 
     first: int
@@ -56,10 +57,10 @@ class Search:
     Attributes:
         window: tokens solved at a time, or ``"all"``.
         policy, budget: the convergence policy, and its maximum number of evaluations per token.
-        iterations: mean number of evaluations of f until the search of a token ends.
+        iterations: mean number of evaluations of f per token.
         residual: mean relative residual of the tokens.
         converged: share of tokens that met the tolerance; ``None`` for policies without a tolerance.
-        passes_per_batch: mean number of calls of f for a batch; each call evaluates one window.
+        passes_per_batch: mean number of calls of f per batch. Each call evaluates all tokens of the window.
     """
 
     window: int | str | None
@@ -87,7 +88,7 @@ def search_fields(solve: SolveOptions | None, solves: SolveStatistics) -> dict[s
 
 @dataclass(kw_only=True)
 class Score(Search):
-    """The score of a text under one model, at one sequence length and with fixed solve options.
+    """The score of a text under one model, with one sequence length and one set of solve options.
 
     Attributes:
         tokens: number of predicted tokens; the text's first token is not predicted.
@@ -114,8 +115,8 @@ def exponential(nll: float) -> float:
 def batches(tokens: Tensor, length: int, batch_size: int) -> list[tuple[Tensor, Tensor]]:
     """Cut ``tokens`` (N,) into batches of inputs and targets, each (B, L).
 
-    The target of an input token is the next token. Every token except the first is a target once. If
-    ``length`` does not divide N - 1, the last batch is one shorter sequence.
+    The target of an input token is the next token. Every token except the first is the target of one input
+    token. If ``length`` does not divide N - 1, the last batch has a single, shorter sequence.
 
     Raises:
         ValueError: fewer than ``length`` + 1 tokens; ``length`` or ``batch_size`` below 1.
@@ -165,12 +166,12 @@ def score(
     """Perplexity of ``tokens`` (N,) in sequences of each of the ``lengths``.
 
     Every length predicts the same tokens: all except the first. The mean loss at a position is noisy, because
-    few tokens share a position. ``by_position`` also reports how much the loss of these tokens changes from
-    the first length. This change is less noisy.
+    few tokens share a position. ``by_position`` therefore also reports the difference between the loss of
+    these tokens and their loss at the first length. This difference is less noisy.
 
     Args:
         batch_size: sequences per batch at the shortest length. Longer sequences get smaller batches, with
-            about the same number of tokens. Does not change results.
+            about the same number of tokens. The batch size does not change results.
         solve: solve options; the model's by default.
 
     Raises:
@@ -182,7 +183,7 @@ def score(
     cuts = [batches(tokens, length, size) for length, size in zip(lengths, sizes, strict=True)]
     check_tokens(model, tokens)
     found: list[Score] = []
-    first: Tensor | None = None  # nll at the first length
+    first: Tensor | None = None  # nll of every token at the first length
     for length, cut in zip(lengths, cuts, strict=True):
         solves = SolveStatistics()
         parts: dict[str, list[Tensor]] = defaultdict(list)  # values per token, in the order of the text
@@ -233,9 +234,9 @@ def score_by_budget(
 ) -> list[Score]:  # fmt: skip
     """Score a text with each number of iterations in ``budgets``, and last with the model's own policy.
 
-    Without ``rtol`` and without a window, every token does exactly n iterations for a budget n. With either,
-    a token does at most n iterations and stops once it has converged. With a window and without ``rtol``, the
-    tolerance is the model's, or 1e-3 if the model has none.
+    Without ``rtol`` and without a window, every token does exactly n iterations for a budget n. If ``rtol``
+    or a window is given, a token does at most n iterations and stops once it has converged. If only a window
+    is given, the tolerance is the model's own tolerance, or 1e-3 if the model has no tolerance.
 
     Raises:
         ValueError: the model is explicit; a budget below 1; see also :func:`score`.

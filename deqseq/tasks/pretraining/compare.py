@@ -1,4 +1,4 @@
-"""Runs side by side: ``python -m deqseq.tasks.pretrain compare RUN_FOLDER ...``."""
+"""Compares finished runs: ``python -m deqseq.tasks.pretrain compare RUN_FOLDER ...``."""
 
 import statistics
 from itertools import pairwise
@@ -30,7 +30,7 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
     lines, curves = [], []
     for folder in runs:
         given = read_settings(folder)
-        for name in ("fingerprint", "order"):  # of the data; not fields of RunSettings
+        for name in ("fingerprint", "order"):  # describe the data; they are not fields of RunSettings
             given.pop(name, None)
         settings = build(RunSettings, given)
         log = read_record(folder)["log"]
@@ -44,7 +44,7 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
 def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> list[SimpleNamespace]:
     """A table row for each stage: tokens, time, speed, memory, and the scores on held-out data.
 
-    Tokens and minutes count from the beginning of the run; minutes exclude evaluations and checkpoints.
+    Tokens and minutes count from the beginning of the run. Minutes exclude evaluations and checkpoints.
     Tokens/s and MFU (model FLOPs utilisation) are medians over the stage. GiB is the peak memory allocated on
     a GPU up to the end of the stage.
     """

@@ -1,4 +1,7 @@
-"""Evaluation on puzzles, at any depth (number of evaluations of f) and breadth (number of starts).
+"""Evaluation on puzzles, at any depth and breadth.
+
+Depth is the number of evaluations of f in a search. Breadth is the number of starts: searches for the same
+puzzle from different initial guesses.
 
 Shapes: P puzzles, B puzzles of a batch, C cells of a board, V tokens in the vocabulary, D width of z.
 """
@@ -39,8 +42,8 @@ class Evaluation:
         vote: share of puzzles for which the most frequent answer of all starts is right.
         cells: share of right cells.
         residual: median over the puzzles of the board's relative residual; ``None`` for an explicit model.
-        auroc: probability that a right answer has a smaller residual than a wrong one; ``None`` for an
-            explicit model, and if all answers are right or all are wrong.
+        auroc: probability that a right answer has a smaller residual than a wrong answer. ``None`` for an
+            explicit model, or if all answers are right, or if all answers are wrong.
     """
 
     depth: int | None
@@ -62,7 +65,7 @@ class Adaptive:
         exact: share of puzzles whose answer is right in every cell.
         converged: share of puzzles whose search met the tolerance within ``max_iter`` evaluations.
         exact_if_converged: share of right answers among the puzzles whose search met the tolerance;
-            ``None`` if there are none.
+            ``None`` if no search met it.
         iterations: mean number of evaluations.
         seconds: duration.
     """
@@ -87,7 +90,7 @@ ADAPTIVE: tuple[Column, ...] = (
 
 
 def load(path: str | Path) -> tuple[BoardModel, TrainSettings]:
-    """A trained model, on the GPU if there is one, and the settings of its run.
+    """Load a trained model and the settings of its run. The model is put on the GPU if there is one.
 
     Raises:
         ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read.
@@ -107,7 +110,7 @@ def load(path: str | Path) -> tuple[BoardModel, TrainSettings]:
 
 
 class Solved(NamedTuple):
-    """The boards of a batch at one depth of one start.
+    """The results of one start for a batch of boards, after ``depth`` evaluations.
 
     Attributes:
         depth: number of evaluations of f so far.
@@ -129,9 +132,9 @@ def by_depth(
 ) -> Iterator[Solved]:
     """Solve ``questions`` (B, C) from start ``number``. Yields the boards at every depth of ``depths``.
 
-    The depths must increase. The search uses the solver of evaluation, and continues from depth to depth.
-    Anderson and Broyden begin a new history at every depth. An explicit model ignores ``depths`` and yields
-    once.
+    The depths must increase. The search uses the layer's solver for evaluation, and continues from depth to
+    depth. Anderson and Broyden begin a new history at every depth. An explicit model ignores ``depths`` and
+    yields its boards once.
     """
     layer = model.layer
     if not isinstance(layer, ImplicitSequenceLayer):
@@ -176,17 +179,17 @@ def evaluate(
     model: BoardModel, puzzles: Puzzles, depths: Sequence[int], starts: int = 1, batch_size: int = 512,
     progress: bool = False,
 ) -> list[Evaluation]:  # fmt: skip
-    """Solve the puzzles at every depth, with 1, 2, 4, ... and ``starts`` starts.
+    """Solve the puzzles at every depth, and with several numbers of starts: 1, 2, 4, ... and ``starts``.
 
     Args:
         depths: numbers of evaluations, increasing.
-        starts: maximum number of starts; start n begins at the guess with number n.
-        batch_size: puzzles solved together; memory grows with it.
+        starts: maximum number of starts. Start n begins at the guess with number n, counted from 0.
+        batch_size: number of puzzles solved together. Larger batches need more memory.
         progress: show a progress bar.
 
     Raises:
         ValueError: the depths do not increase, a number is below 1, all starts would be equal, or the
-            answers do not fit into the memory.
+            answers do not fit into this machine's memory.
     """
     depths = list(depths)
     if not depths or depths[0] < 1 or depths != sorted(set(depths)):
@@ -230,7 +233,10 @@ def evaluate(
 
 
 def _judged(depth: int | None, answers: Tensor, residuals: Tensor, right: Tensor) -> Evaluation:
-    """Judge the answers (S, P, C) of S starts with residuals (S, P)."""
+    """Compare the ``answers`` (S, P, C) of S starts with the ``right`` answers (P, C).
+
+    Of each puzzle's answers, the answer with the smallest of the ``residuals`` (S, P) counts.
+    """
     starts, puzzles = residuals.shape
     residual, best = residuals.nan_to_num(torch.inf).min(0)
     chosen = answers[best, torch.arange(puzzles)]
@@ -248,21 +254,21 @@ def _judged(depth: int | None, answers: Tensor, residuals: Tensor, right: Tensor
 
 
 def _vote(answers: Tensor) -> Tensor:
-    """The most frequent of the answers (S, C) to a puzzle; of equally frequent ones, the first."""
+    """The most frequent of the answers (S, C) of S starts. Of equally frequent answers, the first."""
     first = Counter(row.numpy().tobytes() for row in answers).most_common(1)[0][0]
     return torch.frombuffer(bytearray(first), dtype=torch.uint8)
 
 
 def auroc(residual: Tensor, right: Tensor) -> float | None:
-    """Probability that a ``right`` (P,) answer has a smaller ``residual`` (P,) than a wrong one.
+    """Probability that a ``right`` (P,) answer has a smaller ``residual`` (P,) than a wrong answer.
 
-    Equal residuals count half. ``None`` if all answers are right or all are wrong.
+    A pair with equal residuals counts half. ``None`` if all answers are right, or if all are wrong.
     """
     good, bad = residual[right].double(), residual[~right].double()
     if not len(good) or not len(bad):
         return None
     bad = bad.sort().values
-    # For each right answer, the number of wrong answers whose residual is at most as large.
+    # For each right answer, count the wrong answers with a smaller or equal residual.
     at_most = torch.searchsorted(bad, good, right=True)
     equal = at_most - torch.searchsorted(bad, good)
     return float((len(bad) - at_most + 0.5 * equal).sum() / (len(good) * len(bad)))
@@ -277,11 +283,11 @@ def adaptive(
     Boards that have converged leave the batch, so easy boards cost less.
 
     Args:
-        solve: solve options with a residual policy; by default the model's options of evaluation.
-        batch_size: puzzles solved together.
+        solve: solve options with the policy ``Residual``; by default the layer's ``eval_solve``.
+        batch_size: number of puzzles solved together.
 
     Raises:
-        ValueError: the model is explicit, or the policy has no tolerance.
+        ValueError: the model is explicit, or the policy is not ``Residual``.
     """
     layer = model.layer
     if not isinstance(layer, ImplicitSequenceLayer):

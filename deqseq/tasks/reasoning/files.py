@@ -1,10 +1,11 @@
-"""Files of puzzles: CSV as in the data set sapientinc/sudoku-extreme, and arrays of published mazes.
+"""Reads and writes files of puzzles.
 
-The published mazes are Maze-Hard (HRM) and Maze-Unique (EqR).
+Puzzles are in CSV files, in the format of the data set sapientinc/sudoku-extreme. Published mazes are NumPy
+arrays: Maze-Hard (from HRM, arXiv 2506.21734) and Maze-Unique (from EqR, arXiv 2605.21488).
 
-A line of CSV is ``source,question,answer,rating``. Boards are in reading order. Sudokus have dots for empty
-cells. Mazes have ``#`` for walls, spaces for free cells, ``S`` for the start, ``G`` for the goal, and ``o``
-for the path in the answer. A file is compressed if its name ends in .gz.
+A line of a CSV file is ``source,question,answer,rating``. The cells of a board are in reading order. Sudokus
+have dots for empty cells. Mazes have ``#`` for walls, spaces for free cells, ``S`` for the start, ``G`` for
+the goal, and ``o`` for the path in the answer. A file is compressed if its name ends in .gz.
 """
 
 import csv
@@ -31,23 +32,23 @@ from deqseq.tasks.reasoning.puzzles import (
 )
 
 _HEADER = ["source", "question", "answer", "rating"]
-_LINES = 2**16  # lines checked at a time
+_LINES = 2**16  # number of lines that are checked at a time
 BOM = "\u00ef\u00bb\u00bf"  # the byte order mark of UTF-8, read as Latin-1
-_NONE = 255  # the table's entry for characters that have no token
+_NONE = 255  # stands for characters that have no token
 
 BROKEN = (csv.Error, EOFError, zlib.error, gzip.BadGzipFile)
-"""The errors of files that are not CSV, or are not compressed although they should be."""
+"""Errors that reading raises if a file is not valid CSV, or if a .gz file is damaged or not compressed."""
 
 Line = tuple[int, str, str, int]
 """A line of a CSV file: line number, question, answer and rating."""
 
 
 def read_csv(path: str | Path, task: Task) -> Puzzles:
-    """The puzzles in a CSV file. The sources are not kept.
+    """Read the puzzles in a CSV file. The column ``source`` is dropped.
 
     Raises:
-        ValueError: a line is malformed, its boards differ in size from the first line's, or it breaks a rule
-            (see :func:`~deqseq.tasks.reasoning.puzzles.broken_rules`). The message names the line and the
+        ValueError: a line is malformed, two boards have different sizes, or a puzzle breaks a rule (see
+            :func:`~deqseq.tasks.reasoning.puzzles.broken_rules`). The message names the line and the
             rule. Only :func:`~deqseq.tasks.reasoning.verify.verify` checks that a Sudoku has one solution,
             and that a maze's path connects start and goal.
     """
@@ -72,7 +73,7 @@ def open_csv(path: Path) -> IO[str]:
 def _lines(path: Path, task: Task) -> Iterator[Line]:
     """Yield the lines of a file. Checks the format of each line, and that all boards have the same size."""
     cells = None
-    number = 1  # the line at which the record starts
+    number = 1  # the line at which the current record starts
     try:
         with open_csv(path) as file:
             reader = csv.reader(file, strict=True)
@@ -100,7 +101,7 @@ def _lines(path: Path, task: Task) -> Iterator[Line]:
 
 
 def _tokens(path: str | Path, task: Task, lines: list[Line]) -> Puzzles:
-    """Make tokens of the characters, and check the rules."""
+    """Convert the characters of the lines to tokens, and check the rules that need no search."""
     numbers, questions, answers, ratings = zip(*lines, strict=True)
     table = np.full(256, _NONE, np.uint8)
     for token, character in enumerate(CHARACTERS[task]):
@@ -147,7 +148,7 @@ def write_csv(path: str | Path, task: Task, puzzles: Puzzles, source: str = "deq
 
 
 def read_arrays(folder: str | Path) -> Puzzles:
-    """The mazes in ``all__inputs.npy`` and ``all__labels.npy``, as HRM and EqR write them.
+    """Read published mazes: the files ``all__inputs.npy`` and ``all__labels.npy`` of HRM or EqR.
 
     Both arrays have shape (P, n²) and the tokens of :class:`~deqseq.tasks.reasoning.puzzles.Puzzles`. The
     ratings are the lengths of the marked paths.

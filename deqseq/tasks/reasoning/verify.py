@@ -23,20 +23,21 @@ from deqseq.tasks.reasoning.puzzles import (
 def verify(
     task: Task, puzzles: Puzzles, *, minimal: bool = True, rated: bool = True, progress: bool = False
 ) -> None:
-    """Solve every puzzle again and compare.
+    """Solve every puzzle again and check its answer.
 
-    Sudokus must have exactly one solution, which is their answer. Mazes must be perfect: they have one path
-    between any two free cells. Their answers must mark the path from start to goal.
+    A Sudoku must have exactly one solution, and its answer must be this solution. A maze must be perfect: it
+    has exactly one path between any two free cells. Its answer must mark the path from start to goal.
 
     Args:
-        minimal: also check that Sudokus have several solutions if any one of their clues is removed. This
-            check takes most of the time.
-        rated: also check the ratings: dead ends of :func:`solve_sudoku` for Sudokus, lengths of the paths for
-            mazes. Give ``False`` for the Sudokus of sudoku-extreme, which another solver rated.
+        minimal: also check that a Sudoku needs every clue. If any single clue is removed, there must be
+            several solutions. This check takes most of the time.
+        rated: also check the ratings. For a Sudoku, the rating is the number of dead ends that
+            :func:`solve_sudoku` meets. For a maze, it is the length of the path. Set ``False`` for the
+            Sudokus of sudoku-extreme, because another solver rated them.
         progress: show a progress bar.
 
     Raises:
-        ValueError: a puzzle is wrong. The message names the first such puzzle, counted from 1, and the rule
+        ValueError: a puzzle is wrong. The message names the first wrong puzzle, counted from 1, and the rule
             that it breaks.
     """
     check_task(task)
@@ -60,7 +61,7 @@ class Solved(NamedTuple):
 
     Attributes:
         solutions: the solutions found, as lists of digits.
-        dead_ends: dead ends before the first solution, or all dead ends if there is no solution.
+        dead_ends: number of dead ends before the first solution, or of all dead ends if there is none.
     """
 
     solutions: list[list[int]]
@@ -70,7 +71,8 @@ class Solved(NamedTuple):
 def solve_sudoku(board: Sequence[int], limit: int = 2) -> Solved:
     """Search for up to ``limit`` solutions of a Sudoku. ``board``: n² digits, 0 for empty cells.
 
-    Counts dead ends by the definition in :func:`deqseq.tasks.reasoning.sudoku.generate`.
+    The search also counts dead ends: boards with a cell that has no candidate, or with a digit that has no
+    place in a row, column or box. :func:`deqseq.tasks.reasoning.sudoku.generate` describes the search.
     """
     n = size_of("sudoku", len(board))
     candidates = [(1 << n) - 1] * len(board)
@@ -101,7 +103,10 @@ def _units(n: int) -> list[list[list[int]]]:
 
 
 def _assign(candidates: list[int], cell: int, bit: int) -> bool:
-    """Make ``bit`` the only candidate of a cell. Returns whether the board is still consistent."""
+    """Make the digit ``bit`` the only candidate of a cell. Returns whether the board is still consistent.
+
+    ``bit`` is ``1 << (digit - 1)``. Each entry of ``candidates`` is a sum of such bits.
+    """
     others = candidates[cell] & ~bit
     while others:
         other = others & -others
@@ -112,7 +117,7 @@ def _assign(candidates: list[int], cell: int, bit: int) -> bool:
 
 
 def _eliminate(candidates: list[int], cell: int, bit: int) -> bool:
-    """Remove a candidate of a cell, then fill the singles that follow.
+    """Remove the candidate ``bit`` from a cell, then fill all cells whose digit is now certain.
 
     Returns whether the board is still consistent.
     """
@@ -136,7 +141,7 @@ def _eliminate(candidates: list[int], cell: int, bit: int) -> bool:
 
 
 def _search(candidates: list[int], dead_ends: list[int]) -> Iterator[list[int]]:
-    """Yield the solutions; ``dead_ends[0]`` counts dead ends."""
+    """Yield all solutions. Adds 1 to ``dead_ends[0]`` at every dead end."""
     open_cells = [cell for cell, mask in enumerate(candidates) if mask & (mask - 1)]
     if not open_cells:
         yield candidates
@@ -167,7 +172,10 @@ def _sudoku_fault(question: list[int], answer: list[int], rating: int | None, mi
 
 
 def _maze_fault(question: list[int], answer: list[int], length: int | None) -> str | None:
-    """Check a maze. The path is found by filling dead ends until only the path is left."""
+    """The first rule that a maze breaks, or ``None``.
+
+    To find the path, the function fills dead ends until only the path is left.
+    """
     n = size_of("maze", len(question))
     cells = {divmod(i, n) for i, token in enumerate(question) if token != WALL}
     ends = {divmod(i, n) for i, token in enumerate(question) if token in (START, GOAL)}

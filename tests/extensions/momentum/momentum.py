@@ -1,4 +1,4 @@
-"""A solver: iteration with momentum."""
+"""A package with one solver: fixed-point iteration with momentum."""
 
 import torch
 
@@ -6,10 +6,10 @@ from deqseq import Solver
 
 
 class Momentum(Solver):
-    """v <- beta v + (f(z) - z), then z <- z + v."""
+    """Updates a velocity v and then the iterate z: v <- beta v + (f(z) - z), z <- z + v."""
 
     differentiable = True  # autograd through `step` is exact
-    capturable = True  # `step` never waits for the GPU
+    capturable = True  # a CUDA graph can record `step`, because it never waits for the GPU
 
     def __init__(self, beta=0.1):
         self.beta = beta

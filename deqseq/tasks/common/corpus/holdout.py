@@ -1,4 +1,4 @@
-"""Chooses the documents that are held out from training, for validation."""
+"""Chooses the documents that are kept out of training and used for validation."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ SALT = "deqseq"
 class HoldOut:
     """Holds out a pseudo-random share of the documents for validation.
 
-    A hash of a document's text decides. So equal texts are always in the same split: in shards, in streams
-    and on every machine. If the share is raised, all documents that were held out stay held out.
+    A hash of the document's text decides. So equal texts are always in the same split: in shards, in streams
+    and on every machine. With a larger share, the documents that were held out before are still held out.
 
     Args:
         share: share of the documents to hold out, in [0, 1).

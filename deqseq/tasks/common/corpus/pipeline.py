@@ -1,7 +1,8 @@
 """Tokenises documents in parallel and writes the tokens to shards, in the order of the documents.
 
 One thread reads and writes. Worker threads tokenise in parallel, because the tokenizers library releases
-Python's lock. The shards are the same for any number of workers, and after an interruption.
+Python's global lock. The number of workers does not change the shards. If the preparation is interrupted and
+continued, the shards are the same as without the interruption.
 """
 
 from collections import deque
@@ -22,7 +23,7 @@ from deqseq.tasks.common.corpus.parts import WHOLE, divide
 from deqseq.tasks.common.corpus.shards import Place, Preparation
 from deqseq.tasks.common.files import locked
 
-# Minimum bytes of text in a batch. A worker tokenises such a batch in a tenth of a second.
+# Minimum bytes of text in a batch. A worker tokenises a batch of this size in a tenth of a second.
 _BATCH = 2**18
 
 
@@ -37,7 +38,7 @@ class Text:
 
 @dataclass
 class Batch:
-    """Texts that are tokenised together. ``next``: where the next batch begins; ``size``: bytes of text."""
+    """Texts that are tokenised together. ``next``: the place where the next batch begins. ``size``: bytes."""
 
     texts: list[Text]
     next: Place
@@ -48,12 +49,12 @@ def prepare(
     output: Path, sources: Sequence[Source], tokenizer: Any, name: str, hold_out: HoldOut,
     shard_tokens: int, workers: int, force: bool = False, part: tuple[int, int] = WHOLE,
 ) -> int:  # fmt: skip
-    """Write the missing shards of folder ``output``; returns the number of bytes of text read.
+    """Write the missing shards of folder ``output``. Returns how many bytes of text were read.
 
     Args:
-        name: the name of the tokenizer, for the manifest.
+        name: the name of the tokenizer, as the manifest records it.
         shard_tokens: when the shard of one split has this many tokens, new shards begin for both splits.
-            A shard ends only where a batch ends, so it may be longer.
+            A shard ends only where a batch ends, so a shard may have more tokens.
         workers: number of threads that tokenise.
         force: start again and replace all shards in the folder.
         part: ``(K, N)``: prepare only part K of N.
@@ -104,10 +105,10 @@ def prepare(
 
 
 def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
-    """Read the documents, to find errors early: tokenising takes a hundred times as long as reading.
+    """Read the documents once before they are tokenised, to find errors early.
 
-    Datasets, compressed files and remote files are read only up to the first document. Returns whether there
-    are any documents.
+    Reading takes about a hundredth of the time of tokenising. Datasets, compressed files and remote files are
+    read only up to the first document. Returns whether there is at least one document.
     """
     found = False
     with _bar("check", sources, begin, begin, end) as bar:
@@ -119,7 +120,7 @@ def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
 
 
 def _between(sources: Sequence[Source], start: Place, end: Place) -> Iterator[tuple[int, Iterator[Document]]]:
-    """The number of every source between ``start`` and ``end``, with its documents in this range."""
+    """For every source between ``start`` and ``end``: its number, and its documents in this range."""
     for number in range(start.source, end.source):
         yield number, sources[number].documents(start.offset if number == start.source else 0)
     if end.offset > (start.offset if start.source == end.source else 0):
@@ -130,12 +131,12 @@ def _between(sources: Sequence[Source], start: Place, end: Place) -> Iterator[tu
 def batches(sources: Sequence[Source], hold_out: HoldOut, start: Place, end: Place) -> Iterator[Batch]:
     """All documents from ``start`` to ``end``, in batches.
 
-    A file that is one document is read in pieces, and each piece has a split. Neighbouring pieces of the same
-    split are joined; an end-of-text token separates pieces of different splits.
+    A file that is one document is read in pieces, and each piece has its own split. Neighbouring pieces of
+    the same split are joined. An end-of-text token separates neighbouring pieces of different splits.
 
-    If you start again at a batch's ``next``, you get the same later batches. Earlier documents do not change
-    where a long document is cut into batches. So all parts of a corpus, prepared separately, have the same
-    tokens as one preparation without parts.
+    If you start again at the ``next`` of a batch, you get the same later batches. A long document is cut at
+    places that do not depend on earlier documents. So a corpus that is prepared in several parts has the same
+    tokens as a corpus that is prepared at once.
     """
     texts: list[Text] = []
     size = own = 0  # bytes of the batch; bytes of the current document in the batch
@@ -179,7 +180,7 @@ def _encode(encoder: Encoder, batch: Batch) -> Encoded:
 def _in_order(
     pool: ThreadPoolExecutor, encoder: Encoder, batches: Iterator[Batch], ahead: int
 ) -> Iterator[tuple[Batch, Encoded]]:
-    """The batches with their tokens, in order. Up to ``ahead`` later batches are tokenised meanwhile."""
+    """Yield every batch with its tokens, in order. The pool tokenises up to ``ahead`` batches in advance."""
     under_way: deque[tuple[Batch, Future[Encoded]]] = deque()
     for batch in batches:
         under_way.append((batch, pool.submit(_encode, encoder, batch)))
@@ -193,7 +194,7 @@ def _in_order(
 def _bar(title: str, sources: Sequence[Source], start: Place, begin: Place, end: Place) -> tqdm:
     """A progress bar over the bytes from ``begin`` to ``end``, already filled up to ``start``.
 
-    It shows no total if the size of a source is unknown.
+    If the size of a source is unknown, the bar shows no total.
     """
     known = [source.size for source in sources if source.size is not None]
     total, initial = None, 0

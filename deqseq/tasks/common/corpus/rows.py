@@ -28,7 +28,8 @@ from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Shard, checks
 from deqseq.tasks.common.tokenizer import load_tokenizer
 
 Documents = Literal["joined", "separate"]
-"""``"joined"``: a document has the earlier documents of its row as context. ``"separate"``: it has none."""
+"""``"joined"``: the earlier documents in a row are context for the later documents. ``"separate"``: no
+document is context for another document."""
 
 Row = dict[str, Tensor]
 """``input_ids`` (L,) int64 and, for separate documents, ``position_ids`` (L,) int64."""
@@ -73,7 +74,7 @@ class TokenFolder:
         return load_tokenizer(str(self.path / TOKENIZER))
 
     def verify(self) -> None:
-        """Raise ``ValueError`` if a file is missing, or its checksum differs from the one in the manifest."""
+        """Raise ``ValueError`` if a file is missing or its checksum is not the checksum in the manifest."""
         checksums = {shard.file: shard.sha256 for shard in self._manifest.shards}
         checksums |= self._manifest.tokenizer_checksums()
         with ThreadPoolExecutor(8) as pool:
@@ -90,7 +91,7 @@ class TokenFolder:
             raise ValueError(f"{file} is corrupted (its checksum is not the manifest's): {again}")
 
     def rows(self, split: Split, length: int, documents: Documents = "joined") -> TokenRows:
-        """A split in rows of ``length`` tokens; ``ValueError`` if the split is shorter than one row."""
+        """A split, cut into rows of ``length`` tokens; ``ValueError`` if the split is shorter than a row."""
         shards = self._shards(split)
         files = {self.path / shard.file: shard.tokens for shard in shards}
         rows = TokenRows(files, self._manifest.head["dtype"], length, _separator(documents, self.end_of_text))
@@ -109,7 +110,7 @@ class TokenFolder:
 class TokenRows(Dataset[Row]):
     """Rows of consecutive tokens from files. A row may begin in one file and end in the next.
 
-    A row is read when it is accessed. Files do not stay open, so there may be any number of files.
+    A row is read from disk when it is accessed. Files do not stay open, so there may be any number of files.
 
     Args:
         files: the number of tokens of each file, by path.
@@ -132,7 +133,7 @@ class TokenRows(Dataset[Row]):
         return _row(torch.from_numpy(self._read(index * self.length)), self._end_of_text)
 
     def _read(self, start: int) -> np.ndarray:
-        """``length`` tokens from token ``start`` on, int64. They may span several files."""
+        """Read ``length`` tokens as int64, beginning at token ``start``. They may lie in several files."""
         parts, end = [], start + self.length
         number = bisect_right(self._ends, start)
         while start < end:
@@ -151,9 +152,9 @@ class StreamedRows(IterableDataset[Row]):
     """Rows packed from a stream of documents, in the order of the stream. Iterating tokenises the documents.
 
     Args:
-        documents: texts, or rows of a dataset with a text in ``column``.
+        documents: texts, or rows of a dataset whose field ``column`` is the text.
         split: read only the documents of this split; ``None``: all documents.
-        hold_out: determines the split of a document, as in ``prepare``.
+        hold_out: the rule that assigns each document to a split; by default 0.1 % is held out.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class StreamedRows(IterableDataset[Row]):
 
 
 def _row(input_ids: Tensor, end_of_text: int | None) -> Row:
-    """A row (L,). If ``end_of_text`` is given, positions restart at 0 after every such token."""
+    """A row (L,). If ``end_of_text`` is given, positions restart at 0 after every ``end_of_text`` token."""
     if end_of_text is None:
         return {"input_ids": input_ids}
     place = torch.arange(len(input_ids))

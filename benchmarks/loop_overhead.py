@@ -1,12 +1,13 @@
-"""Overhead of the loop: the time of a solve with n iterations divided by the time of n bare evaluations of f.
+"""Measure the overhead of the loop that solves z = f(z).
 
-f is one Mamba2 layer, without autograd. Every solver runs exactly n iterations. The row "tolerance never met"
-also computes residuals and compares them with a tolerance. torchdeq's solvers are included if torchdeq is
-installed.
+The overhead is the time of a solve with n iterations, divided by the time of n bare evaluations of f. Here f
+is one Mamba2 layer, without autograd. Every solver runs exactly n iterations. The solve in the row "picard,
+tolerance never met" also computes residuals and compares them with a tolerance. If torchdeq is installed, the
+script also measures its solvers.
 
-Solves and bare evaluations alternate, so that both run under the same load. The table has the median ratio of
-their times, and the residual of every solver's result. The script first checks that Picard iteration returns
-the same result as n applications of f.
+The script first checks that Picard iteration returns the same result as n applications of f. Then solves and
+bare evaluations alternate, so that both run under the same load. The table has the median ratio of their
+times, and the residual of every solver's result.
 
     python benchmarks/loop_overhead.py
     python benchmarks/loop_overhead.py --device cuda --dtype bfloat16 --batch 512

@@ -1,7 +1,7 @@
-"""A curriculum: which gradient strategy and convergence policy a layer trains with, and when.
+"""A curriculum divides training into stages. Each stage sets the layer's gradient strategy and policies.
 
-Layers do not count steps. The trainer owns the curriculum, applies it before every step and saves it in its
-checkpoints.
+Layers do not count steps. So the trainer applies the curriculum before every step, and saves the curriculum
+in its checkpoints.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Stage:
     """One stage of training.
 
     Attributes:
-        until: the stage ends after this share of all steps, in (0, 1].
+        until: share of all training steps after which the stage ends, in (0, 1].
         gradient: gradient strategy, as a name or mapping.
         convergence: convergence policy in training, as a name or mapping. ``None`` keeps the previous stage's
             policy; in the first stage, ``None`` keeps the layer's policy.
-        window: number of tokens solved together; all by default.
+        window: number of tokens solved together. ``None`` solves all tokens of a sequence together.
         eval_convergence: convergence policy in evaluation. ``None`` keeps the previous stage's evaluation
             policy; in the first stage, ``None`` keeps the layer's evaluation policy.
     """
@@ -41,8 +41,8 @@ class Curriculum:
     """The stages of training, in order.
 
     Raises:
-        ValueError: ``stages`` is empty; ``until`` does not increase from stage to stage, or is not 1 in the
-            last stage; a name or option is unknown.
+        ValueError: ``stages`` is empty or not a list of :class:`Stage`; ``until`` does not increase from
+            stage to stage, or is not 1 in the last stage; a name or option is unknown.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -59,23 +59,25 @@ class Curriculum:
                 SolveOptions(convergence=policy, window=stage.window)
         self.stages: list[Stage] = []
         policies_now: dict[str, Any] = {"convergence": None, "eval_convergence": None}
-        for stage in stages:  # replace None by the previous stage's policy: training may resume at any stage
+        # If a policy is None, use the previous stage's policy. Training may resume in any stage, so each
+        # stage must contain its policies.
+        for stage in stages:
             own = {name: getattr(stage, name) for name in policies_now}
             policies_now |= {name: policy for name, policy in own.items() if policy is not None}
             self.stages.append(replace(stage, **policies_now))
 
     def at(self, step: int, steps: int) -> Stage:
-        """The stage of step ``step`` (counted from 0) of ``steps`` steps."""
+        """The stage of step number ``step``, counted from 0, in a training of ``steps`` steps."""
         return next((s for s in self.stages if step < self.end(s, steps)), self.stages[-1])
 
     @staticmethod
     def end(stage: Stage, steps: int) -> int:
-        """The step at which ``stage`` ends, if training has ``steps`` steps."""
+        """The number of steps after which ``stage`` ends, in a training of ``steps`` steps."""
         return round(stage.until * steps)
 
     @staticmethod
     def apply(stage: Stage, layer: ImplicitSequenceLayer) -> None:
-        """Set the layer's gradient strategy, policies and window to those of ``stage``."""
+        """Give ``layer`` the gradient strategy, the convergence policies and the window of ``stage``."""
         layer.gradient = gradients.create(stage.gradient)
         layer.train_solve = _options(layer.train_solve, stage.convergence, stage.window)
         layer.eval_solve = _options(layer.eval_solve, stage.eval_convergence, stage.window)

@@ -11,7 +11,7 @@ from deqseq.registry import Registry
 
 
 class Guess(ABC):
-    """Proposes the initial iterate of a search.
+    """Proposes the initial iterate of the search for the fixed point.
 
     Example of a guess in another package::
 
@@ -20,11 +20,12 @@ class Guess(ABC):
                 return x
 
     Attributes:
-        varies: true if starts with different numbers get different guesses. :func:`~deqseq.solve_many`
-            requires it.
-        causal: true if the guess for token t depends only on tokens up to t. Causal training requires it.
+        varies: true if :meth:`propose` returns different guesses for different values of ``number``.
+            :func:`~deqseq.solve_many` accepts only guesses with ``varies = True``.
+        causal: true if the guess for token t depends only on tokens up to t. A causal layer in training
+            accepts only guesses with ``causal = True``.
         module: a module that the guess uses, or ``None``. The layer registers the module as a submodule, so
-            optimisers, ``layer.to`` and state dicts find its parameters.
+            that optimisers, ``layer.to`` and state dicts find its parameters.
     """
 
     varies: bool = False
@@ -33,27 +34,27 @@ class Guess(ABC):
 
     @abstractmethod
     def propose(self, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor | None:
-        """The initial iterate (B, L, D); ``None`` means zero.
+        """Returns the initial iterate (B, L, D), or ``None`` to start at zero.
 
-        Values at padding are ignored. Tokens that are not finite become zero.
+        The layer ignores values at padding. A token whose values are not all finite starts at zero.
 
         Args:
-            x: (B, L, D) the layer's input. Each row is one sequence, followed by padding, which is zero.
-            number: in training ``None``. A random guess then draws new values for every sequence. In
-                evaluation, the number of the start, which is 0 in a call of the layer. The guess for a token
-                must then depend only on this number, on the place of the token in its row, and on the
-                sequence. It must not depend on other sequences, on L, on torch's global random state or on
-                the device.
-            previous: (B, D) for each sequence the equilibrium of the last token before ``x``; ``None`` if it
-                is unknown.
+            x: (B, L, D) the layer's input. Each row is one sequence, followed by zeros as padding.
+            number: ``None`` in training. A random guess then draws new values for every sequence. In
+                evaluation, the search may run from several starts, and ``number`` is the number of the start.
+                A call of the layer uses start 0. In evaluation, the guess for a token must depend only on
+                ``number``, on the place of the token in its row, and on the sequence. It must not depend on
+                other sequences, on L, on torch's global random state or on the device.
+            previous: (B, D) the equilibrium of the last token before ``x``, for each sequence. ``None`` if
+                this equilibrium is unknown.
         """
 
 
 def propose(guess: Guess, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor | None:
-    """The proposal of ``guess``; the arguments are those of :meth:`Guess.propose`.
+    """Call ``guess.propose`` with the same arguments and check the result.
 
     Raises:
-        ValueError: the proposal is not a floating-point tensor of x's shape on x's device.
+        ValueError: the result is not a floating-point tensor with x's shape and device. ``None`` is allowed.
     """
     z0 = guess.propose(x, number, previous)
     if z0 is None:
@@ -69,7 +70,7 @@ def propose(guess: Guess, x: Tensor, number: int | None, previous: Tensor | None
 
 
 def modules_of(*guesses: Guess) -> nn.ModuleList | None:
-    """The modules of the guesses, each once; ``None`` if there are none."""
+    """The modules that the guesses use, without duplicates. ``None`` if no guess uses a module."""
     found = dict.fromkeys(guess.module for guess in guesses)
     return nn.ModuleList(module for module in found if module is not None) or None
 

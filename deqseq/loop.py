@@ -1,11 +1,12 @@
 """The loop that solves fixed-point problems z = f(z).
 
-:func:`drive` runs every solve: forward and backward, training, evaluation and generation. It repeats
-:func:`one_pass`, which evaluates f once, until every token has settled. Only this loop counts evaluations,
-freezes tokens, detects non-finite values, and makes all processes stop after the same pass.
+Every solve runs in :func:`drive`: in forward and backward passes, training, evaluation and generation. It
+repeats :func:`one_pass` until every token has settled, which means that the token's result is final. One pass
+evaluates f once. Only this loop counts evaluations, freezes tokens, detects non-finite values, and makes all
+processes stop after the same pass.
 
-A :class:`Runner` runs passes one by one. The runners in :mod:`deqseq.graphs` and :mod:`deqseq.replay` record
-several passes as a CUDA graph; they compute the same passes.
+A :class:`Runner` runs passes one by one. The runners in :mod:`deqseq.graphs` and :mod:`deqseq.replay` compute
+the same passes, but record several of them as a CUDA graph.
 
 Shapes: B sequences, L tokens, W tokens in the window (W = L without a window), D width.
 """
@@ -27,27 +28,29 @@ from deqseq.trees import map_tensors
 
 
 class Carry(NamedTuple):
-    """The values that one pass hands to the next."""
+    """The values that one pass of the loop hands to the next pass."""
 
     z: Tensor  # (B, W, D) the iterates
-    proposal: Tensor  # (B, W, D) the solver's next iterates
+    proposal: Tensor  # (B, W, D) the iterates that the solver proposes for the next pass
     tokens: Tokens
     memory: SolverState
-    # Without a window:
+    # Only without a window:
     fz: Tensor | None = None  # (B, L, D) f(z) of the last evaluation
-    trace: Trace = None  # the trace of the last evaluation
-    # With a window:
+    trace: Trace = None  # data of the last evaluation from which the backbone computes its next state
+    # Only with a window:
     state: State | None = None  # the backbone's state after all tokens before ``start``
     start: Tensor | None = None  # (B,) position of the window's first token
-    # (B,) number of tokens that settled in the last pass and leave the window. ``start`` is already past
-    # them. The next pass begins by shifting z, ``tokens`` and ``memory``.
+    # (B,) number of tokens that settled in the last pass. ``start`` is already the position after these
+    # tokens. The next pass first shifts z, ``tokens`` and ``memory``, so that the settled tokens leave the
+    # window.
     leaving: Tensor | None = None
-    # z, iterations, residual and status of every token, each (B, L + W, ...). The last W places are padding.
+    # z, iterations, residual and status of every token, as tensors (B, L + W, ...) that end with W places of
+    # padding.
     results: tuple[Tensor, ...] = ()
 
 
 def begin(problem: Problem) -> Carry:
-    """The carry before the first pass."""
+    """The values with which the first pass begins."""
     z = problem.z0
     if problem.window is None:
         return Carry(z, z, Tokens.enter(problem.valid), problem.solver.init(z))
@@ -74,18 +77,18 @@ def begin(problem: Problem) -> Carry:
 
 
 def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
-    """One pass: take the proposed iterates, evaluate f, judge the evaluation, propose the next iterates.
+    """Run one pass: evaluate f at the proposed iterates, judge convergence, and propose the next iterates.
 
-    With a window, the tokens that settled in the previous pass leave at the window's start. The same number
-    of new tokens enters at its end. After evaluating f, the pass advances the backbone's state past the
-    tokens that have now settled.
+    With a window, the tokens that settled in the previous pass leave the window at its start. The same number
+    of new tokens enters at its end. After evaluating f, the pass moves the backbone's state past the tokens
+    that settled in this pass.
 
-    If gradients are disabled, the pass may overwrite ``carry.proposal``: do not use ``carry`` after the pass.
+    If gradients are disabled, the pass may overwrite ``carry.proposal``. Do not use ``carry`` after the pass.
     A pass never makes the host wait for the device.
 
     Args:
-        judge: whether to call the convergence policy. With :class:`~deqseq.FixedIterations` and without a
-            window, only the last pass needs the policy.
+        judge: whether to call the convergence policy, which decides which tokens have converged. With
+            :class:`~deqseq.FixedIterations` and without a window, only the last pass needs this decision.
     """
     z = carry.proposal
     if not problem.fixed or problem.window is not None:
@@ -97,7 +100,7 @@ def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
 
 
 def _slide(problem: Problem, carry: Carry) -> Carry:
-    """Move the window: remove the tokens that leave it and add the next tokens."""
+    """Move the window: remove the settled tokens at its start, and add the next tokens at its end."""
     assert carry.start is not None and carry.leaving is not None
     width = carry.z.shape[1]
     moved = problem.offsets + carry.leaving[:, None]
@@ -116,7 +119,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     if start is not None:
         context, state = context.take(_places(problem, start)), carry.state
     fz, trace = evaluate(problem.map, z, context, state, problem.checkpoint)
-    fz = fz.to(z.dtype)  # autocast may have changed the type
+    fz = fz.to(z.dtype)  # autocast may have changed the dtype
     tokens = carry.tokens.counted()
     if judge:
         tokens = tokens.judged(z, fz, problem.policy, problem.causal)
@@ -124,7 +127,8 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     carry = carry._replace(proposal=proposal, tokens=tokens, memory=memory)
     if start is None or state is None:
         return carry._replace(fz=fz, trace=trace)
-    # Every pass overwrites the results of the window's tokens, so each token keeps those of its last pass.
+    # Store the results of all tokens in the window. Every pass overwrites them, so a token keeps the results
+    # of its last pass.
     place = start[:, None] + problem.offsets
     values = (proposal if problem.fixed else fz, tokens.iterations, tokens.residual, tokens.status)
     for result, value in zip(carry.results, values, strict=True):
@@ -138,7 +142,10 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
 def evaluate(
     map: Map, z: Tensor, context: Context, state: State | None, recompute: bool
 ) -> tuple[Tensor, Trace]:
-    """f(z) and the trace. With ``recompute``, the backward pass recomputes the activations."""
+    """Evaluate f. Returns f(z), and the trace from which the backbone computes its next state.
+
+    With ``recompute``, the backward pass recomputes the activations instead of storing them.
+    """
     if recompute and torch.is_grad_enabled():
         fz, trace = checkpoint(map.evaluate, z, context, state, use_reentrant=False)
         return fz, trace
@@ -146,17 +153,23 @@ def evaluate(
 
 
 def _places(problem: Problem, start: Tensor) -> Tensor:
-    """(B, W) int64, positions of the window's tokens. Places past the end of the input get position L-1."""
+    """The positions (B, W) int64 of the tokens in a window that begins at ``start`` (B,).
+
+    Places after the end of the input get the position of the last token, L - 1.
+    """
     return (start[:, None] + problem.offsets).clamp_max(problem.z0.shape[1] - 1)
 
 
 def _inside(problem: Problem, start: Tensor) -> Tensor:
-    """(B, W) bool, true at places of the window before the end of the sequence."""
+    """Which places of the window are before the end of the sequence, as a bool tensor (B, W).
+
+    The window begins at ``start`` (B,).
+    """
     return start[:, None] + problem.offsets < problem.ends[:, None]
 
 
 def finish(problem: Problem, carry: Carry, passes: int) -> Solution:
-    """The solution after ``passes`` passes."""
+    """Make the solution from ``carry``, the result of the last pass. ``passes`` counts all passes."""
     valid, state = problem.valid, problem.state if problem.returns_state else None
     if carry.start is None:
         z = carry.proposal if problem.fixed or carry.fz is None else carry.fz
@@ -185,8 +198,8 @@ class Runner:
 
     Attributes:
         passes: number of passes that have been run.
-        check_every: number of passes between two checks for the end of the solve. A check makes the host wait
-            for the device.
+        check_every: number of passes between two checks whether the solve has ended. A check makes the host
+            wait for the device.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -198,7 +211,7 @@ class Runner:
         self.carry = begin(self.problem)
 
     def proceed(self) -> None:
-        """Run the next pass; subclasses may run several."""
+        """Run the next pass. Subclasses may run several passes."""
         self.passes += 1
         judge = self.problem.window is not None or not self.problem.fixed or self._at_budget
         self.carry = one_pass(self.problem, self.carry, judge)
@@ -211,7 +224,8 @@ class Runner:
             return False
         finished = self.settled()
         if self.problem.group is not None:
-            # If one process stopped earlier, the other processes would wait forever in their collectives.
+            # End only when all processes have finished. If one process ended earlier, the other processes
+            # would wait forever in their next collective operation.
             finished = finished.to(torch.int32)
             dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self.problem.group)
         return bool(finished)
@@ -230,13 +244,13 @@ class Runner:
 
 
 def drive(runner: Runner) -> Solution:
-    """Run passes until every token has settled.
+    """Run passes until every token has settled, which means that its result is final.
 
     A token settles when the token and all unsettled tokens before it converge in the same evaluation. If f is
-    not causal, all tokens of a sequence must converge in the same evaluation. A token also settles when its
-    budget of evaluations is used up. The loop freezes the z of every settled token and returns f(z) at the
-    frozen z. So with a causal f, a token's result does not depend on later tokens. With
-    :class:`~deqseq.FixedIterations` the loop returns the last iterate instead.
+    not causal, all tokens of a sequence must converge in the same evaluation. A token also settles when it
+    has used up its budget of evaluations. The loop no longer changes the z of a settled token, and returns
+    f(z) for it. With a causal f, a token's result therefore does not depend on later tokens. With
+    :class:`~deqseq.FixedIterations`, the loop returns the last iterate instead of f(z).
 
     Evaluations record an autograd graph if gradients are enabled.
     """

@@ -1,6 +1,6 @@
-"""Bad input gets a ``ValueError`` of one line, with the value and the rule.
+"""Bad input must raise a ``ValueError`` whose message is one line with the value and the rule.
 
-Every case has a name, a call, and a part of the error message as a regular expression.
+Every case has a name, a call, and a regular expression that the error message must match.
 """
 
 import math
@@ -70,7 +70,7 @@ def built(**arguments: Any) -> Callable[[], object]:
 
 
 def values(*rows: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """(B, L): the row, repeated for every sequence, and padded with its last value."""
+    """A tensor (B, L) with B equal rows. If ``rows`` has fewer than L values, its last value is repeated."""
     row = list(rows) + [rows[-1]] * (L - len(rows))
     return torch.tensor([row] * B, dtype=dtype)
 
@@ -220,7 +220,10 @@ BAD_NUMBERS = [True, "1", None, [1.0], math.nan, math.inf, 1 + 2j, torch.tensor(
 
 
 def numbers(name: str, make: Callable[..., object], more: list[Any] = []) -> list[Case]:  # noqa: B006
-    """Cases in which the number ``name`` of a part is of another type, not finite, or one of ``more``."""
+    """Cases that set the number ``name`` of a part to bad values.
+
+    The bad values are of another type, NaN, infinity, or a value in ``more``.
+    """
     words = name.rpartition(".")[2]
     return [
         (f"{name} = {value!r}", lambda value=value: make(**{words: value}), f"{words} must be .*, got ")
@@ -229,7 +232,10 @@ def numbers(name: str, make: Callable[..., object], more: list[Any] = []) -> lis
 
 
 def counts(name: str, make: Callable[..., object], more: list[Any] = [0]) -> list[Case]:  # noqa: B006
-    """Cases in which the whole number ``name`` of a part is of another type, not whole, or in ``more``."""
+    """Cases that set the whole number ``name`` of a part to bad values.
+
+    The bad values are -1, the values in ``more``, and values of other types than int.
+    """
     return numbers(name, make, [-1, 1.5, 2.0, *more])
 
 
@@ -258,14 +264,14 @@ def mixer(**options: Any) -> MixerBackbone:
 
 
 class Wider(nn.Module):
-    """Changes the width of its input."""
+    """A module that doubles the width of its input."""
 
     def forward(self, u: Tensor) -> Tensor:
         return torch.cat([u, u], -1)
 
 
 class Narrow(nn.Module):
-    """Its result broadcasts to every width."""
+    """A module whose result has width 1, so PyTorch would broadcast it to every width."""
 
     def forward(self, u: Tensor) -> Tensor:
         return u[..., :1]
@@ -643,7 +649,7 @@ def test_texts(name: str, data: bytes, said: str, tmp_path: Path, capsys: pytest
 
 
 def test_good_input_is_still_accepted() -> None:
-    """Masks of 0 and 1 of every type give the same result, and numbers may be whole."""
+    """The checks must accept good input, such as masks of any dtype, int32 positions, or 1 instead of 1.0."""
     mask = values(1, 1, 1, 0)
     expected = layer()(x(), attention_mask=mask).z
     for dtype in (torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Maps that are not causal: every token may use all tokens of its sequence."""
+"""Tests of maps that are not causal. In such a map, every token may depend on all tokens of its sequence."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ TIGHT = Residual(rtol=1e-5, max_iter=300)
 
 
 class Mixing(nn.Module):
-    """A contraction that mixes all tokens: 0.6 tanh(A u W) with A and W of norm 1."""
+    """A contraction that mixes all tokens: 0.6 tanh(A u W) with matrices A and W of spectral norm 1."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ def seed() -> None:
 
 
 def test_tokens_settle_with_their_sequence() -> None:
-    """All tokens of a sequence have the same iteration count.
+    """All tokens of a sequence settle after the same number of iterations.
 
-    The second sequence has a lower count than the first, because it starts at its solution.
+    The second sequence needs fewer iterations than the first sequence, because it starts at its solution.
     """
     solve = layer(ModuleBackbone(Mixing(5), causal=False)).eval()
     x = torch.randn(2, 5, D)
@@ -71,7 +71,7 @@ def test_tokens_settle_with_their_sequence() -> None:
 
 
 def test_an_earlier_token_depends_on_a_later_one() -> None:
-    """With a causal backbone, no token depends on a later one."""
+    """If the last token changes, earlier tokens change too, except with a causal backbone."""
     x = torch.randn(1, 6, D)
     changed = x.clone()
     changed[0, 5] += 1
@@ -85,7 +85,10 @@ def test_an_earlier_token_depends_on_a_later_one() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"board": 3}, {"post_norm": True}])
 def test_padding_and_other_sequences_change_nothing(options: dict[str, int]) -> None:
-    """Padding may stand anywhere. A row is solved as if it were alone and had no padding."""
+    """Each row has the same result as in a call with this row alone and without its padding.
+
+    One row has padding at its start, another row at its end.
+    """
     solve = layer(llama(**options)).eval()
     x, mask = torch.randn(3, 7, D), torch.ones(3, 7, dtype=torch.bool)
     mask[1, 5:] = False
@@ -140,7 +143,10 @@ def test_a_sequence_that_overflows_ends_at_once() -> None:
 )
 @pytest.mark.parametrize("gradient", [Phantom(40), ImplicitDifferentiation(convergence=TIGHT)])
 def test_gradients_equal_finite_differences(solver: Any, gradient: Any) -> None:
-    """Gradients with respect to x, in float64. Solvers with sequence scope are allowed in training."""
+    """The gradients with respect to x equal finite differences, in float64.
+
+    If the map is not causal, training also accepts solvers with sequence scope.
+    """
     solve = layer(
         ModuleBackbone(Mixing(4), causal=False), solver=solver, gradient=gradient,
         convergence=Residual(rtol=1e-9, max_iter=400),
@@ -156,7 +162,7 @@ def test_gradients_equal_finite_differences(solver: Any, gradient: Any) -> None:
 
 
 def test_a_quantile_of_the_tokens_may_stop_a_sequence() -> None:
-    """Tokens that meet the tolerance have converged; the others have not."""
+    """A sequence stops when 95 % of its tokens meet the tolerance. The other tokens have not converged."""
 
     class Slow(nn.Module):
         def forward(self, u: Tensor) -> Tensor:
@@ -181,9 +187,9 @@ def test_a_map_that_does_not_say_is_causal() -> None:
 
 
 def test_positions_on_a_board_have_two_dimensions() -> None:
-    """On a board, a score depends on the row difference and the column difference of query and key.
+    """On a board, an attention score depends on the differences in row and in column of query and key.
 
-    Without a board, it depends on the difference of their positions.
+    Without a board, the score depends on the difference of their positions in the sequence.
     """
     q, k = torch.randn(2, 1, 1, 1, 4)
 

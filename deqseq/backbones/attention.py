@@ -1,6 +1,6 @@
 """Causal attention functions from transformers' attention interface, selected by name.
 
-Shapes: B sequences, W tokens, D width, H query heads, J key/value heads, P head dim.
+Shapes: B sequences, W tokens, D width, H query heads, J key/value heads, P head dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class AttentionFunction:
     """One of transformers' attention functions, called without a cache of earlier keys and values.
 
     Raises:
-        ValueError: an unknown name; transformers or the function's package cannot be imported.
+        ValueError: ``name`` is unknown; transformers cannot be imported; or the package that contains the
+            function, such as flash-attn, cannot be imported.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,7 +38,8 @@ class AttentionFunction:
                 f"imported ({error}); 'sdpa' needs only torch"
             ) from error
         known = {key: value for key, value in ALL_ATTENTION_FUNCTIONS.items() if not key.startswith("paged|")}
-        if "eager" not in known:  # transformers defines eager attention in each model file: take Llama's
+        if "eager" not in known:
+            # Use Llama's eager attention, because every model in transformers defines its own.
             from transformers.models.llama.modeling_llama import eager_attention_forward
 
             known["eager"] = eager_attention_forward
@@ -48,7 +50,7 @@ class AttentionFunction:
 
             try:
                 lazy_import_flash_attention(name)
-            except Exception as error:  # an extension built for another torch may raise any error
+            except Exception as error:  # a package built for another torch version may raise any error
                 raise ValueError(
                     f"attention {name!r} needs a GPU and {_FLASH[name]}, which does not work here: {error}"
                 ) from error
@@ -57,14 +59,17 @@ class AttentionFunction:
         self._function: Callable[..., tuple[Tensor, Any]] = known[name]
         self._mask: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         self._on_cpu: Callable[..., tuple[Tensor, Any]] | None = None
-        if name == "flex_attention":  # disable() imports the compiler and Triton: call it only for this name
+        if name == "flex_attention":  # other names skip disable(), which imports Triton
             self._on_cpu = functools.partial(torch.compiler.disable(_uncompiled), self._function)
 
     def __reduce__(self) -> tuple[type[AttentionFunction], tuple[str]]:
         return AttentionFunction, (self.name,)
 
     def mask(self, z: Tensor) -> Any:
-        """The causal mask for z (B, W, D) in the function's format; ``None`` if the function needs none."""
+        """The causal mask for z (B, W, D), in the format that the attention function expects.
+
+        ``None`` if the attention function needs no mask.
+        """
         batch, width, _ = z.shape
         if self.name == "flex_attention":
             return _block_mask(width, z.device)
@@ -73,7 +78,7 @@ class AttentionFunction:
         return self._mask(batch_size=batch, q_length=width, kv_length=width, dtype=z.dtype, device=z.device)
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """The attention's output (B, W, H, P) for q (B, H, W, P), k and v (B, J, W, P).
+        """Compute attention for q (B, H, W, P), k and v (B, J, W, P). Returns a tensor (B, W, H, P).
 
         Attention functions read the attributes ``training``, ``config``, ``is_causal`` and
         ``num_key_value_groups`` of ``module``.
@@ -90,7 +95,7 @@ class AttentionFunction:
 def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call ``function`` without compiling it.
 
-    On the CPU, torch 2.13 compiles flex attention wrongly, for example at lengths 24, 40 and 72.
+    On the CPU, compiled flex attention gives wrong results in torch 2.13, for example at 24, 40 or 72 tokens.
     """
     with torch.compiler.set_stance("force_eager"):
         return function(*args, **options)
@@ -98,11 +103,11 @@ def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any
 
 @functools.lru_cache(maxsize=16)
 def _block_mask(width: int, device: torch.device) -> Any:
-    """flex attention's causal mask, the same for all sequences and heads."""
+    """The causal mask of flex attention for ``width`` tokens. All sequences and heads share this mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # The mask is cached, and a later call may need it for a backward pass. Autograd cannot save tensors
-    # that were made in inference mode, so leave this mode.
+    # Make the mask outside inference mode, because autograd cannot save tensors from inference mode. The mask
+    # is cached, and a later call may need it for a backward pass.
     with torch.inference_mode(False):
         return create_block_mask(
             _causal, None, None, width, width, device=str(device), _compile=device.type != "cpu"

@@ -1,8 +1,8 @@
-"""The weights of linear maps, convolutions and norms, with weight normalisation and adapters.
+"""Reads the weights of linear maps, convolutions and norms, with weight normalisation and adapters applied.
 
-Backbones read weights and do not call linear maps. So an adapter that PEFT has put in place of a linear map
-does not run: this module computes the weight of the map with its adapters. It recognises adapters by their
-attributes and does not import PEFT.
+PEFT replaces a linear map by an adapter, and the adapter acts only when it is called. Backbones read weights
+and never call linear maps. So this module computes the weight of a linear map including its adapters. It
+recognises adapters by their attributes and does not import PEFT.
 """
 
 from typing import Any, cast
@@ -15,11 +15,12 @@ from deqseq import kernels
 
 
 def effective_weight(module: nn.Module) -> Tensor:
-    """The effective weight of a linear map or convolution: with weight normalisation and active adapters.
+    """The weight of a linear map or convolution, with weight normalisation and all active adapters applied.
 
     Raises:
-        ValueError: the adapter is not supported, has dropout in training, adapts anything but an
-            ``nn.Linear``, or was merged into a weight-normalised map; ``module`` is no such module at all.
+        ValueError: ``module`` is not a linear map, a convolution or a supported adapter. Or the adapter has
+            dropout in training, adapts a module other than ``nn.Linear``, or was merged into a
+            weight-normalised map.
     """
     if type_before_parametrizations(module) in (nn.Linear, nn.Conv1d):
         return cast(Tensor, module.weight)
@@ -34,16 +35,18 @@ def effective_weight(module: nn.Module) -> Tensor:
 
 
 def projection(linear: nn.Module) -> Tensor:
-    """The effective weight of a linear map, cast to autocast's dtype."""
+    """The weight of a linear map from :func:`effective_weight`, cast to the dtype of autocast."""
     weight = effective_weight(linear)
     return weight.to(kernels.autocast_dtype(weight))
 
 
 def active_norm(module: nn.Module) -> nn.RMSNorm:
-    """The norm ``module``, or the active norm of an adapter (LN tuning, ``modules_to_save``).
+    """Returns ``module`` itself if it is a norm. If it is an adapter, returns the adapter's active norm.
+
+    PEFT's LN tuning and ``modules_to_save`` are supported.
 
     Raises:
-        ValueError: another adapter, or one with several active norms.
+        ValueError: ``module`` is another kind of adapter, or has several active norms.
     """
     if type(module) is nn.RMSNorm or not is_adapter(module):
         return cast(nn.RMSNorm, module)
@@ -59,7 +62,10 @@ def is_adapter(module: nn.Module | None) -> bool:
 
 
 def check_merged(module: nn.Module) -> None:
-    """Raise ``ValueError`` if an adapter was merged into a weight-normalised map, which has no effect."""
+    """Raise ``ValueError`` if an adapter was merged into a weight-normalised map.
+
+    Such a merge has no effect on the weight.
+    """
     adapter: Any = module
     if is_adapter(module) and getattr(module, "merged", False) and is_parametrized(adapter.base_layer):
         raise ValueError(
@@ -69,21 +75,26 @@ def check_merged(module: nn.Module) -> None:
 
 
 class LinearMaps(nn.Module):
-    """Base class of modules with linear maps.
+    """Base class of modules that contain linear maps. It checks adapters when PEFT unloads them.
 
     Raises:
-        ValueError: an adapter is unloaded after a merge that had no effect (:func:`check_merged`).
+        ValueError: PEFT unloads an adapter after merging it into a weight-normalised map. The merge had no
+            effect, so the adapter would be lost.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
         adapter = vars(self).get("_modules", {}).get(name)
-        if adapter is not None and adapter._modules.get("base_layer") is value:  # PEFT unloads the adapter
+        if adapter is not None and adapter._modules.get("base_layer") is value:  # PEFT unloads an adapter
             check_merged(adapter)
         super().__setattr__(name, value)
 
 
 def _active(module: nn.Module, choices: str) -> nn.Module:
-    """The active module of an adapter that holds the original module and others, in its ``choices``."""
+    """The module that an adapter currently uses: the original module, or one of its replacements.
+
+    ``choices`` is the name of the submodule that holds the replacements. The original module is used if the
+    adapter is disabled or merged, or if it has no replacement for an active name.
+    """
     adapter: Any = module
     _unmerge_if_disabled(adapter)
     names, others = list(adapter.active_adapters), adapter._modules[choices]
@@ -97,7 +108,7 @@ def _active(module: nn.Module, choices: str) -> nn.Module:
 
 
 def _adapted(module: nn.Module) -> Tensor:
-    """The weight of the linear map that ``module`` adapts, with the active adapters."""
+    """The weight of the linear map inside the adapter ``module``, with all active adapters applied."""
     adapter: Any = module
     base = adapter.base_layer
     if type_before_parametrizations(base) is not nn.Linear or type(base.weight).__module__[:7] == "torchao":
@@ -123,15 +134,18 @@ def _adapted(module: nn.Module) -> Tensor:
 
 
 def _unmerge_if_disabled(adapter: Any) -> None:
-    """Unmerge a disabled adapter. PEFT does this in the adapter's forward, which backbones do not call."""
+    """Unmerge the adapter if it is disabled.
+
+    PEFT would unmerge it in the adapter's ``forward``, but backbones do not call ``forward``.
+    """
     if adapter.disable_adapters and getattr(adapter, "merged", False):
         adapter.unmerge()
 
 
 def _with_adapter(weight: Tensor, original: Tensor, adapter: Any, name: str) -> Tensor:
-    """``weight`` (out, in) changed by the adapter ``name``: LoRA, rsLoRA, AdaLoRA, DoRA or IA3.
+    """Apply the adapter ``name`` to ``weight`` (out, in). Supports LoRA, rsLoRA, AdaLoRA, DoRA and IA3.
 
-    ``original``: the weight without any adapter, from which DoRA computes its norm.
+    ``original`` is the weight without any adapter. DoRA needs it to compute its norm.
     """
     if hasattr(adapter, "ia3_l"):
         return weight * adapter.ia3_l[name] if name in adapter.ia3_l else weight
@@ -157,7 +171,7 @@ def _with_adapter(weight: Tensor, original: Tensor, adapter: Any, name: str) -> 
     if variant is None:
         return weight + delta
     magnitude = adapter.lora_magnitude_vector[name]
-    with torch.no_grad():  # DoRA does not differentiate the norm
+    with torch.no_grad():  # DoRA treats the norm as a constant
         norm = magnitude.get_weight_norm(original, delta, scaling=1)
     return cast(Tensor, (magnitude.weight / norm)[:, None] * (weight + delta))
 

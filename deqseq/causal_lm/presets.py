@@ -1,16 +1,16 @@
-"""The paper's configurations by name.
+"""Presets: the configurations of *Implicit Language Models are RNNs* (arXiv 2502.07827), by name.
 
-``{mamba2, llama}-{130m, 370m, 760m, 1.3b}-{explicit, bounded, free}`` are the language models trained on the
-Pile. ``mamba2-state-tracking`` is the model of the word problems (Implicit Language Models are RNNs,
-arXiv 2502.07827). ``python -m deqseq.causal_lm.presets`` prints their sizes and parameter counts.
+``{mamba2, llama}-{130m, 370m, 760m, 1.3b}-{explicit, bounded, free}`` are the language models that the paper
+trains on the Pile. ``mamba2-state-tracking`` is the paper's model for state tracking. The command
+``python -m deqseq.causal_lm.presets`` prints the size and the parameter count of every preset.
 
-- *explicit*: the stack is applied once.
-- *bounded*: four iterations and one phantom step in training (4+1); five iterations in evaluation. Five
-  iterations do not reach the equilibrium, so the results of generation and of windows differ from those of
-  a full forward pass. With ``eval_convergence={"name": "residual", "rtol": 1e-3, "max_iter": 128}`` they
-  agree.
-- *free*: a search to a relative residual of 5 % in at most 24 (Mamba2) or 32 (Llama) iterations. In training,
-  four phantom steps follow.
+- *explicit*: the model applies its blocks once.
+- *bounded*: training runs four iterations without gradients, then one with gradients (a phantom step).
+  Evaluation runs five iterations. Five iterations do not reach the equilibrium. So generation and windows
+  give other results than a full forward pass. To make all results agree, set
+  ``eval_convergence={"name": "residual", "rtol": 1e-3, "max_iter": 128}``.
+- *free*: the model iterates until the relative residual is 5 %, at most 24 times (Mamba2) or 32 times
+  (Llama). In training, four phantom steps follow.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# n_layer, d_model and, for Llama, n_head.
+# n_layer and d_model of each model, and n_head for Llama.
 _SIZES: dict[str, tuple[int, ...]] = {
     "mamba2-130m": (24, 768), "mamba2-370m": (48, 1024), "mamba2-760m": (48, 1536), "mamba2-1.3b": (48, 2048),
     "llama-130m": (12, 768, 12), "llama-370m": (24, 1024, 16), "llama-760m": (24, 1536, 16),
@@ -26,7 +26,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 _FORMS = ("explicit", "bounded", "free")
 _BUDGET = {"mamba2": 24, "llama": 32}
-_END_OF_TEXT = 0  # token id in the GPT-NeoX tokenizer
+_END_OF_TEXT = 0  # id of the end-of-text token in the GPT-NeoX tokenizer
 
 
 def names() -> list[str]:
@@ -38,7 +38,7 @@ def options(name: str) -> dict[str, Any]:
     """The arguments of :class:`ImplicitConfig` for the preset ``name``.
 
     Raises:
-        ValueError: no preset has this name; the message lists all.
+        ValueError: no preset has this name. The message lists all names.
     """
     if name not in names():
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(names())}")
@@ -72,7 +72,7 @@ def _fixed(iterations: int) -> dict[str, Any]:
 
 
 def table() -> str:
-    """A Markdown table of all presets, their sizes and parameter counts. No weights are allocated."""
+    """A Markdown table of all presets with their sizes and parameter counts. Allocates no weights."""
     lines = ["| Preset | Layers | Width | Parameters | Embeddings among them |", "|---|---|---|---|---|"]
     for name in names():
         with torch.device("meta"):

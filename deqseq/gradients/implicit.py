@@ -22,7 +22,7 @@ from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 
 _UNSOLVED_SHARE = 0.5
-"""Warn if the backward system did not converge for more than this share of the tokens."""
+"""Warn if the solve in the backward pass did not converge for more than this share of the tokens."""
 
 _ADVICE = (
     "the backward system of ImplicitDifferentiation did not converge for more than half of the tokens, so "
@@ -34,18 +34,20 @@ _ADVICE = (
 class ImplicitDifferentiation(GradientStrategy):
     """The exact gradient at the fixed point, by the implicit function theorem.
 
-    The backward pass solves u = v + (df/dz)^T u for u (Bai et al., 2019, arXiv 1909.01377). Here v is the
-    gradient of the loss with respect to the equilibrium. The backward pass uses the loop of the forward
-    search; one evaluation is then one vector-Jacobian product. If f is causal, a token in the backward system
-    depends on later tokens. The loop therefore runs on the reversed sequence.
+    The backward pass solves the linear system u = v + (df/dz)^T u for u (Bai et al., 2019, arXiv 1909.01377).
+    Here v is the gradient of the loss with respect to the equilibrium. The loop of the forward search also
+    solves this backward system. Each evaluation is then one vector-Jacobian product. If f is causal, u at a
+    token depends on u at later tokens. The loop therefore runs on the reversed sequence.
 
     Args:
-        solver: solver of the backward system; a name or an object. ``None``: the layer's solver.
-        convergence: policy of the backward system. ``None``: a relative residual of 1e-4 (in bfloat16 and
-            float16: 8 times the dtype's eps), and the layer's ``max_iter`` or 64, whichever is larger.
+        solver: solver of the backward system, as a name or an object. By default the layer's solver.
+        convergence: convergence policy of the backward system. By default, the relative residual must reach
+            1e-4 (in bfloat16 and float16: 8 times the dtype's eps). The default ``max_iter`` is the layer's
+            ``max_iter``, but at least 64.
 
     Raises:
-        ValueError: unknown names or options; in a call, the solver of the backward system adds noise.
+        ValueError: a name or option is unknown. A call of :meth:`solve` also raises this error if the solver
+            of the backward system adds noise.
     """
 
     def __init__(
@@ -81,14 +83,17 @@ class ImplicitDifferentiation(GradientStrategy):
 
 
 class _Adjoint:
-    """The map u -> v + (df/dz)^T u on the reversed sequence. It is causal if f is causal."""
+    """The map u -> v + (df/dz)^T u on the reversed sequence; v is the gradient with respect to f(z).
+
+    On the reversed sequence, this map is causal if f is causal.
+    """
 
     def __init__(self, fz: Tensor, z: Tensor, valid: Tensor, causal: bool) -> None:
         self.causal = causal
         self.fz = fz
         self.z = z
         self.valid = valid  # (B, L) bool, tokens that are not padding
-        self.cotangent = torch.zeros_like(z)  # v on the reversed sequence
+        self.cotangent = torch.zeros_like(z)  # (B, L, D) v, reversed; set in the backward pass
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         product = torch.autograd.grad(self.fz, self.z, z.flip(1), retain_graph=True)[0]
@@ -96,7 +101,9 @@ class _Adjoint:
 
 
 class _ImplicitFunction(torch.autograd.Function):
-    """The identity on f(z*). Its backward pass takes v, solves the backward system and returns u.
+    """Returns f(z*) unchanged. Its backward pass solves u = v + (df/dz)^T u and returns u.
+
+    Here v is the gradient that the backward pass receives.
 
     Autograd then propagates u through the last evaluation of f to inputs and parameters. Hooks on parameters
     (such as DDP's) run as usual.
@@ -105,7 +112,8 @@ class _ImplicitFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fz: Tensor, backward: Problem, solution: Solution) -> Tensor:
         ctx.problem = backward
-        # A weak reference avoids a reference cycle: the solution holds the result, whose graph holds ctx.
+        # Keep only a weak reference to the solution. A strong reference would make a cycle: the solution
+        # holds the result, the autograd graph of the result holds ctx, and ctx would hold the solution.
         ctx.solution = weakref.ref(solution)
         return fz.view_as(fz)
 

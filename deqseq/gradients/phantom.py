@@ -1,4 +1,4 @@
-"""Phantom gradient: a few steps with a graph after the search."""
+"""The phantom gradient: after the search, a few iterations record an autograd graph."""
 
 from dataclasses import dataclass
 
@@ -14,17 +14,17 @@ from deqseq.solver import Solver, solvers
 class Phantom(GradientStrategy):
     """Phantom gradient: after the search, do ``steps`` damped iterations with an autograd graph.
 
-    Each iteration is z <- (1 - damping) z + damping f(z) (Geng et al., 2021, arXiv 2111.05177). One
-    undamped step gives the Jacobian-free gradient (JFB). With more steps the gradient approaches the exact
+    Each iteration is z <- (1 - damping) z + damping f(z) (Geng et al., 2021, arXiv 2111.05177). One step
+    without damping gives the Jacobian-free gradient (JFB). With more steps, the gradient approaches the exact
     gradient.
 
     Args:
-        steps: number of iterations with a graph. Each iteration evaluates f once on all tokens.
+        steps: number of iterations with an autograd graph. Each iteration evaluates f once on all tokens.
         damping: step size, in (0, 1]; 1 means no damping.
-        checkpoint: store no activations of the steps, and recompute them in the backward pass.
+        checkpoint: recompute the activations of the steps in the backward pass instead of storing them.
 
     Raises:
-        ValueError: ``steps`` below 1, ``damping`` outside (0, 1], a ``checkpoint`` that is not a bool.
+        ValueError: ``steps`` is below 1, ``damping`` is outside (0, 1], or ``checkpoint`` is not a bool.
     """
 
     steps: int = 4

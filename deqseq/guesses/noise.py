@@ -1,4 +1,4 @@
-"""The search starts at random."""
+"""A guess that starts the search at random values."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,23 +11,24 @@ from deqseq.checks import check_count, check_positive
 from deqseq.guess import Guess
 
 _BLOCK = 64
-"""Number of tokens whose noise is drawn together. Every block of tokens has a random generator of its own."""
+"""In evaluation, noise is drawn for blocks of this many tokens. Every block has its own random generator."""
 
 
 @dataclass(frozen=True)
 class Noise(Guess):
-    """Every token starts at noise N(0, std²), independent for every channel.
+    """Every token starts at Gaussian noise N(0, std²), drawn independently for every channel.
 
-    In training, torch's random generator draws new noise for every sequence. In evaluation, the noise depends
-    only on the seed, the number of the start, and the place of the token among the tokens of its sequence in
-    this call. So all sequences of a batch start at the same noise, and repeated calls give the same result.
+    In training, torch's global random generator draws new noise for every sequence. In evaluation, the noise
+    of a token depends only on ``seed``, on the number of the start, and on the token's place in its sequence,
+    counted from the first token of the call. So all sequences of a batch start at the same noise, and
+    repeated calls give the same result.
 
     Args:
         std: standard deviation, above 0.
         seed: seed of the noise in evaluation.
 
     Raises:
-        ValueError: ``std`` is not finite or not above 0; ``seed`` is not a whole number of at least 0.
+        ValueError: ``std`` is not a finite number above 0, or ``seed`` is not a whole number >= 0.
     """
 
     std: float = 1.0
@@ -50,8 +51,11 @@ class Noise(Guess):
 
 @lru_cache(maxsize=128)
 def _block(seed: int, number: int, block: int, width: int) -> Tensor:
-    """Standard normal noise of the tokens ``64 block`` to ``64 block + 63`` of a start: (64, width)."""
+    """Standard normal noise (64, width) for the tokens ``64 * block`` to ``64 * block + 63``.
+
+    ``number`` is the number of the start.
+    """
     digest = blake2b(f"{seed} {number} {block}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big"))
-    with torch.inference_mode(False):  # autograd refuses tensors made in inference mode
+    with torch.inference_mode(False):  # leave inference mode: autograd refuses its tensors
         return torch.randn(_BLOCK, width, generator=generator, device="cpu", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The search starts at the equilibrium of an earlier token."""
+"""A guess that starts the search at the equilibrium of an earlier token."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from deqseq.guess import Guess
 class Previous(Guess):
     """Every token starts at ``previous``, the equilibrium of the last token before the call.
 
-    Without ``previous``, every token starts at zero. It is an argument of the layer's call. The language
-    models pass it in calls that continue a cache, as in generation.
+    ``previous`` is an argument of the layer's ``forward``. If it is ``None``, every token starts at zero.
+    Language models pass ``previous`` when a call continues a cache, for example in generation.
     """
 
     def propose(self, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor | None:

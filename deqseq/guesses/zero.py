@@ -1,4 +1,4 @@
-"""The search starts at zero."""
+"""A guess that starts the search at zero."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,9 @@
 """Operations of the backbones and the loop, one folder each.
 
-Each folder's ``__init__.py`` has the function to call. It has several implementations, called forms:
+Each folder's ``__init__.py`` has the function to call. The function has several implementations (forms):
 
-- The plain form uses PyTorch and runs on every device. It is in the folder's ``__init__.py`` or ``naive.py``.
-  Tests compare all other forms with the plain form. Only ``one_token`` has no plain form.
+- The plain form uses only PyTorch and runs on every device. It is in the folder's ``__init__.py`` or
+  ``naive.py``. Tests compare all other forms with the plain form. Only ``one_token`` has no plain form.
 - Fast forms are in ``triton.py`` (our own kernels) and in files named after the package that they call, such
   as ``fla.py``.
 
@@ -12,9 +12,9 @@ Each folder's ``__init__.py`` has the function to call. It has several implement
 =================  ======================================================================
 ``add_norm``       residual addition and RMSNorm
 ``mixer``          the Mamba2 mixer: projections, convolution, recurrence, gated norm
-``one_token``      whole blocks for one token per sequence (decoding), in Triton
+``one_token``      whole blocks applied to one token per sequence (decoding), in Triton
 ``advance``        updating a backbone's state with new tokens
-``residual``       norms of f(z) - z; which tokens converge, settle and freeze
+``residual``       norms of f(z) - z, and which tokens converge, settle and freeze
 ``cross_entropy``  the loss of a language model
 =================  ======================================================================
 """

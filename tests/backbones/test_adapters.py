@@ -1,4 +1,7 @@
-"""Adapters in place of linear maps and norms, with small modules that offer what PEFT's adapters offer."""
+"""Backbones must support PEFT's adapters, which replace linear maps and norms.
+
+The tests do not need PEFT: they use small modules with the same attributes as PEFT's adapters.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +19,7 @@ BODIES = ["mamba2", "llama"]
 
 
 class Wrapper(nn.Module):
-    """What all of PEFT's adapters have."""
+    """Imitates the attributes and properties that all of PEFT's adapters have."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class Wrapper(nn.Module):
 
 
 class LoRA(Wrapper):
-    """LoRA with two adapters, "a" and "b"."""
+    """Imitates PEFT's LoRA module with two adapters, "a" and "b"."""
 
     def __init__(self, base: nn.Linear, dropout: float = 0.0) -> None:
         super().__init__(base)
@@ -63,7 +66,7 @@ class LoRA(Wrapper):
 
 
 class Plus(nn.Module):
-    """The weight of a map plus the deltas of adapters, by hand."""
+    """Adds the deltas of the adapters ``names`` to a weight, to compute the expected result of a test."""
 
     def __init__(self, adapter: LoRA, names: str) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class Plus(nn.Module):
 
 
 def adapt(backbone: Backbone, kind: Any = LoRA, **options: Any) -> list[Any]:
-    """Put adapters in place of all linear maps of the blocks."""
+    """Replace all linear maps of the blocks by adapters. Returns the adapters."""
     made = []
     for parent in list(backbone.layers.modules()):
         for name, child in list(parent.named_children()):
@@ -106,7 +109,8 @@ def test_active_adapters_count_with_their_gradients(
     assert (found - plain).abs().max() > 0.01
     weighting = torch.randn_like(found)
     gradients = torch.autograd.grad((found * weighting).sum(), weights)
-    for adapter in adapters:  # the same by hand
+    # Compute the expected result: switch the adapters off, and later add their deltas to the weights.
+    for adapter in adapters:
         adapter.active_adapters = []
     assert torch.equal(value(backbone), plain)
     for adapter in adapters:
@@ -130,7 +134,7 @@ def test_disabled_and_merged_adapters(
     for adapter in adapters:
         adapter.merge()
     assert torch.equal(value(backbone), adapted)
-    for adapter in adapters:  # PEFT then unmerges in the forward pass
+    for adapter in adapters:  # a disabled adapter must be unmerged
         adapter.disable_adapters = True
     assert_close(value(backbone), plain, 1e-6)
     assert not any(adapter.merged for adapter in adapters)
@@ -149,7 +153,7 @@ def test_a_merge_without_effect_is_noticed(
     with pytest.raises(ValueError, match=r"merging .*LoRA .* had no effect: call .*fold_weight_norm"):
         value(backbone)
     mixer = backbone.layers[0].mixer
-    with pytest.raises(ValueError, match="had no effect"):  # as PEFT's unload does
+    with pytest.raises(ValueError, match="had no effect"):  # PEFT's ``unload`` makes the same assignment
         mixer.out_proj = mixer.out_proj.base_layer
     fold_weight_norm(backbone)
     assert_close(value(backbone), expected, 1e-6)
@@ -191,7 +195,7 @@ def test_dropout_is_refused_in_training(make_backbone: MakeBackbone) -> None:
 
 
 class Linear4bit(nn.Linear):
-    """A map whose weight is packed."""
+    """Imitates a quantised linear map, whose weight is packed."""
 
 
 def quantised(adapter: LoRA) -> None:
@@ -276,7 +280,11 @@ def test_other_adapters_of_norms_are_refused(make_backbone: MakeBackbone) -> Non
 
 
 def test_with_adapters_no_cuda_graph_is_recorded(make_backbone: MakeBackbone) -> None:
-    """A replay would not notice that adapters are switched: their modules and tensors stay the same."""
+    """A backbone with adapters must not be recorded as a CUDA graph.
+
+    Switching to another adapter changes no module or tensor. So a recorded graph would still use the old
+    adapter.
+    """
     backbone: Any = make_backbone("llama")
     assert backbone.capturable
     mixer, linear = backbone.layers[0].mixer, backbone.layers[0].mixer.wq

@@ -1,4 +1,7 @@
-"""Llama with attention functions from transformers: same values and gradients as with sdpa, clear errors."""
+"""Llama with attention functions from transformers must give the same values and gradients as with sdpa.
+
+Unknown names and missing packages must give clear errors.
+"""
 
 import copy
 import pickle
@@ -33,7 +36,7 @@ MAMBA2 = {"name": "mamba2", "d_model": 16, "n_layer": 1, "d_state": 8, "headdim"
 def by_hand(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    """A user's attention function. It takes a boolean mask, which ``boolean`` makes."""
+    """An attention function that a user could register. The function ``boolean`` makes its mask."""
     key, value = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (key, value))
     scores = (query @ key.mT * kwargs["scaling"]).masked_fill(~attention_mask, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2), None
@@ -74,9 +77,10 @@ def test_values_and_gradients(attention: str, n_kv_head: int, assert_close: Clos
 
 @pytest.mark.parametrize("attention", ["eager", "plain", "by_hand"])
 def test_with_a_state(attention: str, assert_close: Close) -> None:
-    """With an empty state, the backbone calls the function ``attention``; with a filled state, torch's sdpa.
+    """With a state, values and new states are the same as with the default attention, torch's sdpa.
 
-    Values and states are always the same as with sdpa alone.
+    If the state is empty, the backbone calls the function ``attention``. If the state has tokens, it calls
+    sdpa.
     """
     z, x = torch.randn(2, 2, 9, 16)
     found = []
@@ -113,7 +117,7 @@ def test_causal(attention: str) -> None:
 def test_eager_has_second_derivatives() -> None:
     f = twins("eager")[1]
     z = torch.randn(1, 4, 16, requires_grad=True)
-    with kernels.use("torch"):  # our own kernels have no second derivatives
+    with kernels.use("torch"):  # not our own kernels, because they have no second derivatives
         value = f(z, f.prepare(torch.randn(1, 4, 16))).square().sum()
     (first,) = torch.autograd.grad(value, z, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), z)
@@ -122,7 +126,8 @@ def test_eager_has_second_derivatives() -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "flex_attention", "by_hand"])
 def test_models_are_pickled(attention: str) -> None:
-    f = twins(attention, 64, weight_norm=False)[1]  # on a GPU, flex attention needs a head dim of 16 or more
+    # Use width 64 for 4 heads, because flex attention on a GPU needs a head dimension of 16 or more.
+    f = twins(attention, 64, weight_norm=False)[1]
     z = torch.randn(2, 9, 64)
     with torch.no_grad():
         expected = f(z, f.prepare(z))
@@ -132,7 +137,10 @@ def test_models_are_pickled(attention: str) -> None:
 
 @pytest.mark.parametrize("heads", [{}, {"n_kv_head": 2}])
 def test_autocast_and_copies(heads: dict[str, int], assert_close: Close) -> None:
-    """Under autocast, keys and values are bfloat16 and the state is float32."""
+    """Under autocast, eager attention gives nearly the same values as sdpa. A deep copy gives equal values.
+
+    Autocast makes keys and values bfloat16, but the state stays float32.
+    """
     z, x = torch.randn(2, 2, 9, 16)
     values = []
     with torch.no_grad(), torch.autocast(z.device.type, dtype=torch.bfloat16):
@@ -145,7 +153,10 @@ def test_autocast_and_copies(heads: dict[str, int], assert_close: Close) -> None
 
 @pytest.mark.parametrize("length", [24, 140])
 def test_flex(length: int, assert_close: Close) -> None:
-    """Forward only: flex attention has no gradients on the CPU."""
+    """The forward pass of flex attention gives the same values as sdpa and is causal.
+
+    Gradients are not tested here, because flex attention has none on the CPU.
+    """
     z, x = torch.randn(2, 2, length, 64)
     with torch.no_grad():
         default, f = twins("flex_attention", 64, n_kv_head=2)
@@ -181,7 +192,7 @@ def test_block_masks_are_made_once_and_for_training_too() -> None:
 
 @pytest.fixture
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Installs a fake flash-attn 3. The list records the shape of the keys of every call."""
+    """Install a fake flash-attn 3. Returns a list to which every call adds the shape of its keys."""
     calls: list[tuple[int, ...]] = []
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Tensor:
@@ -204,7 +215,7 @@ def test_flash_runs_where_there_are_no_slots(flash_calls: list[tuple[int, ...]],
     with torch.no_grad():
         context = f.prepare(x)
         assert_close(f(z, context).float(), default(z, context).float(), 0.05)
-        # One call per layer, with 2 key/value heads: they are not repeated for the 4 query heads.
+        # Each of the 2 layers makes one call. The 2 key/value heads are not repeated for the 4 query heads.
         assert flash_calls == [(2, 9, 2, 4)] * 2
         state = f.initial_state(2)
         _, trace = f.evaluate(z, context, state)
@@ -266,7 +277,10 @@ def test_the_configuration_keeps_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", ["pretrained", "config", "settings"])
 def test_transformers_argument(make: str, tmp_path: Path, assert_close: Close) -> None:
-    """``attn_implementation=`` sets the backbone's ``attention`` and overrides the configuration."""
+    """The argument ``attn_implementation`` of transformers sets the backbone's ``attention``.
+
+    It overrides the ``attention`` in a saved configuration.
+    """
     config = ImplicitConfig(vocab_size=40, backbone=BODY)
     model = ImplicitForCausalLM(config).eval()
     if make == "pretrained":

@@ -34,14 +34,17 @@ def backbone(kind: str, name: str) -> Backbone:
     torch.manual_seed(0)
     body, sizes = (Mamba2Backbone, MAMBA2) if kind == "mamba2" else (LlamaBackbone, LLAMA)
     made = body(**{"d_model": D_MODEL, "n_layer": 1, **sizes[name]})
-    for parameter in made.parameters():  # random, because norms and skips start as ones, biases as zeros
+    for parameter in made.parameters():  # random values reveal more errors than the initial ones and zeros
         if parameter.dim() == 1:
             nn.init.normal_(parameter, std=0.5)
     return made.to(DEVICE)
 
 
 def random_state(body: Backbone, batch: int, slots: int = 0) -> State:
-    """A random state. ``slots``: size of the attention cache; the sequences fill it to different lengths."""
+    """A random state.
+
+    ``slots`` is the size of the attention cache. Each sequence fills the cache to a different length.
+    """
     state = body.initial_state(batch)
     if slots:
         layers = [tuple(nn.functional.pad(t, (0, 0, 0, slots)) for t in layer) for layer in state.layers]
@@ -50,12 +53,12 @@ def random_state(body: Backbone, batch: int, slots: int = 0) -> State:
 
 
 def token(batch: int, width: int = D_MODEL) -> Tensor:
-    """One token per sequence, as a slice of a longer tensor: not contiguous."""
+    """Random values (batch, 1, width). The tensor is not contiguous: it is a slice of a longer tensor."""
     return torch.randn(batch, 3, width, device=DEVICE)[:, 1:2]
 
 
 def twins(body: Backbone, z: Tensor, x: Tensor, state: State) -> None:
-    """Compare both implementations: the output, and the state after 0 tokens and after 1 token."""
+    """Compare Triton with plain PyTorch: the output, and the state after 0 tokens and after 1 token."""
 
     @torch.no_grad()
     def run(name: str) -> list[Tensor]:
@@ -92,7 +95,10 @@ def test_llama(name: str, batch: int, slots: int) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("kind", "each"), [("mamba2", 3 + 2), ("llama", 5)])
 def test_few_kernels(kind: str, each: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the two blocks starts five kernels (two of Mamba2's are for its MLP), and the last norm one."""
+    """Without gradients, each of the two blocks starts five kernels, and the last norm starts one kernel.
+
+    In Mamba2, two of the five kernels compute the MLP. With gradients, no kernel for one token may start.
+    """
     from deqseq.ops.add_norm import triton as norm
     from deqseq.ops.one_token import triton as token_kernels
 
@@ -120,11 +126,14 @@ def test_few_kernels(kind: str, each: int, batch: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", ["mamba2", "llama"])
 @torch.no_grad()
 def test_coarse_types_are_summed_in_float32(kind: str, batch: int) -> None:
-    """In half precision, the kernels' error against float64 is less than 1.5 times PyTorch's error."""
+    """In half precision, the kernels' error must be less than 1.5 times the error of plain PyTorch.
+
+    Both errors are measured against float64. To meet this bound, the kernels must sum in float32.
+    """
     coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # Triton's interpreter has no bfloat16
     body = backbone(kind, "deep")
     state = random_state(body, batch, 20 if kind == "llama" else 0)
-    tokens = 4 if DEVICE == "cpu" else 16  # Triton's interpreter takes about a second per token
+    tokens = 4 if DEVICE == "cpu" else 16  # on the CPU, Triton's interpreter takes about a second per token
     inputs = torch.randn(tokens, 2, batch, 1, D_MODEL, device=DEVICE)
 
     def run(name: str, dtype: torch.dtype) -> Tensor:
@@ -143,7 +152,7 @@ def test_coarse_types_are_summed_in_float32(kind: str, batch: int) -> None:
 @pytest.mark.parametrize("kind", ["mamba2", "llama"])
 @torch.no_grad()
 def test_autocast(kind: str) -> None:
-    """Under autocast, projections use half precision. The output and the state stay in float32."""
+    """Under autocast, projections use half precision, but the output and the state stay in float32."""
     coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     body = backbone(kind, "deep")
     state = random_state(body, 3, 20 if kind == "llama" else 0)

@@ -1,4 +1,4 @@
-"""Common uses of a transformers model: resize, save checkpoints, fine-tune, stop, resume, prompt."""
+"""Common uses of a transformers model must work: resize, save, fine-tune, stop, resume and prompt."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ Make = Callable[..., ImplicitForCausalLM]
 
 @pytest.fixture
 def make() -> Make:
-    """``make(body, **options)``: a small implicit model."""
+    """Returns the function ``make(body, **options)``, which builds a small implicit model."""
 
     def build(body: str, **options: Any) -> ImplicitForCausalLM:
         torch.manual_seed(2)
@@ -117,7 +117,7 @@ def test_outputs(make: Make) -> None:
         model(tokens, colour="red")
     with pytest.raises(ValueError, match="attention weights"):
         model(tokens, output_attentions=True)
-    for part in (model, model.model):  # what tokenizers and collators add has no effect
+    for part in (model, model.model):  # arguments that tokenizers and collators add have no effect
         plain, added = (
             part(tokens, **more)[0]
             for more in (
@@ -165,7 +165,7 @@ def test_the_trainer_evaluates(make: Make, tmp_path: Path, body: str, smoothing:
 
 
 class StopAt(TrainerCallback):
-    """Saves a checkpoint and ends training after step number ``step``, as a time limit would."""
+    """Saves a checkpoint and ends training after step number ``step``, like a time limit."""
 
     def __init__(self, step: int) -> None:
         self.step = step

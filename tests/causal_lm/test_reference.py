@@ -1,4 +1,7 @@
-"""Load checkpoints in the reference implementation's format. The tests write them from our models."""
+"""Checkpoints in the format of the paper's reference implementation must load.
+
+The tests make such checkpoints from our own models.
+"""
 
 import json
 from copy import deepcopy
@@ -51,7 +54,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 
 def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``settings`` with ``changes``, whose keys are dotted paths such as ``"a.b"``."""
+    """A copy of ``settings`` with ``changes``. The keys of ``changes`` are dotted paths like ``"a.b"``."""
     settings = deepcopy(settings)
     for path, value in changes.items():
         *folders, last = path.split(".")
@@ -63,7 +66,7 @@ def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
 
 
 def theirs(name: str) -> str:
-    """The reference's name for our weight ``name``."""
+    """The name that the reference implementation gives to our weight ``name``."""
     for ours, reference in (
         ("lm_head.", "criterion.decoder."),
         ("model.embed_tokens.", "word_emb.emb."),

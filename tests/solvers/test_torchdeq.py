@@ -1,4 +1,4 @@
-"""torchdeq's solvers inside our loop."""
+"""Tests of torchdeq's solvers, which our loop runs through the class ``TorchDEQ``."""
 
 import gc
 import threading
@@ -78,7 +78,8 @@ def test_options_reach_the_solver(make_layer: MakeLayer) -> None:
     ).eval()
     x = torch.randn(2, 5, 16)
     with torch.no_grad():
-        # In its last step ``TorchDEQ`` returns the point that torchdeq would evaluate next.
+        # Both results are the next iterate after three evaluations of f: ``TorchDEQ`` returns the point that
+        # torchdeq would evaluate next.
         torch.testing.assert_close(layer(x).z, damped(x).z)
 
 
@@ -88,9 +89,12 @@ def test_options_reach_the_solver(make_layer: MakeLayer) -> None:
     ids=["before the first evaluation", "at the second", "later"],
 )
 def test_an_error_inside_torchdeq_is_raised(make_layer: MakeLayer, options: dict[str, object]) -> None:
-    """The solve runs in a thread with a timeout: a bug could make our loop and torchdeq wait forever."""
+    """An error inside torchdeq must reach the caller, before the first evaluation of f and also later.
+
+    The solve runs in a thread with a timeout, because a bug could make our loop and torchdeq wait forever.
+    """
     solver = TorchDEQ("anderson")
-    solver.options = options  # the constructor would refuse them
+    solver.options = options  # set here, because the constructor would refuse these options
     layer = make_layer("mamba2", solver=solver, causal=False)
     raised: list[Exception] = []
 

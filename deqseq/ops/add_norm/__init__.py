@@ -9,14 +9,17 @@ from deqseq import kernels
 def add_norm(
     stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, form: str, last: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum ``stream + added`` (B, W, D) in the stream's type, and the RMSNorm of the sum.
+    """Returns the sum ``stream + added`` (B, W, D) in the stream's dtype, and the RMSNorm of the sum.
 
-    The RMSNorm has the type that autocast gives the inputs of linear maps. Set ``last`` if the RMSNorm is
-    the next stream (post-norm blocks) or f(z) (the final norm). It then has the stream's type. Do not use the
-    returned sum then: its value depends on ``form``.
+    The RMSNorm has the dtype in which autocast computes linear maps.
+
+    Args:
+        form: name of the implementation, such as ``"triton"``.
+        last: set this if only the RMSNorm is used, because it is f(z), or the next stream of a post-norm
+            block. The RMSNorm then has the stream's dtype, and the returned sum is undefined.
     """
     dtype = stream.dtype if last else kernels.autocast_dtype(stream)
-    # Compiled code uses the plain form, which the compiler fuses with the operations around it.
+    # In compiled code, use plain PyTorch, because the compiler fuses it with the operations around it.
     if form == "triton" and not torch.compiler.is_compiling():
         from deqseq.ops.add_norm import triton
 

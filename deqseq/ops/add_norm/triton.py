@@ -1,6 +1,6 @@
 """Residual addition and RMSNorm in one Triton kernel, forward and backward.
 
-Shapes: R rows (tokens), D width.
+Shapes: ``rows`` tokens, D width. A program loads tiles of R rows and BLOCK columns, with BLOCK >= D.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from deqseq.kernels import first_derivative_only, launch
 
 @triton.jit
 def summed(stream, added, place, mask, HAS_ADDED: tl.constexpr):
-    """stream + added, in the stream's type."""
+    """Load ``stream + added`` at ``place``, in the stream's dtype. Without ``added``, load ``stream``."""
     v = tl.load(stream + place, mask, 0.0)
     if HAS_ADDED:
         v = (v.to(tl.float32) + tl.load(added + place, mask, 0.0).to(tl.float32)).to(v.dtype)
@@ -92,8 +92,8 @@ class _AddNorm(torch.autograd.Function):
         last: bool,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         total, out = _forward(stream, added, weight, eps, dtype, last)
-        # Save the total, not its two summands: the total is an output and stays in memory anyway. With
-        # ``last`` there is no total, so save the summands.
+        # For the backward pass, save the total. It is an output, so it stays in memory anyway. With ``last``
+        # there is no total, so save its two summands.
         kept = (stream, added) if last else (total, None)
         ctx.save_for_backward(*kept, weight)
         ctx.eps = eps
@@ -128,7 +128,10 @@ class _AddNorm(torch.autograd.Function):
 def add_norm(
     stream: Tensor, added: Tensor | None, norm: nn.RMSNorm, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """``stream + added`` (undefined with ``last``), and its RMSNorm in ``dtype``."""
+    """Returns the sum ``stream + added``, and the RMSNorm of the sum in ``dtype``.
+
+    With ``last``, the first tensor is undefined.
+    """
     stream = stream.contiguous()
     added = None if added is None else added.contiguous()
     if not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The average of a model's weights over training."""
+"""Keeps a moving average of a model's weights during training."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ class Averaging(TrainerCallback):
     """An exponential moving average of the weights, updated after every optimiser step.
 
     Update n is average <- d average + (1 - d) weights, where d is the smaller of ``decay`` and n / (n + 9).
-    So the average forgets the first weights faster.
+    The first updates have a small d, so the average soon forgets the initial weights.
 
     Args:
         decay: in [0, 1).
@@ -36,7 +36,8 @@ class Averaging(TrainerCallback):
         return self._averaged.module
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The number of updates stays on the CPU: reading it from a GPU would wait for the GPU.
+        # Move only the averaged weights to the device. The number of updates stays on the CPU, because
+        # reading it from a GPU would wait for the GPU.
         self._averaged.module.to(args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

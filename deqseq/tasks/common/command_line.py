@@ -1,4 +1,4 @@
-"""Makes command lines from functions: parameters become arguments, and the docstring becomes the help."""
+"""Makes command lines from functions. Parameters become arguments, and the docstring becomes the help."""
 
 import argparse
 import logging
@@ -25,7 +25,7 @@ Command = Callable[..., Any]
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Keeps line breaks in descriptions."""
+    """A help formatter that keeps line breaks in descriptions."""
 
 
 def main(
@@ -40,19 +40,19 @@ def main(
 ) -> int:
     """Run a program and return its exit status.
 
-    The program prints one line and ends
+    The status is 0 after success. After these failures, the program prints one line and ends:
 
-    - with status 2 after ``ValueError`` or ``OSError``, which the user can correct;
-    - with status 1 after ``FloatingPointError`` (numbers that are not finite), after another process of the
-      run has been lost, and after a file was refused because it contains more than tensors;
-    - with status 130 after Ctrl-C, and 143 after SIGTERM.
+    - status 2 after ``ValueError`` or ``OSError``, whose cause the user can correct;
+    - status 1 after ``FloatingPointError`` (numbers that are not finite), if another process of the run has
+      been lost, or if a file is refused because it contains more than tensors;
+    - status 130 after Ctrl-C, and 143 after SIGTERM.
 
-    Any other exception is a bug and shows its traceback. If several processes fail, only the first to fail
-    prints its error, with its rank and host.
+    Any other exception is a bug and shows its traceback. If several processes fail, only the process that
+    failed first prints its error, with its rank and host.
 
     Args:
         prog: the name of the program in its help.
-        about: the description for ``--help``; a list of the commands is appended.
+        about: the description for ``--help``. A list of the commands is appended to it.
         commands: the commands by name. A command may have a parameter ``settings: Annotated[dict,
             A_DATACLASS]``. The fields of the dataclass then become arguments, and ``settings`` contains the
             values that the user has given, such as ``{"solver.name": "anderson"}`` for ``--solver.name
@@ -60,7 +60,7 @@ def main(
         arguments: the arguments; ``sys.argv[1:]`` by default.
         interrupted: advice to print after an interruption, such as how to resume.
         default: the command to run if the first argument is not the name of a command.
-        log_level: lowest level of log messages to show.
+        log_level: lowest level of the log messages that are shown.
     """
     logging.basicConfig(level=log_level, format="%(message)s")
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -83,7 +83,7 @@ def main(
         line = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
         status, said = 1 if isinstance(error, FloatingPointError) else 2, f"error: {line}"
     except pickle.UnpicklingError as error:
-        # torch's message advises to load the file anyway, so print only the name of the refused function.
+        # Print only the name of the refused function: torch's own message advises to load the file anyway.
         name = re.search(r"GLOBAL (\S+)", str(error))
         what = f" ({name[1]})" if name else ""
         status, said = 1, f"error: a file is refused, because it has more than tensors{what}"
@@ -102,13 +102,14 @@ def main(
 
 
 class _Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM."""
+    """Raised when the process receives SIGTERM."""
 
 
 @contextmanager
 def _terminable() -> Iterator[None]:
     def terminate(*_: Any) -> None:
-        # If SIGTERM also ends the workers of a DataLoader, the DataLoader's own SIGCHLD handler would raise.
+        # Remove DataLoader's SIGCHLD handler. This handler would raise an error if SIGTERM also ended the
+        # workers of a DataLoader.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         raise _Terminated
 
@@ -123,14 +124,17 @@ def _terminable() -> Iterator[None]:
 
 
 def execute(command: Command, values: Mapping[str, Any]) -> None:
-    """Call a function. If ``command`` is a class, make an instance and call its method ``run``."""
+    """Call ``command`` with the arguments ``values``.
+
+    If ``command`` is a class, also call the method ``run`` of the new instance.
+    """
     made = command(**values)
     if isinstance(command, type):
         made.run()
 
 
 def _parse(prog: str, command: Command, arguments: Sequence[str], about: str | None = None) -> dict[str, Any]:
-    """Parse the arguments of a command; returns those that the user has given."""
+    """Parse the arguments of a command. The result has no entries for arguments that the user left out."""
     documented = docstring_parser.parse(command.__doc__ or "")
     said = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
     made = ArgumentParser(
@@ -179,12 +183,12 @@ def _choice(prog: str, about: str, commands: Mapping[str, Command]) -> ArgumentP
 
 
 def check_folder(path: Path) -> None:
-    """Raise ``ValueError`` if the folder cannot be made, or files cannot be written to it."""
+    """Raise ``ValueError`` if the folder ``path`` cannot be made, or no files can be written to it."""
     nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not nearest.is_dir():
         raise ValueError(f"{nearest} is not a folder")
     try:
-        with tempfile.TemporaryFile(dir=nearest):  # try to write: root passes every permission check
+        with tempfile.TemporaryFile(dir=nearest):  # write a file, because root passes every permission check
             pass
     except OSError as error:
         raise ValueError(f"nothing can be written to the folder {nearest}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""Seals: a seal shows whether the files of a folder are complete and unchanged.
+"""Writes and checks seals. A seal shows whether the files of a folder are complete and unchanged.
 
 A seal is the file ``complete.json``, written last. It lists the files with their sizes and checksums. A
 folder without a seal is incomplete.
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 SEAL = "complete.json"
 _BLOCK = 2**24
-_THREADS = min(8, os.cpu_count() or 1)  # for checksums; xxhash releases Python's lock
+_THREADS = min(8, os.cpu_count() or 1)  # for hashing in parallel; xxhash releases Python's GIL
 
 
 def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
-    """Sync the files to the disk and write the seal. ``files``: all files in ``folder`` by default."""
+    """Sync ``files`` to the disk, and write the seal. By default, ``files`` are all files in ``folder``."""
     found = sorted(path for path in files or folder.rglob("*") if path.is_file() and path.name != SEAL)
     with ThreadPoolExecutor(1) as disk:  # compute checksums while the disk writes
         synced = disk.map(_sync, found)
@@ -47,21 +47,24 @@ def unseal(folder: Path) -> None:
     If ``folder`` is a symbolic link, remove the link only. The folder that it points to keeps its seal.
     """
     if folder.is_symlink():
-        folder.unlink(missing_ok=True)  # another process may have removed it
-    elif (folder / SEAL).is_dir():  # not written by us, and the next seal needs the name
+        folder.unlink(missing_ok=True)  # another process may have removed the link
+    elif (folder / SEAL).is_dir():  # a folder blocks the name of the seal: remove it
         shutil.rmtree(folder / SEAL)
     else:
         (folder / SEAL).unlink(missing_ok=True)
 
 
 def fault(folder: Path, content: bool = True) -> str | None:
-    """What is wrong with a folder, such as ``"was not written to its end"``; ``None`` if it matches its seal.
+    """Compare a folder with its seal. Returns ``None`` if the folder matches the seal.
+
+    Otherwise returns a text that says what is wrong, such as ``"was not written to its end"``.
 
     Args:
-        content: also compare checksums, which reads every file. Seals of version 0.1 have no checksums.
+        content: also compare checksums, for which every file must be read. Seals of version 0.1 have no
+            checksums.
 
     Raises:
-        OSError: a file exists and cannot be read. The folder may still match its seal.
+        OSError: a file exists but cannot be read. Then it is unknown whether the folder matches its seal.
     """
     try:
         return _fault(folder, content)
@@ -97,21 +100,22 @@ def _fault(folder: Path, content: bool) -> str | None:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The folders ``checkpoint-STEP`` of a run, the oldest first."""
+    """The folders ``checkpoint-STEP`` of a run, sorted by step."""
     found = [path for path in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted((path for path in found if path.is_dir()), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step at which a checkpoint was written, from its name."""
+    """The step at which a checkpoint was written, read from the name of its folder."""
     return int(checkpoint.name.partition("-")[2])
 
 
 def rotate(run: Path, keep: int | None) -> None:
-    """Keep the last ``keep`` complete checkpoints (``None``: all complete ones), and remove all others.
+    """Keep the last ``keep`` complete checkpoints, and remove all other checkpoints.
 
-    A folder that has files, but none with the name of a file in a complete checkpoint, is no checkpoint and
-    stays. If a checkpoint cannot be read, nothing is removed.
+    If ``keep`` is ``None``, keep all complete checkpoints. Also keep a folder whose files have other names
+    than the files of complete checkpoints, because it is probably not a checkpoint. If a checkpoint cannot be
+    read, remove nothing.
     """
     found = checkpoints(run)
     try:
@@ -128,8 +132,8 @@ def rotate(run: Path, keep: int | None) -> None:
             names = os.listdir(path)
             if names and usual.isdisjoint(names):
                 continue
-            unseal(path)  # first, so that an interrupted removal leaves an incomplete checkpoint
-            if path.exists():  # if the path was a link, ``unseal`` has removed it
+            unseal(path)  # first, so that an interrupted removal leaves a checkpoint without seal
+            if path.exists():  # ``unseal`` has already removed a path that is a link
                 shutil.rmtree(path)
         except OSError as error:
             logger.warning("%s cannot be removed: %s", path, error)
@@ -141,7 +145,7 @@ def _sync(path: Path) -> None:
 
 
 def _checksums(files: Sequence[Path]) -> list[str]:
-    """Checksums of files. Several threads hash the blocks."""
+    """The checksum of every file. Several threads hash the blocks of the files."""
     blocks = [(path, start) for path in files for start in range(0, max(path.stat().st_size, 1), _BLOCK)]
     whole = {path: xxh3_128() for path in files}
     with ThreadPoolExecutor(_THREADS) as pool:

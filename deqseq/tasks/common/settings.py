@@ -1,6 +1,7 @@
-"""Settings: keyword-only dataclasses, filled from YAML and command lines and checked by jsonargparse.
+"""Builds settings from YAML files and command lines, and checks them with jsonargparse.
 
-The help of a field is in the docstring of its class, under ``Args``.
+Settings are keyword-only dataclasses. The docstring of a class describes its fields under ``Args``. The
+command line shows these descriptions as help.
 """
 
 import difflib
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 else:
 
     def _whole(value: Any) -> int:
-        number = Decimal(str(value))  # accepts 1e9
+        number = Decimal(str(value))  # unlike int(), Decimal also reads the text "1e9"
         return int(number) if number == int(number) else math.nan
 
     def _number(rule: str, base: type, allowed: Callable[[Any], bool]) -> type:
@@ -50,7 +51,7 @@ else:
 
     PositiveInt = _number("whole number >= 1", int, lambda n: n >= 1)
     NonNegativeInt = _number("whole number >= 0", int, lambda n: n >= 0)
-    Seed = _number("whole number in [0, 2**32)", int, lambda n: 0 <= n < 2**32)  # numpy's range for seeds
+    Seed = _number("whole number in [0, 2**32)", int, lambda n: 0 <= n < 2**32)  # seeds that numpy accepts
     PositiveFinite = _number("positive, finite number", float, lambda x: 0 < x < math.inf)
     NonNegativeFinite = _number("finite number >= 0", float, lambda x: 0 <= x < math.inf)
     ClosedUnitInterval = _number("number in [0, 1]", float, lambda x: 0 <= x <= 1)
@@ -61,10 +62,10 @@ Tree = dict[str, Any]
 
 
 def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
-    """Make settings of class ``kind`` from the fields in ``tree``. Text in numeric fields becomes a number.
+    """Make settings of class ``kind`` from the fields in ``tree``. In numeric fields, text becomes a number.
 
     Args:
-        prefix: text before a field's name in error messages.
+        prefix: text that error messages show before the name of a field.
 
     Raises:
         ValueError: a field is unknown or missing, or a value has a wrong type or is out of range.
@@ -80,7 +81,7 @@ def build(kind: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
 
 
 def check_types(settings: Any) -> None:
-    """Raise ``ValueError`` unless the fields of a dataclass have the types of their annotations."""
+    """Raise ``ValueError`` if a field of the dataclass ``settings`` does not fit its annotation."""
     for name, value in _checked(type(settings), vars(settings)).items():
         if value != (found := getattr(settings, name)):
             raise ValueError(f"{name} must be {value!r}, got {found!r}")
@@ -93,7 +94,7 @@ def unknown_field(name: str, known: Sequence[str]) -> str:
 
 
 def build_changed(kind: type[T], tree: Mapping[str, Any], changes: Mapping[str, Any]) -> T:
-    """Like :func:`build`, but first replaces fields of ``tree`` by ``changes``.
+    """Make settings of class ``kind`` from the fields in ``tree``, after changing the fields in ``changes``.
 
     Nested fields have dotted names, such as ``stages.0.until``. If ``tree`` has ``backbone: llama``, changing
     ``backbone.n_head`` to 4 makes ``backbone: {name: llama, n_head: 4}``.
@@ -123,7 +124,10 @@ def _key(place: Any, key: str, name: str, tree: Tree) -> Any:
 
 
 def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings and lists with their dotted names, such as ``stages.0.until``."""
+    """Yield the dotted name, such as ``stages.0.until``, and the value of every leaf of nested data.
+
+    Nested data are mappings and lists. Empty mappings and empty lists are leaves.
+    """
     if not isinstance(tree, (Mapping, list)) or not tree:
         yield name, tree
         return
@@ -132,7 +136,7 @@ def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def yaml_value(text: str, what: str) -> Any:
-    """Read YAML; ``1e-3`` is read as a number. ``what`` names the text in the error message."""
+    """Parse YAML. The text ``1e-3`` becomes a number. Error messages call the text ``what``."""
     try:
         return get_loader("yaml")(text)
     except yaml.YAMLError as error:
@@ -140,8 +144,15 @@ def yaml_value(text: str, what: str) -> Any:
 
 
 def read_yaml(source: str, shipped: Path) -> Tree:
-    """The mapping in a YAML file; ``ValueError`` if the file cannot be read. ``source``: a path that ends in
-    .yaml or .yml, or the name of a file in ``shipped`` without its suffix."""
+    """Read the mapping in a YAML file.
+
+    Args:
+        source: a path that ends in .yaml or .yml, or the name of a file in ``shipped`` without its suffix.
+        shipped: folder of the YAML files that come with the package.
+
+    Raises:
+        ValueError: the file does not exist, cannot be read, or contains no mapping.
+    """
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         names = sorted(path.stem for path in shipped.glob("*.yaml"))
@@ -162,14 +173,16 @@ def read_yaml(source: str, shipped: Path) -> Tree:
 def add_parameters(
     parser: ArgumentParser, source: Callable[..., Any], required: bool = True, skip: Sequence[str] = ()
 ) -> None:
-    """Add the parameters of a function or dataclass to a parser, with their help from the docstring.
+    """Add the parameters of a function or dataclass to a parser.
 
-    Keyword-only parameters become options, other parameters positional arguments. A list takes several
-    values. ``--NAME`` without a value sets a bool to true. ``--no_NAME`` sets it to false:
-    :mod:`deqseq.tasks.common.command_line` replaces it by ``--NAME=false``.
+    The help of each parameter comes from the docstring of ``source``.
+
+    Keyword-only parameters become options. All other parameters become positional arguments. A list parameter
+    takes several values. ``--NAME`` without a value sets a bool to true. ``--no_NAME`` sets a bool to false,
+    because :mod:`deqseq.tasks.common.command_line` replaces it by ``--NAME=false``.
 
     Args:
-        required: whether options without a default must be given.
+        required: whether the user must give all options that have no default.
         skip: names of parameters to leave out.
     """
     hints, descriptions = get_type_hints(source), _descriptions(source)
@@ -198,7 +211,7 @@ def add_parameters(
 
 
 def one_line(error: Exception) -> str:
-    """jsonargparse's message about wrong arguments, shortened to one line."""
+    """Shorten jsonargparse's error message about wrong arguments to one line."""
     drop = r"Does not validate against any.*?Errors:|Given value[^\n]*|Not of type [^:]*: "
     drop += r"|- Expected a <class 'NoneType'>[^\n]*"
     text = re.sub(drop, "", str(error), flags=re.S)
@@ -230,7 +243,10 @@ def _checked(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Tree:
 
 
 def plain(value: Any) -> Any:
-    """Convert numbers of the classes in this module, such as ``PositiveInt``, to int and float."""
+    """Convert a number of a class in this module, such as ``PositiveInt``, to a plain int or float.
+
+    Lists are converted entry by entry. Other values are returned unchanged.
+    """
     if isinstance(value, list):
         return [plain(one) for one in value]
     base = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)
@@ -238,7 +254,7 @@ def plain(value: Any) -> Any:
 
 
 def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function or dataclass. Default factories are called to get the defaults."""
+    """The parameters of a function or dataclass. Calls default factories to get the default values."""
     found = dict(inspect.signature(source).parameters)
     for f in fields(source) if is_dataclass(source) else ():
         if f.default_factory is not MISSING:
@@ -247,7 +263,10 @@ def _parameters(source: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _item_type(hint: Any) -> Any:
-    """``X`` for the types ``list[X]`` and ``list[X] | None``; ``None`` for lists of dicts and other types."""
+    """The item type X if ``hint`` is ``list[X]`` or ``list[X] | None``; otherwise ``None``.
+
+    Also ``None`` for a list of dicts.
+    """
     kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     first, *others = (kind for kind in kinds if kind is not NoneType)
     item = get_args(first)[0] if not others and get_origin(first) is list else None
@@ -255,7 +274,7 @@ def _item_type(hint: Any) -> Any:
 
 
 def _descriptions(source: Callable[..., Any]) -> dict[str, str]:
-    """Descriptions of parameters, from the docstring of a function, or of a class and its bases."""
+    """The description of every parameter, from the docstrings of a function, or of a class and its bases."""
     found: dict[str, str] = {}
     for documented in reversed(getattr(source, "__mro__", (source,))):
         for parameter in docstring_parser.parse(documented.__doc__ or "").params:

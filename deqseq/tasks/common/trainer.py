@@ -1,4 +1,7 @@
-"""The trainers of all tasks: transformers' Trainer with a curriculum and statistics of the solves."""
+"""The trainers of all tasks.
+
+They extend transformers' Trainer by a curriculum, and by statistics of the solves.
+"""
 
 import logging
 import math
@@ -27,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
-    """An endless iterable dataset of whole batches. ``start``: number of the first batch to yield."""
+    """An endless iterable dataset of whole batches. ``start`` is the number of the first batch to yield."""
 
     start: int
 
@@ -35,7 +38,7 @@ class Stream(Protocol):
 
 
 class Part(Protocol):
-    """Something with tensors that every checkpoint saves."""
+    """An object whose tensors are saved in every checkpoint, such as an average of the weights."""
 
     def save(self, folder: Path) -> None: ...
 
@@ -78,14 +81,14 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
 
 class Totals(TrainerCallback, ExportableState):
-    """Training time and sum of losses of the whole run, including the time before interruptions.
+    """The training time and the sum of losses of the whole run.
 
-    Checkpoints save both.
+    Checkpoints save both totals, so a resumed run continues them.
     """
 
     def __init__(self) -> None:
-        self.seconds = self.losses = 0.0  # both up to the step at which this process started
-        self.sum_of_losses = 0.0  # up to the last checkpoint
+        self.seconds = self.losses = 0.0  # totals before this process started
+        self.sum_of_losses = 0.0  # total at the last checkpoint
         self._since = time.perf_counter()
 
     @property
@@ -110,24 +113,26 @@ class CurriculumTrainer(Trainer):
     ``save_total_limit`` complete checkpoints.
 
     Args:
-        curriculum: ``None`` for an explicit model.
-        options: passed to transformers' ``Trainer``.
+        curriculum: the stages of training; ``None`` for an explicit model.
+        options: other arguments of transformers' ``Trainer``.
     """
 
     def __init__(self, curriculum: Curriculum | None = None, **options: Any) -> None:
         if curriculum is not None:
             options["callbacks"] = [*(options.get("callbacks") or []), CurriculumCallback(curriculum)]
         super().__init__(**options)
-        self.keep, self.args.save_total_limit = self.args.save_total_limit, None  # see _save_checkpoint
+        # Keep transformers from removing checkpoints: the method ``complete`` removes them.
+        self.keep, self.args.save_total_limit = self.args.save_total_limit, None
         self.totals = Totals()
         self.add_callback(self.totals)
-        self.model_accepts_loss_kwargs = False  # the loss is the mean over one batch
+        self.model_accepts_loss_kwargs = False  # the loss is already a mean over its batch
         self.solves = SolveStatistics(tail=True)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters with weight decay: all matrices, except the gains of weight normalisation.
+        """Names of the parameters with weight decay.
 
-        Vectors have no weight decay: biases, norms, and A, D and dt of Mamba2.
+        All matrices have weight decay, except the gains of weight normalisation. Vectors have none: biases,
+        norms, and A, D and dt of Mamba2.
         """
         found = model.named_parameters()
         return [name for name, p in found if p.dim() > 1 and not name.endswith("original0")]
@@ -135,16 +140,19 @@ class CurriculumTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs = {**logs, **self.read(self.solves)}
-        if "train_loss" in logs:  # transformers counts only the steps since the last start
+        if "train_loss" in logs:  # replace values that cover only the steps since the last start
             losses = self.totals.losses + self._total_loss_scalar
             logs |= {"train_loss": losses / self.state.global_step, "train_runtime": self.totals.elapsed}
         super().log(logs, start_time)
 
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
-        """Train to the end, starting from ``checkpoint`` if given; returns the record of the run.
+        """Train to the last step, and return the record of the run.
+
+        Args:
+            checkpoint: the checkpoint to resume from; ``None`` starts at the first step.
 
         Raises:
-            ValueError: the checkpoint is of a later step than the last step of the run.
+            ValueError: the step of the checkpoint is after the last step of the run.
         """
         if checkpoint is not None and step_of(checkpoint) > self.args.max_steps:
             raise ValueError(
@@ -161,17 +169,18 @@ class CurriculumTrainer(Trainer):
         }
 
     def read(self, solves: SolveStatistics) -> dict[str, float]:
-        """Return the statistics over all processes, rounded for the log, and reset the statistics."""
+        """Return statistics over all processes, rounded for the log, and reset ``solves``."""
         found = solves.read(lambda values: self.accelerator.reduce(values, reduction="sum"))
         solves.reset()
         return {name: round(value, 5) for name, value in found.items() if name != "share_completed"}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # transformers does not sync files, and removes old checkpoints before the new one is complete. So
-        # this method first seals the new checkpoint, which syncs its files, and then removes old checkpoints.
+        # First sync and seal the new checkpoint, then remove old checkpoints. transformers itself does not
+        # sync files, and removes old checkpoints before the new checkpoint is complete.
         run = Path(str(self.args.output_dir))
         folder = run / f"checkpoint-{self.state.global_step}"
-        saved: Any = self.state.stateful_callbacks  # a checkpoint of an older version lacks some entries
+        # Add entries that are missing after resuming from a checkpoint of an older version.
+        saved: Any = self.state.stateful_callbacks
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExportableState):
                 saved.setdefault(type(callback).__name__, callback.state())
@@ -184,7 +193,7 @@ class CurriculumTrainer(Trainer):
             self.complete(folder)
 
     def complete(self, checkpoint: Path) -> None:
-        """Seal a checkpoint whose files are written, and remove old checkpoints."""
+        """Seal a checkpoint after all its files are written, and remove old checkpoints."""
         if self.args.should_save:
             copy_settings(checkpoint)
             seal(checkpoint)
@@ -192,17 +201,17 @@ class CurriculumTrainer(Trainer):
 
 
 class AlignedTrainer(CurriculumTrainer):
-    """Trainer for tasks with a label per input token: label t belongs to logit t, without a shift.
+    """Trainer for tasks with one label per input token. Logit t predicts label t, without a shift.
 
-    Trains on one device, on a stream of whole batches. A loss or weight that is not finite raises
-    ``FloatingPointError``, before a checkpoint is written.
+    Trains on one device, on a stream of whole batches. Raises ``FloatingPointError`` if a logged loss is not
+    finite, or if a weight is not finite when a checkpoint is due.
 
     Attributes:
-        parts: what checkpoints save besides model, optimiser and progress.
+        parts: objects that checkpoints save in addition to model, optimiser and progress.
 
     Args:
         label_smoothing: share of the target probability that is spread over the whole vocabulary.
-        options: passed to transformers' ``Trainer``.
+        options: other arguments of transformers' ``Trainer``.
     """
 
     def __init__(
@@ -213,15 +222,16 @@ class AlignedTrainer(CurriculumTrainer):
                 f"this task trains on one device, found {max(args.n_gpu, args.world_size)}: "
                 "set CUDA_VISIBLE_DEVICES=0 and start one process"
             )
-        args.ignore_data_skip = True  # the stream itself starts at the right batch
+        args.ignore_data_skip = True  # skip no batches: the stream starts at the right batch
         super().__init__(args=args, train_dataset=stream, **options)
         self.stream = stream
         self.label_smoothing = label_smoothing
         self.parts: list[Part] = []
-        self._resumed: Path | None = None  # the checkpoint, until the first step
+        self._resumed: Path | None = None  # the checkpoint to resume from; ``None`` after the first step
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        # If a run resumes after its last step, Trainer would still take a step. An empty list prevents this.
+        # If the run resumes after its last step, return no batches. Otherwise, Trainer would take one more
+        # step.
         data: Any = self.stream if self.stream.start < self.args.max_steps else []
         return DataLoader(data, batch_size=None)
 
@@ -237,28 +247,29 @@ class AlignedTrainer(CurriculumTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args: Any, **options: Any) -> Tensor:
-        # With ``ignore_data_skip``, transformers does not restore random states.
+        # After resuming, restore the random states before the first step. transformers does not restore them,
+        # because ``ignore_data_skip`` is set.
         if self._resumed is not None:
             self._load_rng_state(str(self._resumed))
             self._resumed = None
         return super().training_step(*args, **options)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy over the labels that are not -100.
+        """Mean cross-entropy over all tokens whose label is not -100.
 
-        Shapes: ``logits`` (N, V), ``labels`` (N,); N tokens, vocabulary size V.
+        Shapes: ``logits`` (N, V) and ``labels`` (N,), with N tokens and vocabulary size V.
         """
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if not math.isfinite(loss := logs.get("loss", 0.0)):
             raise self._diverged(f"the loss is {loss}")
-        # transformers counts epochs from the last start
+        # Log the completed share of the whole run as epoch. transformers counts only from the last start.
         self.state.epoch = self.state.global_step / self.args.max_steps
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # A checkpoint without finite weights is of no use, and would replace one that is.
+        # Do not write weights that are not finite. Such a checkpoint is useless and would replace a good one.
         if not all(bool(torch.isfinite(weight).all()) for weight in model.parameters()):
             raise self._diverged("the weights are not finite")
         super()._save_checkpoint(model, trial)
@@ -274,7 +285,10 @@ class AlignedTrainer(CurriculumTrainer):
         super().complete(checkpoint)
 
     def train_in(self, folder: RunFolder) -> None:
-        """Train to the end, from the last complete checkpoint if any. Write the model and the record."""
+        """Train to the last step, and write the model and the record of the run to ``folder``.
+
+        If ``folder`` has complete checkpoints, training resumes from the last one.
+        """
         checkpoint = folder.last_checkpoint()
         if checkpoint is not None:
             logger.info("resuming from %s", checkpoint)
@@ -290,32 +304,38 @@ class AlignedTrainer(CurriculumTrainer):
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A context for writing to ``folder``. Errors of packages such as safetensors become ``OSError``."""
+    """Context in which to write to ``folder``.
+
+    It turns errors of other packages, such as safetensors, into ``OSError``.
+    """
     try:
         yield
     except (OSError, ValueError):
         raise
-    except Exception as error:  # safetensors, tokenizers and torch.save raise other classes
+    except Exception as error:  # safetensors, tokenizers and torch.save have error classes of their own
         if lost(error):
             raise
         raise OSError(f"{folder} cannot be written: {str(error).splitlines()[0]}") from error
 
 
 def check_one_process() -> None:
-    """Raise ``ValueError`` in a run with several processes, before they wait for each other."""
+    """Raise ``ValueError`` if the run has several processes.
+
+    Call this before the processes wait for each other.
+    """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count > 1:
         raise ValueError(f"this task trains on one device, found {count} processes: start one")
 
 
 def short_run_arguments(settings: Any, output: Path, save_steps: int) -> TrainingArguments:
-    """Arguments of a run on one device.
+    """Arguments of transformers' ``Trainer`` for a run on one device.
 
     The learning rate rises over the first 5 % of the steps, and falls to zero over the last 30 %.
 
     Args:
         settings: a :class:`~deqseq.tasks.common.two_stages.TwoStageSettings`.
-        save_steps: steps between checkpoints. The last two checkpoints are kept.
+        save_steps: number of steps between checkpoints. The last two checkpoints are kept.
     """
     return TrainingArguments(
         output_dir=str(output),
@@ -325,14 +345,14 @@ def short_run_arguments(settings: Any, output: Path, save_steps: int) -> Trainin
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         bf16=settings.bf16,
-        use_cpu=not torch.cuda.is_available(),  # without this, bf16 is refused on CPUs
+        use_cpu=not torch.cuda.is_available(),  # Trainer refuses bf16 on CPUs without this
         seed=settings.seed,
         adam_beta2=0.95,
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={"num_decay_steps": round(0.3 * settings.steps), "decay_type": "linear"},
         warmup_steps=round(0.05 * settings.steps),
         logging_steps=50,
-        logging_nan_inf_filter=False,  # the trainer checks the losses itself
+        logging_nan_inf_filter=False,  # do not hide NaN losses: the trainer must detect them
         save_steps=save_steps,
         save_total_limit=2,
         report_to="none",

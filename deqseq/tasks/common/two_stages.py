@@ -1,4 +1,4 @@
-"""The settings that state tracking and CatbAbI share: a model and its two stages of training."""
+"""Settings shared by the tasks state tracking and CatbAbI: a model and its two stages of training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,13 +32,14 @@ Settings = TypeVar("Settings", bound="TwoStageSettings")
 class TwoStageSettings:
     """A model, and its training in two stages.
 
-    The first stage is cheap: it runs a few iterations from zero and differentiates through all of them. The
-    second stage iterates to the fixed point, and then differentiates through a few more iterations, the
-    phantom steps. Backbones, policies and gradient strategies receive only the settings that they accept.
+    The first stage is cheap. It runs a few iterations from zero and differentiates through all of them. The
+    second stage iterates to the fixed point. It then runs a few more iterations, called phantom steps, and
+    differentiates only through them. Backbones, policies and gradient strategies receive only the settings
+    that they accept.
 
     Args:
         backbone: name of any installed backbone, or a mapping {name: NAME, option: value}
-        explicit: train the explicit twin, which applies the same stack once
+        explicit: train an explicit model, which applies the same blocks once
         d_model: width of the model
         n_layer: number of blocks
         d_state: state dimension of a head (Mamba2)
@@ -47,7 +48,8 @@ class TwoStageSettings:
         solver: name of any installed solver, or a mapping {name: NAME, option: value}
         gradient: gradient strategy of the second (fixed-point) stage, a name or a mapping; phantom by default
         convergence: convergence policy of the fixed-point search, a name or a mapping; residual by default
-        damping: damping of the picard solver; 1 means none. For other solvers, set it in the solver mapping
+        damping: damping of the picard solver; 1 means none. For other solvers, give solver as a mapping that
+            contains damping
         steps: optimiser steps
         batch_size: sequences per optimiser step
         learning_rate: highest learning rate, after a warm-up over 5 % of the steps; decays over the last 30 %
@@ -111,7 +113,11 @@ class TwoStageSettings:
         )
 
     def _curriculum(self, window: int | None = None, **unrolled: Any) -> Curriculum | None:
-        """The two stages; ``None`` for an explicit model. ``unrolled``: options of the unrolled gradient."""
+        """The two stages of training; ``None`` for an explicit model.
+
+        ``window`` is for the second stage. ``unrolled`` has options for the gradient strategy of the first
+        stage.
+        """
         if self.explicit:
             return None
         first = {"name": "unrolled", "iterations": self.unrolled_iterations, **unrolled}
@@ -151,10 +157,13 @@ class TwoStageSettings:
 
 
 def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple[Settings, Tree]:
-    """Read the settings of a finished run; ``ValueError`` if there is no such run.
+    """Read the settings of the finished run in the folder ``path``.
 
-    ``others`` are names of entries in the settings file that ``kind`` does not have. Returns the settings,
-    and these entries as a dictionary.
+    Returns the settings as an object of class ``kind``, and a dictionary with the entries named in
+    ``others``. The settings file has these entries in addition to the fields of ``kind``.
+
+    Raises:
+        ValueError: the folder holds no finished run, or a run of another kind.
     """
     found = read_settings(path)
     also = {name: found.pop(name, None) for name in others}
@@ -167,7 +176,7 @@ def load_settings(kind: type[Settings], path: str | Path, *others: str) -> tuple
 
 
 def _filled(registry: Registry[Any], part: str | Mapping[str, Any], **options: Any) -> Tree:
-    """``part`` as a mapping, with defaults from ``options``. Drops options that the part does not accept."""
+    """``part`` as a mapping, with ``options`` as defaults. Leaves out options that ``part`` rejects."""
     own = {"name": part} if isinstance(part, str) else dict(part)
     taken = {name: value for name, value in options.items() if registry.takes(own, name)}
     return {"name": own.get("name"), **taken, **own}

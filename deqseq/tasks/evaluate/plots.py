@@ -1,4 +1,7 @@
-"""Figures of the reports. Each function draws one report; ``axes`` are its panels from top to bottom."""
+"""Figures of evaluation reports. Each function draws one report.
+
+The argument ``axes`` has the panels of the figure, from top to bottom.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +11,12 @@ from deqseq.tasks.evaluate.downstream import TaskScore
 from deqseq.tasks.evaluate.duality import Agreement
 from deqseq.tasks.evaluate.perplexity import Score, exponential
 
-# Means over fewer tokens are too noisy to draw.
+# Draw a mean only if it is over at least this many tokens. Other means are too noisy.
 _ENOUGH = 30
 
 
 def positions(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw the first score's perplexity by position, and its iterations if there is a second panel."""
+    """Draw perplexity by position for the first score. If there is a second panel, draw iterations there."""
     shown = [p for p in scores[0].by_position if p.tokens >= _ENOUGH]
     last = [p.last for p in shown]
     low, high = ([exponential(p.nll + s * (p.nll_stderr or 0)) for p in shown] for s in (-1, 1))
@@ -29,9 +32,10 @@ def positions(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw perplexity by length. Below, for every other length, draw the change of the loss by position.
+    """Draw perplexity by sequence length, and in the second panel the change of the loss by position.
 
-    The change is the loss minus the loss of the same tokens at the first length.
+    The change is drawn for every length except the first. It is the loss of tokens at the other length, minus
+    the loss of the same tokens at the first length.
     """
     axes[0].plot([s.length for s in scores], [s.perplexity for s in scores], "o-")
     axes[0].set(xlabel="length of the sequences", ylabel="perplexity")
@@ -50,7 +54,10 @@ def lengths(axes: list[Any], scores: Sequence[Score]) -> None:
 
 
 def budgets(axes: list[Any], scores: Sequence[Score]) -> None:
-    """Draw perplexity and residual against mean iterations; the last score used the model's own policy."""
+    """Draw perplexity and residual against the mean number of iterations.
+
+    The last of ``scores`` is from the model's own convergence policy. It is drawn as a star.
+    """
     *limited, own = scores
     for axis, measure in zip(axes, ("perplexity", "residual"), strict=True):
         axis.plot([s.iterations for s in limited], [getattr(s, measure) for s in limited], "o-")
@@ -66,7 +73,7 @@ def windows(axes: list[Any], found: Sequence[Agreement]) -> None:
     """Draw for each window its difference from the first window, and the mean iterations per token."""
     names = [str(a.window) for a in found]
     place = range(len(found))
-    # A logarithmic axis cannot show zero, so a window without differences gets no point.
+    # Draw no point for a window without differences, because a logarithmic axis cannot show zero.
     axes[0].plot(place, [a.kl or None for a in found], "o-", label="KL divergence, mean, nats")
     different = [1 - a.agreement or None for a in found]
     axes[0].plot(place, different, "s--", label="share of other most likely tokens")
@@ -82,7 +89,7 @@ def windows(axes: list[Any], found: Sequence[Agreement]) -> None:
 
 
 def tasks(axes: list[Any], scores: Sequence[TaskScore]) -> None:
-    """Draw each task's main metric, its standard error and the chance level."""
+    """For each task, draw the main metric with its standard error, and the chance level."""
     place = range(len(scores))
     error = [s.main_stderr or 0.0 for s in scores]
     axes[0].bar(place, [s.main for s in scores], yerr=error, capsize=3)

@@ -1,4 +1,4 @@
-"""The data of a run: a folder of token shards, or a streamed dataset."""
+"""The data of a pretraining run: a folder of token shards, or a streamed dataset."""
 
 import hashlib
 import json
@@ -19,13 +19,15 @@ from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.pretraining.settings import RunSettings, StreamSettings
 
-_ROUNDS = 8  # Feistel rounds; 4 give a strong pseudo-random permutation (Luby and Rackoff, 1988)
+# Rounds of the Feistel network. Four rounds give a strong pseudo-random permutation (Luby and Rackoff, 1988).
+_ROUNDS = 8
 
 
 class TrainingOrder(Dataset[Row]):
     """The rows of a training run, in order of training. Each pass over the data has its own random order.
 
-    Row i depends only on i and the seed. So a run can be resumed at any step, on any number of processes.
+    Row i depends only on i, the seed and the data. So a run can resume at any step, on any number of
+    processes.
 
     Attributes:
         version: version of the shuffling method. Version 1 was numpy's shuffle.
@@ -45,7 +47,7 @@ class TrainingOrder(Dataset[Row]):
 
 
 def shuffled(position: int, size: int, key: bytes) -> int:
-    """The number at ``position`` in a pseudo-random permutation of ``range(size)``; O(1) time and memory.
+    """The number at ``position`` in a pseudo-random permutation of ``range(size)``, in O(1) time and memory.
 
     A Feistel network permutes ``range(side**2)``, where ``side`` is the square root of ``size``, rounded up.
     While the result is ``size`` or more, the network permutes the result again (Black and Rogaway, "Ciphers
@@ -71,11 +73,13 @@ class Data:
     """Rows to train on and to evaluate on.
 
     Attributes:
-        train: the training rows; a map-style dataset in the order of the run, or a stream.
-        validation: the held-out rows; a map-style dataset.
+        train: the training rows: a map-style dataset in the order of training, or a stream.
+        validation: the held-out rows, as a map-style dataset.
         fingerprint: a hash that changes if the data changes.
-        order: :attr:`TrainingOrder.version`; ``None`` for a stream, which is not shuffled.
-        verify: reads all data; raises ``ValueError`` if the data has changed since it was prepared.
+        order: version of the shuffling method (:attr:`TrainingOrder.version`). ``None`` for a stream, because
+            streams are not shuffled.
+        verify: function that reads all data. It raises ``ValueError`` if the data has changed since it was
+            prepared.
     """
 
     train: Any
@@ -88,7 +92,7 @@ class Data:
     verify: Callable[[], None] = lambda: None
 
     def fitted(self, config: ImplicitConfig) -> ImplicitConfig:
-        """Set the end-of-text token of ``config``.
+        """Set the begin and end tokens of ``config`` to the data's end-of-text token. Returns ``config``.
 
         Raises:
             ValueError: the vocabulary of the data is larger than the vocabulary of ``config``.
@@ -131,8 +135,9 @@ def open_data(settings: RunSettings) -> Data:
 def _streamed(settings: RunSettings, given: StreamSettings) -> Data:
     """The rows of a Hugging Face dataset, tokenised on the fly.
 
-    Holds out the same documents as ``prepare``; training skips them. Evaluation uses the first ``eval_rows``
-    rows of ``validation_split``. Without a ``validation_split``, it uses rows of held-out documents.
+    The same rule as in ``deqseq.tasks.prepare`` chooses the held-out documents. Training skips them.
+    Evaluation uses the first ``eval_rows`` rows of ``validation_split``. If there is no ``validation_split``,
+    evaluation uses rows of held-out documents.
     """
     tokenizer = load_tokenizer(given.tokenizer)
     hold_out = HoldOut(given.validation_share)

@@ -1,4 +1,4 @@
-"""Estimates a run's size, steps, FLOPs and memory without training, and draws its schedule."""
+"""Estimates a run's size, steps, FLOPs and memory without training. Draws its learning rate and stages."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +23,7 @@ from deqseq.tasks.pretraining.watch import PEAK, Flops, graph_evaluations
 
 _GIB = 2**30
 _FUSED = {"mamba2": 0.15}
-"""Activation memory with our kernels, as a share of plain PyTorch's, by backbone.
+"""For each backbone: activation memory with our kernels, divided by activation memory in plain PyTorch.
 
 Measured on the 130M model with four phantom steps on one H100: activations saved for the backward pass take
 17 GiB with our kernels and 118 GiB in plain PyTorch.
@@ -32,24 +32,25 @@ Measured on the 130M model with four phantom steps on one H100: activations save
 
 @dataclass
 class StagePlan:
-    """Costs of one stage, or of a run that has no stages."""
+    """The costs of one stage of training. A run without stages counts as one stage."""
 
     first: int  # first optimiser step of the stage, counted from 1
-    last: int  # last optimiser step
-    evaluations: int  # maximum number of evaluations of f in a forward pass
-    with_graph: int  # evaluations that record an autograd graph; ``evaluations`` includes them
+    last: int  # last optimiser step of the stage
+    evaluations: int  # maximum number of evaluations of f in one forward pass
+    with_graph: int  # number of evaluations in one forward pass that record an autograd graph
     flops: float  # FLOPs of the stage if every search uses its maximum number of evaluations
     activations: float  # estimated bytes of activations and logits on a device
 
 
 def plan_stages(settings: RunSettings) -> list[StagePlan]:
-    """The stages with their costs."""
+    """Compute the costs of every stage of the run."""
     config = settings.config()
     flops = Flops(config, settings.length)
     saved = saved_bytes(config, settings.length) * settings.activation_budget
-    if settings.bf16:  # assumes a GPU, where our kernels run
+    if settings.bf16:  # assume that the run uses a GPU, so our kernels run
         saved *= 0.5 * _FUSED.get(config.backbone["name"], 1)
-    logits = 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)  # logits and gradient
+    # Count the logits twice, because their gradient has the same size.
+    logits = 2 * settings.length * config.vocab_size * (2 if settings.bf16 else 4)
     curriculum = settings.curriculum()
     stages = [None] if curriculum is None else curriculum.stages
     found = []
@@ -66,7 +67,11 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
 
 
 def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]:
-    """Maximum evaluations of f in the search, and the number of evaluations that record an autograd graph."""
+    """Returns two numbers of evaluations of f in one forward pass.
+
+    The first is the maximum in the search. The second is the number of evaluations that record an autograd
+    graph.
+    """
     if not config.implicit:
         return 0, 1
     strategy = gradients.create(config.gradient if stage is None else stage.gradient)
@@ -77,7 +82,8 @@ def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]
 def saved_bytes(config: ImplicitConfig, length: int) -> float:
     """Bytes that plain PyTorch saves for the backward pass of one evaluation on one row, in float32.
 
-    Counts on fake tensors, which need no memory. Leaves out weights and ``Context.shared``.
+    Runs the evaluation on fake tensors, which need no memory. Does not count weights or values that all
+    tokens share (``Context.shared``).
     """
     sizes: dict[int, int] = {}
 
@@ -100,7 +106,7 @@ def saved_bytes(config: ImplicitConfig, length: int) -> float:
 
 
 def describe(settings: RunSettings, processes: int = 1) -> str:
-    """A table of the costs of the run."""
+    """A text table with size, steps, FLOPs and memory of the run."""
     accumulation = settings.accumulation(processes)
     config = settings.config()
     with torch.device("meta"):
@@ -147,7 +153,7 @@ def describe(settings: RunSettings, processes: int = 1) -> str:
 
 
 def _data(settings: RunSettings) -> str:
-    """The place of the data and the number of held-out rows, or why the data is not ready."""
+    """A text that names the data and its number of held-out rows, or says why the data is not ready."""
     if not isinstance(settings.data, str):
         return "none yet" if settings.data is None else f"streamed from {settings.data.get('dataset')}"
     try:
@@ -171,7 +177,7 @@ def learning_rates(settings: RunSettings) -> tuple[list[int], list[float]]:
 
 
 def plot_schedule(settings: RunSettings, path: Path) -> bool:
-    """Draw learning rate and stages against tokens; returns whether matplotlib is installed."""
+    """Draw the learning rate and the stages against tokens. Returns false if matplotlib is not installed."""
     steps, rates = learning_rates(settings)
 
     def draw(axes: list[Any]) -> None:

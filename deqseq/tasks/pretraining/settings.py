@@ -22,7 +22,7 @@ from deqseq.tasks.common.settings import (
     check_types,
 )
 
-# Importing models takes seconds, so functions import them after the cheaper checks.
+# Importing the model classes takes seconds. So functions import them late, after the fast checks.
 if TYPE_CHECKING:
     from deqseq.causal_lm import ImplicitConfig
     from deqseq.curriculum import Curriculum
@@ -38,8 +38,8 @@ class RunSettings:
         explicit: train an explicit model, which applies the same blocks once, without a search or stages
         data: folder made by deqseq.tasks.prepare; or a Hugging Face dataset to stream, as {dataset: NAME,
             subset, split, validation_split, validation_share, files, column, tokenizer}
-        documents: if joined, a token also sees earlier documents in its row; if separate, a token sees only
-            its own document
+        documents: with joined, a token also sees earlier documents in its row; with separate, a token sees
+            only its own document
         length: tokens per row
         tokens: tokens to train on; give either tokens or steps
         steps: optimiser steps; give either steps or tokens
@@ -54,16 +54,16 @@ class RunSettings:
         beta1: beta1 of AdamW
         beta2: beta2 of AdamW
         max_grad_norm: gradients are clipped to this norm
-        stages: list of {until, gradient, convergence, eval_convergence, window}; until is where a stage ends,
-            a share of the training such as 0.8, or {tokens: N}, or {steps: N}
-        start_from: model folder or checkpoint with the initial weights; the optimiser's state is new
+        stages: list of {until, gradient, convergence, eval_convergence, window}; until is the end of a stage,
+            as a share of the training such as 0.8, or as {tokens: N} or {steps: N}
+        start_from: model folder or checkpoint with the initial weights; the optimiser starts anew
         bf16: autocast to bfloat16; weights stay float32
         compile: compile the blocks with torch.compile; not for Mamba2
-        activation_budget: compiled blocks keep this share of their activations for the backward pass, and
-            choose cheap activations to recompute
+        activation_budget: share of the activations that compiled blocks keep for the backward pass; the
+            activations that are cheapest to compute are recomputed
         recompute: recompute every evaluation in the backward pass (activation checkpointing)
         seed: seed of the initial weights and of the order of the rows
-        workers: processes that load rows
+        workers: number of processes that load rows
         log_steps: write a line to the log every N steps
         eval_steps: evaluate every N steps, and at the end of every stage
         eval_rows: held-out rows in an evaluation during training; null means all
@@ -160,7 +160,7 @@ class RunSettings:
 
     @property
     def stream(self) -> StreamSettings | None:
-        """The fields of ``data`` if it is a dataset to stream, else ``None``."""
+        """The fields of ``data`` if ``data`` is a mapping that names a dataset to stream, else ``None``."""
         return build(StreamSettings, self.data, "data.") if isinstance(self.data, dict) else None
 
     @property
@@ -180,7 +180,11 @@ class RunSettings:
         return round(self.decay_share * self.total_steps)
 
     def accumulation(self, processes: int) -> int:
-        """Gradient accumulation steps; ``ValueError`` if the processes cannot share the rows evenly."""
+        """The number of gradient accumulation steps on ``processes`` processes.
+
+        Raises:
+            ValueError: the rows of a step cannot be shared evenly among the processes.
+        """
         rows, size = self.rows_per_step, self.per_device_batch_size
         together = processes * size
         if rows % together == 0:
@@ -214,11 +218,11 @@ class RunSettings:
                     options[name] = getattr(last, name)
         try:
             return ImplicitConfig(**options)
-        except StrictDataclassError as error:  # not a subclass of ValueError
+        except StrictDataclassError as error:  # this error class is not a subclass of ValueError
             raise ValueError(" ".join(str(error).split())) from error
 
     def curriculum(self) -> Curriculum | None:
-        """The stages, with their ends as shares of the steps; ``None`` if the run has no stages."""
+        """The stages of training, whose ends are shares of all steps. ``None`` if the run has no stages."""
         from deqseq.curriculum import Curriculum, Stage
 
         if self.explicit or not self.stages or not model_options(self.model).get("implicit", True):
@@ -232,7 +236,7 @@ class RunSettings:
 
     @property
     def stage_ends(self) -> list[int]:
-        """The last step of every stage; without stages, the last step of the run."""
+        """The last step of every stage. If the run has no stages, only the last step of the run."""
         curriculum = self.curriculum()
         stages = [] if curriculum is None else curriculum.stages
         return [round(stage.until * self.total_steps) for stage in stages] or [self.total_steps]
@@ -252,12 +256,12 @@ class RunSettings:
         )
 
     def to_dict(self) -> Tree:
-        """The settings as plain data; :func:`build` turns the data into settings again."""
+        """The settings as plain data. The function :func:`build` turns such data into settings again."""
         return {**asdict(self), "model": model_options(self.model)}
 
 
 RESUMES = {
-    "data",  # its folder may move; its fingerprint must stay the same
+    "data",  # the folder of the data may move, but its fingerprint must stay the same
     "per_device_batch_size", "compile", "activation_budget", "recompute", "workers", "log_steps",
     "eval_steps", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
 }  # fmt: skip
@@ -266,7 +270,7 @@ RESUMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """The fields of ``data`` if it is a dataset to stream."""
+    """The fields of the setting ``data`` if the run streams a Hugging Face dataset."""
 
     dataset: str
     subset: str | None = None
@@ -279,7 +283,11 @@ class StreamSettings:
 
 
 def model_options(model: str | Mapping[str, Any]) -> Tree:
-    """Turn the field ``model`` of a run file into options of :class:`ImplicitConfig`; looks up the preset."""
+    """Turn the field ``model`` of a run file into options of :class:`ImplicitConfig`.
+
+    If the field names a preset, the result has the options of this preset, updated by the other entries. A
+    name without a form, such as ``mamba2-130m``, means ``mamba2-130m-free``.
+    """
     from deqseq.causal_lm import presets
 
     options = {"preset": model} if isinstance(model, str) else dict(model)
@@ -304,7 +312,7 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def _near_divisors(number: int, wanted: int) -> str:
-    """The three divisors of ``number`` nearest to ``wanted``, as text."""
+    """The three divisors of ``number`` that are nearest to ``wanted``, as text."""
     fits = sorted((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
     *head, last = map(str, sorted(fits[:3]))
     return f"{', '.join(head)} or {last}" if head else last

@@ -1,8 +1,8 @@
-"""Sharded checkpoints: each process writes its part; any number of processes can read the checkpoint.
+"""Sharded checkpoints. Each process writes its own part, and any number of processes can read the checkpoint.
 
 ``torch.distributed.checkpoint`` writes the files to the folder ``shards`` of a checkpoint. Its loader
-unpickles parts of the files, and a pickle can run any code. So this module first checks these parts with
-unpicklers that refuse everything except tensors, plain values and metadata of tensors.
+unpickles parts of the files, and a pickle can run any code. So this module checks these parts before the
+loader reads them. It refuses everything except tensors, plain values and metadata of tensors.
 """
 
 import pickle
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 _FOLDER = "shards"
 _DCP = "torch.distributed.checkpoint"
-_ALLOWED = {  # classes and functions in the metadata of tensors, by module
+_ALLOWED = {  # for each module, the classes and functions that the metadata of tensors may use
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
     "torch": {"Size"},
@@ -54,11 +54,11 @@ def save_shards(
     All processes must call this. The shards are complete when :func:`wait_for` returns.
 
     Args:
-        group: all processes, with backend gloo. Only the writing threads may use it.
+        group: process group of all processes, with backend gloo. Only the writing threads may use this group.
     """
     folder = Path(checkpoint) / _FOLDER
     if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # an interrupted save may have left other shards
+        shutil.rmtree(folder, ignore_errors=True)  # remove shards that an interrupted save has left
     dist.barrier()
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     return async_save(state, checkpoint_id=folder, process_group=group)  # type: ignore[return-value]
@@ -68,13 +68,13 @@ def wait_for(saving: Future[Any], checkpoint: str | Path) -> None:
     """Wait until all processes have written and synced their shards.
 
     Raises:
-        OSError: a process could not write.
+        OSError: a process could not write its shards.
     """
     _call(saving.result, OSError, f"{Path(checkpoint) / _FOLDER} cannot be written")
 
 
 def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
-    """Read all weights into an unsharded model. Each process reads all weights by itself.
+    """Read all weights into a model that is not sharded. Each process reads all weights by itself.
 
     Raises:
         ValueError: the weights are damaged, or belong to another model.
@@ -85,7 +85,9 @@ def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> None:
-    """Read the state of ``optimizer``, whose tensors may be sharded. All processes must call this.
+    """Read the state of ``optimizer`` from a checkpoint. All processes must call this.
+
+    The state's tensors may be sharded.
 
     Raises:
         ValueError: the state is damaged, or belongs to another model.
@@ -97,7 +99,7 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: str | Path) -> 
 
 
 class _Metadata(pickle.Unpickler):
-    """Unpickles only the metadata of tensors."""
+    """An unpickler that accepts only the metadata of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -107,7 +109,7 @@ class _Metadata(pickle.Unpickler):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Refuses pickled objects in a shard, except plain values and tensors."""
+    """A load planner that refuses all pickled objects in a shard except plain values and tensors."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         torch.load(value, weights_only=True)
@@ -123,7 +125,8 @@ def _load(state: dict[str, Any], folder: Path, no_dist: bool = False) -> None:
     except Exception as error:  # damaged bytes can raise any error, even MemoryError
         raise ValueError(f"{what}: {error}") from error
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process may read alone
+        # Ignore a warning that comes when a process reads alone.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         _call(
             lambda: load(state, checkpoint_id=folder, planner=_Planner(), no_dist=no_dist), ValueError, what
         )
@@ -132,6 +135,6 @@ def _load(state: dict[str, Any], folder: Path, no_dist: bool = False) -> None:
 def _call(function: Callable[[], object], error: type[Exception], what: str) -> None:
     try:
         function()
-    except CheckpointException as failed:  # a BaseException with the errors of all processes
+    except CheckpointException as failed:  # it holds the errors of all processes
         rank, (reason, _) = next(iter(failed.failures.items()))
         raise error(f"{what}: process {rank}: {str(reason).splitlines()[0]}") from failed

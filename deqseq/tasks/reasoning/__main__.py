@@ -30,7 +30,7 @@ the solution depends on cells all over the board."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return its exit status."""
     quiet_transformers()
     commands: dict[str, command_line.Command] = {
         "data": _data, "train": _train, "evaluate": _evaluate, "solve": solve, "demo": demo,
@@ -48,18 +48,19 @@ def _train(
     save_steps: PositiveInt = 1000,
     settings: Annotated[dict[str, Any], TrainSettings],
 ) -> None:
-    """Train a model in a folder.
+    """Train a model and write it to a folder.
 
-    RUN is a YAML file with settings, or the name of a shipped one. The options below override its settings.
-    --data is always needed. To resume after an interruption, run the same command again.
+    RUN is a YAML file with settings, or the name of a shipped YAML file. The options below override the
+    settings in the file. --data is always needed. To resume after an interruption, run the same command
+    again.
 
       python -m deqseq.tasks.reasoning data sudoku --size 4 --count 20000 --output sudoku4.csv
       python -m deqseq.tasks.reasoning train sudoku-small --data sudoku4.csv --output runs/sudoku4
 
     Args:
-        run: run file, or the name of a shipped one: sudoku, maze, sudoku-small, maze-small
+        run: YAML file with settings, or a shipped file: sudoku, maze, sudoku-small or maze-small
         output: folder of the run
-        save_steps: steps between checkpoints
+        save_steps: number of steps between checkpoints
     """
     train(build_changed(TrainSettings, read_yaml(run, RUNS), settings), output, save_steps=save_steps)
     record = read_record(output)
@@ -80,24 +81,25 @@ def _evaluate(
     output: Path | None = None,
     force: bool = False,
 ) -> None:
-    """Test a trained model at any depth, and with several starts. Writes JSON and a figure.
+    """Test a trained model at several depths, and with several starts. Writes JSON and a figure.
 
-    A depth is a number of evaluations of the map. Of several starts, the one with the smallest residual gives
-    the answer. The column exact has the share of right answers, and vote the same for the most frequent
-    answer of all starts. In the second table the depth adapts: a search ends when the board's residual meets
-    the tolerance.
+    A depth is a number of evaluations of the model's map f. A start is an initial value of the search. If a
+    puzzle is solved from several starts, the start with the smallest residual gives the answer. The column
+    exact has the share of right answers. The column vote has the share of puzzles for which the most frequent
+    answer of all starts is right. In the second table, the depth is not fixed: each search ends when the
+    residual of the board meets the tolerance.
 
     Args:
         run: folder of a trained model
         puzzles: CSV file, or a folder with the published arrays of mazes
         depth: depths, in increasing order
-        starts: maximum number of starts of each puzzle; also tests 1, 2, 4, ... starts
+        starts: maximum number of starts for each puzzle; 1, 2, 4, ... starts are tested too
         count: use only the first COUNT puzzles
-        rtol: tolerance of the second table; the run's by default
-        max_iter: maximum number of evaluations of a search in the second table; the run's by default
+        rtol: tolerance for the second table; by default the tolerance of the run
+        max_iter: maximum number of evaluations in a search for the second table; by default as in the run
         batch_size: puzzles solved together
         output: folder for results, by default RUN/evaluation
-        force: overwrite a result that has other settings
+        force: overwrite an existing result that has other settings
     """
     model, settings = load(run)
     tests = Puzzles(*(column[:count] for column in read(puzzles, settings.task)))
@@ -136,14 +138,14 @@ def _data(
     seed: Seed = 0,
     workers: PositiveInt | None = None,
 ) -> None:
-    """Write puzzles to a CSV file, or check such a file.
+    """Write puzzles to a CSV file, or check a CSV file of puzzles.
 
     A line is source,question,answer,rating, as in the data set sapientinc/sudoku-extreme. The same seed gives
     the same file.
 
-    Sudokus have one solution, and every clue is needed: without any one of them, there are several solutions.
-    Their rating is the number of dead ends of a simple search. Mazes are perfect: they have one path between
-    any two free cells. Their rating is the number of steps from start to goal.
+    Every Sudoku has exactly one solution. If any clue is removed, it has several solutions. The rating of a
+    Sudoku is the number of dead ends of a simple search. In a maze, exactly one path joins any two free
+    cells. The rating of a maze is the number of steps from start to goal.
 
     Writing puzzles needs pip install 'deqseq[reason]'.
 
@@ -152,14 +154,15 @@ def _data(
         output: CSV file to write; it is compressed if its name ends in .gz
         check: CSV file to verify; every puzzle is solved again
         count: number of puzzles
-        tests: CSV file to which other puzzles are written, none of which is in the first file
-        test_count: number of puzzles in the file --tests
+        tests: a second CSV file to write, with puzzles that are not in the first file
+        test_count: number of puzzles in the second CSV file
         size: cells along a side; 4 or 9 for Sudokus (default 9), at least 5 for mazes (default 30)
-        rating: lowest rating of Sudokus, 0 by default; about 1 in 100 Sudokus of size 9 is rated 10 or more
-        lengths: steps of the shortest and of the longest path in mazes; by default 100 140 for size 30, in
-            proportion to the area for other sizes
+        rating: lowest allowed rating of Sudokus, 0 by default; about 1 in 100 Sudokus of size 9 is rated 10
+            or more
+        lengths: for mazes, the smallest and the largest allowed number of steps from start to goal; by
+            default 100 140 for size 30, and in proportion to the area for other sizes
         seed: seed of the puzzles
-        workers: threads; by default one for each CPU core
+        workers: number of threads; by default one for each CPU core
     """
     if (output is None) == (check is None):
         raise ValueError("give either --output or --check")

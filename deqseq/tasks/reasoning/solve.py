@@ -1,4 +1,4 @@
-"""Solves puzzles with a trained model, and says which answers to trust."""
+"""Solves puzzles with a trained model, and says which of the answers can be trusted."""
 
 import csv
 import os
@@ -35,8 +35,8 @@ class Answer:
         board: the answer as text, in reading order.
         residual: relative residual of the whole board at the last evaluation; ``None`` for an explicit model.
         evaluations: number of evaluations of f from the chosen start; ``None`` for an explicit model.
-        fault: why the answer should not be trusted: the rule that it breaks, or that the search did not
-            converge. ``None``: it can be trusted.
+        fault: the reason not to trust the answer: it breaks a rule, or the search did not converge. ``None``
+            if the answer can be trusted.
     """
 
     board: str
@@ -55,25 +55,25 @@ def solve(
     max_iter: int | None = None,
     figure: Path | None = None,
 ) -> None:
-    """Solve a puzzle, a CSV file of puzzles, or a folder of such files.
+    """Solve a puzzle, the puzzles in a CSV file, or the puzzles in a folder of CSV files.
 
     The text of a puzzle has the characters of its board in reading order, with or without line breaks.
     Sudokus have digits, and dots for empty cells. Mazes have # for walls, spaces for free cells, S for the
-    start and G for the goal; the answer marks the path with o. A CSV file (.csv or .csv.gz) has a column
-    question, as in the data set sapientinc/sudoku-extreme. Other columns are not used.
+    start and G for the goal. The answer to a maze marks the path with o. A CSV file (.csv or .csv.gz) has a
+    column question, as in the data set sapientinc/sudoku-extreme. Other columns are not used.
 
-    For every answer the command says whether to trust it. It checks that the search converged, and that the
-    answer keeps the rules: for Sudokus the clues, and the digits in rows, columns and boxes; for mazes, that
-    the marked cells are a path from start to goal.
+    For every answer, the command says whether to trust the answer. The search must have converged, and the
+    answer must keep the rules. A Sudoku must keep its clues, and have every digit in every row, column and
+    box. In a maze, the marked cells must be a path from start to goal.
 
     Args:
         model: folder of a trained run
-        puzzle: text of a puzzle, or a file .csv or .csv.gz of puzzles, or a folder with such files
+        puzzle: text of a puzzle, or a .csv or .csv.gz file of puzzles, or a folder with .csv or .csv.gz files
         output: CSV file for the answers; by default they are printed
         starts: number of random starts; the start with the smallest residual gives the answer
-        rtol: relative residual of the board at which a search ends; the run's by default
-        max_iter: maximum number of evaluations per start; the run's by default
-        figure: PNG file of the search for the first puzzle, from start 0; a GIF is written beside it
+        rtol: relative residual of the board at which a search ends; by default as in the run
+        max_iter: maximum number of evaluations per start; by default as in the run
+        figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
     """
     if output is not None and output.suffix.lower() != ".csv":
         raise ValueError(f"--output must end in .csv, got {output}")
@@ -108,6 +108,8 @@ def solve(
 def questions(puzzle: str, task: Task, size: int) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tokens (C,) uint8 of each question in a text, a CSV file or a folder.
 
+    C is the number of cells of a board.
+
     Raises:
         ValueError: a file cannot be read or has no column question, a folder has no CSV files, or a board has
             another size or other characters than the puzzles of ``task``.
@@ -120,9 +122,9 @@ def questions(puzzle: str, task: Task, size: int) -> Iterator[tuple[str, Tensor]
 
 
 def _files(puzzle: str) -> list[Path]:
-    """The CSV files that ``puzzle`` names; none if it is the text of a board."""
+    """The CSV files that ``puzzle`` names. The list is empty if ``puzzle`` is the text of a board."""
     endings = (".csv", ".csv.gz")
-    if os.path.isdir(puzzle):  # false for texts that cannot be paths, such as long ones
+    if os.path.isdir(puzzle):  # false if the text is too long to be a path
         found = sorted(path for path in Path(puzzle).iterdir() if path.name.lower().endswith(endings))
         if not found:
             raise ValueError(f"{puzzle} has no CSV files")
@@ -152,7 +154,12 @@ def _in_file(file: Path, task: Task, size: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def board(text: str, task: Task, size: int) -> Tensor:
-    """The tokens (C,) uint8 of a board; ``ValueError`` if it has another size or other characters."""
+    """Convert the text of a board to tokens (C,) uint8, one for each of the C cells.
+
+    Raises:
+        ValueError: the text does not have ``size * size`` cells, or has a character that ``task`` does not
+            use.
+    """
     cells = text.replace("\r", "").replace("\n", "")
     if task == "sudoku":
         cells = "".join(cells.split()).replace("0", ".").replace("_", ".")
@@ -172,11 +179,11 @@ def answer(
     model: BoardModel, boards: Sequence[Tensor], *, starts: int = 1, rtol: float | None = None,
     max_iter: int | None = None, progress: bool = False,
 ) -> list[Answer]:  # fmt: skip
-    """Answers to the questions ``boards``, each (C,) uint8.
+    """Solve the puzzles ``boards``. Each board has the tokens (C,) uint8 of its C cells.
 
     Args:
-        starts: number of starts; the start with the smallest residual gives the answer.
-        rtol, max_iter: limits of each search; the model's by default.
+        starts: number of starts. The start with the smallest residual gives the answer.
+        rtol, max_iter: limits of each search. By default, the limits of the model.
         progress: show a progress bar.
 
     Raises:
@@ -214,13 +221,16 @@ def answer(
 
 
 def _faults(task: Task, questions: Tensor, answers: Tensor) -> dict[int, str]:
-    """Rows of the answers that break a rule, each with a broken rule."""
+    """Find the answers that break a rule. Returns the row of each such answer, with the rule in words."""
     marked = Puzzles(questions, answers, torch.zeros(len(questions), dtype=torch.int64))
     return dict(broken_rules(task, marked)) | (_gaps(questions, answers) if task == "maze" else {})
 
 
 def _gaps(questions: Tensor, answers: Tensor) -> dict[int, str]:
-    """Rows of the mazes whose marked cells are no path from start to goal, with this rule."""
+    """Find the mazes whose marked cells are not a path from start to goal.
+
+    Returns the row of each such maze, with an error message.
+    """
     n, found = isqrt(questions.shape[1]), {}
     for row, (question, answer) in enumerate(zip(questions.tolist(), answers.tolist(), strict=True)):
         ends = {i for i, token in enumerate(question) if token in (START, GOAL)}
@@ -234,7 +244,7 @@ def _gaps(questions: Tensor, answers: Tensor) -> dict[int, str]:
 
 
 def _steps(cell: int, n: int) -> list[int]:
-    """What to add to the index of a cell to reach its neighbours, in a board of size n."""
+    """Numbers to add to the index ``cell`` to get the indices of its neighbours, on an n x n board."""
     column = cell % n
     return [-n, n, *([-1] if column else []), *([1] if column < n - 1 else [])]
 
@@ -262,7 +272,7 @@ def _write(path: Path, found: Sequence[tuple[str, Tensor]], answers: Sequence[An
 
 
 def _draw(model: BoardModel, question: Tensor, path: Path) -> None:
-    """Draw the boards of a search from start 0, at some depths up to 64."""
+    """Draw the model's answer at several depths, from 1 to 64 evaluations of f, from start 0."""
     depths = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64]
     steps = by_depth(model, question[None].long().to(model.device), depths)
     boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]

@@ -1,6 +1,6 @@
-"""Numerical check of Theorem 1: the Jacobian of a Mamba2 layer's state from one token to the next.
+"""Numerical check of Theorem 1, on the Jacobian of a Mamba2 layer's state from one token to the next.
 
-At token t, the layer has the input x_t, the equilibrium z_t and the state h_t, which is updated by
+At token t, the layer has the input x_t, the equilibrium z_t and the state h_t. The state is updated by
 
     h_t = Λ(z_t, x_t) h_{t-1} + u(z_t, x_t),    with a diagonal Λ.
 
@@ -11,8 +11,8 @@ J = diag(Λ). In an implicit layer, z_t = f(z_t, h_{t-1}, x_t) depends on h_{t-1
 
 (Schöne et al., *Implicit Language Models are RNNs*, ICML 2025, arXiv 2502.07827.)
 
-h is the state of the recurrence. The convolution also has a state, the inputs of the last tokens; the check
-keeps it constant.
+h is the state of the recurrence. The convolution also has a state: the inputs of the last tokens. The check
+keeps the state of the convolution constant.
 
 Shapes: L tokens, D width, S entries of the flattened state h.
 """
@@ -42,19 +42,20 @@ Layer = ImplicitSequenceLayer | ExplicitSequenceLayer
 TOLERANCE = 1e-13
 MAX_ENTRIES = 2048
 _STEP = 1e-3  # step of the central differences, relative to the largest entry of h
-# Broyden's method is fast near the equilibrium, even if f is not a contraction.
+# Solve one token at a time, to a tight tolerance. Broyden's method converges fast near the equilibrium, even
+# if f is not a contraction.
 _EXACTLY = SolveOptions(Broyden(memory=64), Residual(rtol=TOLERANCE, max_iter=1000), window=1)
 
 
 @dataclass
 class Jacobian:
-    """The Jacobian of a model's state at one token.
+    """A summary of the Jacobian J = dh_t/dh_{t-1} of a model's state h at one token.
 
     Attributes:
-        token: number of the token in its sequence, from 1.
+        token: number of the token in its sequence, counted from 1.
         entries: number of entries of the state, S.
-        diagonal: largest absolute value on the diagonal.
-        off_diagonal: largest absolute value off the diagonal.
+        diagonal: largest absolute value on the diagonal of J.
+        off_diagonal: largest absolute value off the diagonal of J.
         off_diagonal_mass: sum of ``|J|`` off the diagonal, divided by the sum of ``|J|``.
         disagreement: largest absolute difference between :func:`by_formula` and :func:`by_differences`,
             divided by the largest entry of ``|J|``.
@@ -76,10 +77,14 @@ _COLUMNS: tuple[Column, ...] = (
 
 
 def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
-    """J (S, S) by the formula of the module's docstring. Autograd computes the partial derivatives.
+    """Compute the Jacobian J = dh_t/dh_{t-1} (S, S) by the formula of Theorem 1.
 
-    ``layer``: a layer of one Mamba2 block, in float64. ``x``: (1, 1, D), the input of one token. ``state``:
-    the state before this token.
+    Autograd computes the partial derivatives in the formula.
+
+    Args:
+        layer: a layer with one Mamba2 block, in float64.
+        x: (1, 1, D), the input of one token.
+        state: the state before this token.
     """
     backbone = layer.backbone
     tail, h = state.layers[0]
@@ -102,9 +107,10 @@ def by_formula(layer: Layer, x: Tensor, state: State) -> Tensor:
 
 @torch.no_grad()
 def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
-    """J (S, S) by central differences: for each entry of the state, change it and solve the layer again.
+    """Compute the Jacobian J (S, S) by central differences.
 
-    The arguments are those of :func:`by_formula`.
+    Changes each entry of the state a little, up and down, and solves the layer again. Takes the same
+    arguments as :func:`by_formula`.
     """
     tail, h = state.layers[0]
     out = _solve(layer, x, state)
@@ -119,7 +125,11 @@ def by_differences(layer: Layer, x: Tensor, state: State) -> Tensor:
 
 
 def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> Any:
-    """The layer's output for one token; ``ValueError`` if the solve does not reach ``TOLERANCE``."""
+    """The layer's output for one token.
+
+    Raises:
+        ValueError: the solve does not reach ``TOLERANCE``.
+    """
     if isinstance(layer, ExplicitSequenceLayer):
         return layer(x, state=state)
     out = layer(x, state=state, z0=z0, solve=_EXACTLY)
@@ -132,7 +142,7 @@ def _solve(layer: Layer, x: Tensor, state: State, z0: Tensor | None = None) -> A
 
 
 def inspect(name: str, layer: Layer, x: Tensor) -> Iterator[tuple[Jacobian, Tensor]]:
-    """For every token of ``x`` (1, L, D), yield a summary of the Jacobian and the matrix J (S, S).
+    """For every token of ``x`` (1, L, D), yield a summary of the state's Jacobian, and the Jacobian (S, S).
 
     Raises:
         ValueError: the layer is not one Mamba2 block, its state is too large, or a solve does not converge.
@@ -170,11 +180,11 @@ def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[tuple[
     The first two cases are an explicit and an implicit layer of the size in the paper's check, with random
     weights and inputs. The other cases are the trained layers of ``runs`` on new word problems.
 
-    The name of a trained layer ends with the name of its folder. If several folders have the same name, it
-    ends with the whole path.
+    The name of a trained layer ends with the name of its folder. If several folders have the same name, the
+    layer's name ends with the whole path.
 
     Raises:
-        ValueError: a folder holds no finished run, or the run of a baseline.
+        ValueError: a folder holds no finished run, or holds the run of a baseline model.
     """
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {"n_layer": 1, "d_state": 1, "expand": 1, "headdim": 64}
@@ -204,11 +214,12 @@ def check(
     seed: NonNegativeInt = 0,
     output: Path = Path("runs/jacobian"),
 ) -> None:
-    """Check Theorem 1 of the paper (an implicit layer mixes the entries of its state) numerically.
+    """Check Theorem 1 of the paper numerically.
 
-    Checks an explicit and an implicit layer with random weights, and the trained layers of finished runs.
-    Computes the Jacobian of the state from one token to the next in two ways: by the theorem's formula, and
-    by finite differences through the solver. Fails if the results differ by more than 1e-6, relative to the
+    The theorem says that an implicit layer mixes the entries of its state. This command checks an explicit
+    and an implicit layer with random weights, and the trained layers of finished runs. It computes the
+    Jacobian of the state from one token to the next in two ways: by the theorem's formula, and by finite
+    differences through the solver. It fails if the two Jacobians differ by more than 1e-6, relative to the
     largest entry.
 
     Args:
@@ -218,7 +229,8 @@ def check(
         output: folder for results
 
     Raises:
-        ValueError: the two results differ; see also :func:`cases` and :func:`inspect`.
+        ValueError: the two Jacobians differ by more than 1e-6. :func:`cases` and :func:`inspect` may raise it
+            too.
     """
     rows, last = [], {}
     for name, layer, x in cases(runs, length, seed):

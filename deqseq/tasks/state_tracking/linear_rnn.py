@@ -1,9 +1,9 @@
 """Explicit baselines made for state tracking: gated DeltaProduct and RWKV-7.
 
 Both are recurrences that are linear in their state. The state is one matrix per head. Every token multiplies
-the state by a matrix of its own. This matrix is diagonal in Mamba2, but not in these baselines. This file
-computes the recurrences with loops over the tokens. The loops are fast enough for short training sequences;
-flash-linear-attention has kernels for long sequences.
+the state by a transition matrix. The transition matrix is diagonal in Mamba2, but not in these baselines.
+This file computes the recurrences with loops over the tokens. The loops are fast enough for short training
+sequences. For long sequences, flash-linear-attention has kernels.
 
 Shapes: B batch, L tokens, D width, H heads, K = D / H width of a head, R reflections, N vocabulary.
 """
@@ -23,7 +23,11 @@ from deqseq.checks import check_count
 
 
 class LinearRNNConfig(PretrainedConfig):
-    """Sizes of a baseline; ``mixer`` is ``"deltaproduct"`` or ``"rwkv7"``, ``reflections`` is R."""
+    """The mixer and the sizes of a baseline.
+
+    ``mixer`` is ``"deltaproduct"`` or ``"rwkv7"``. ``reflections`` is the number of reflections per token in
+    DeltaProduct.
+    """
 
     model_type = "state_tracking_linear_rnn"
 
@@ -36,7 +40,10 @@ class LinearRNNConfig(PretrainedConfig):
 
 
 class LinearRNN(PreTrainedModel):
-    """Embeddings, blocks of a mixer and an MLP, and an output layer: (B, L) token ids -> (B, L, N) logits."""
+    """Maps token ids (B, L) to logits (B, L, N).
+
+    Consists of embeddings, blocks with a mixer and an MLP, and an output layer.
+    """
 
     config_class = LinearRNNConfig
     config: LinearRNNConfig
@@ -53,7 +60,7 @@ class LinearRNN(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Does nothing: keeps the modules' own initialisation."""
+        """Does nothing, so that all modules keep the initialisation from their constructors."""
 
     def forward(self, input_ids: Tensor) -> ImplicitCausalLMOutput:
         hidden = self.embed_tokens(input_ids)
@@ -78,7 +85,8 @@ class _Block(nn.Module):
 class DeltaProduct(nn.Module):
     """Gated DeltaProduct (Siems et al., 2025, arXiv 2502.10297).
 
-    Every token applies R generalised reflections to the state. Their eigenvalues are between -1 and 1.
+    Every token applies R generalised reflections to the state. The eigenvalues of a reflection are between -1
+    and 1.
     """
 
     def __init__(self, config: LinearRNNConfig) -> None:
@@ -92,7 +100,7 @@ class DeltaProduct(nn.Module):
         self.decay = nn.Linear(d, heads, bias=False)
         self.log_rate = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         step = torch.empty(heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.step_bias = nn.Parameter(step + (-(-step).expm1()).log())  # the inverse of softplus
+        self.step_bias = nn.Parameter(step + (-(-step).expm1()).log())  # so that softplus(step_bias) = step
         self.convolutions = nn.ModuleList(_Convolution(size) for size in (d, *2 * (self.reflections * d,)))
         self.norm = nn.RMSNorm(config.headdim, eps=1e-5)
         self.out = nn.Linear(d, d, bias=False)
@@ -113,12 +121,16 @@ class DeltaProduct(nn.Module):
 
 
 class RWKV7(nn.Module):
-    """The time mixing of RWKV-7 (Peng et al., 2025, arXiv 2503.14456), without its value residual."""
+    """The time mixing of RWKV-7 (Peng et al., 2025, arXiv 2503.14456).
+
+    Unlike in RWKV-7, the values of the first layer are not mixed into the values of later layers.
+    """
 
     def __init__(self, config: LinearRNNConfig) -> None:
         super().__init__()
         d, self.heads = config.d_model, config.d_model // config.headdim
-        self.mix = nn.Parameter(torch.rand(6, d))  # for r, w, k, v, a, g
+        # How much of the previous token is mixed into the inputs of r, w, k, v, a and g.
+        self.mix = nn.Parameter(torch.rand(6, d))
         self.r, self.k, self.v, self.out = (nn.Linear(d, d, bias=False) for _ in range(4))
         self.w, self.a = _low_rank(d, 64, nn.Tanh()), _low_rank(d, 64, nn.Identity())
         self.g = nn.Sequential(nn.Linear(d, 128, bias=False), nn.Sigmoid(), nn.Linear(128, d, bias=False))
@@ -142,7 +154,7 @@ class RWKV7(nn.Module):
 
 
 class _Convolution(nn.Conv1d):
-    """A causal convolution over four tokens, per channel, and SiLU: (B, L, D) -> (B, L, D)."""
+    """A causal convolution over four tokens for each channel, followed by SiLU. Keeps the shape (B, L, D)."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size, size, 4, groups=size, padding=3, bias=False)
@@ -156,7 +168,10 @@ def _low_rank(size: int, rank: int, between: nn.Module) -> nn.Sequential:
 
 
 def _in_float32(recurrence: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Cast all tensors to float32, and switch off autocast: the state must not be rounded to bfloat16."""
+    """Decorator that computes a recurrence in float32 and without autocast.
+
+    Otherwise autocast would round the state to bfloat16.
+    """
 
     @wraps(recurrence)
     def wrapped(*inputs: Any) -> Tensor:
@@ -170,12 +185,13 @@ def _in_float32(recurrence: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def delta_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, reflections: int) -> Tensor:
     """The recurrence of gated DeltaProduct; returns (B, L, H, K).
 
-    For every token: S <- exp(g) S, then for each of the token's R keys: S <- S + beta k (v - S' k)'. The
-    output is S' q / sqrt(K). A prime means transposed.
+    S is the state of a head, a matrix (K, K). A prime means transposed. For every token, the recurrence first
+    computes S <- exp(g) S. Then, for each of the token's R keys k, it computes S <- S + beta k (v - S' k)'.
+    The output of the token is S' q / sqrt(K).
 
     Args:
         q: (B, L, H, K).
-        k, v: (B, L R, H, K); the keys have norm 1.
+        k, v: (B, L R, H, K), the keys and the values. The keys have norm 1.
         g: (B, L, H), the logarithm of the decay.
         beta: (B, L R, H), between 0 and 2.
     """
@@ -195,10 +211,10 @@ def delta_product(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, refl
 
 @_in_float32
 def rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The recurrence of RWKV-7; returns (B, L, H, K). All arguments have this shape.
+    """The recurrence of RWKV-7. All arguments and the result have the shape (B, L, H, K).
 
-    For every token: S <- diag(exp(w)) S + b (a' S) + k v'. The output is S' r. A prime means transposed;
-    ``w`` is the logarithm of the decay.
+    S is the state of a head, a matrix (K, K). A prime means transposed, and w is the logarithm of the decay.
+    Every token computes S <- diag(exp(w)) S + b (a' S) + k v'. The output of the token is S' r.
     """
     batch, length, heads, width = r.shape
     state = v.new_zeros(batch, heads, width, width)

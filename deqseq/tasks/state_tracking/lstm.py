@@ -1,4 +1,4 @@
-"""The recurrent baseline, an LSTM. It can solve the word problem, but it processes one token at a time."""
+"""The recurrent baseline, an LSTM. It can solve state tracking, but it reads one token at a time."""
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -7,7 +7,7 @@ from deqseq.causal_lm.modeling import ImplicitCausalLMOutput
 
 
 class LSTMConfig(PretrainedConfig):
-    """Sizes of an LSTM: vocabulary V, width D and number of layers."""
+    """The sizes of an LSTM: vocabulary size, width and number of layers."""
 
     model_type = "state_tracking_lstm"
 
@@ -17,7 +17,10 @@ class LSTMConfig(PretrainedConfig):
 
 
 class LSTM(PreTrainedModel):
-    """Embeddings, a stack of LSTM layers and an output layer: (B, L) token ids -> (B, L, V) logits."""
+    """Maps token ids (B, L) to logits (B, L, V), where V is the vocabulary size.
+
+    Consists of embeddings, LSTM layers and an output layer.
+    """
 
     config_class = LSTMConfig
     config: LSTMConfig
@@ -30,7 +33,7 @@ class LSTM(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Does nothing: keeps torch's own initialisation of the layers."""
+        """Does nothing, so that the layers keep torch's own initialisation."""
 
     def forward(self, input_ids: Tensor) -> ImplicitCausalLMOutput:
         hidden, _state = self.lstm(self.embed_tokens(input_ids))

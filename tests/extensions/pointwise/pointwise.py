@@ -1,4 +1,4 @@
-"""A backbone without state: each token is computed from its own z and x only."""
+"""A backbone without state. It computes each token only from the token's own z and x."""
 
 import torch
 from torch import nn

@@ -1,33 +1,35 @@
-"""Solvers and gradient strategies on puzzles, where f is not causal.
+"""Compares solvers and gradient strategies on puzzles. f is not causal: each cell depends on all cells.
 
-Solvers: every solver solves the same test puzzles with one trained model. The columns:
+Solvers: all solvers solve the same test puzzles with the same trained model. The columns:
 
-    tolerance       relative residual of a board at which its search ends
+    tolerance       a search ends when the relative residual of its board is at most this number
     evaluations     mean number of evaluations of f per puzzle
     converged       share of the puzzles whose search met the tolerance
     exact           share of the puzzles whose answer is right in every cell
-    seconds         time for all puzzles; boards that have converged leave the batch
+    seconds         time for all puzzles; a board leaves the batch when it has converged
 
-Gradient strategies: every strategy trains a new model for --seconds. The script first measures how long
-a step takes, and then sets the number of steps.
+Gradient strategies: every strategy trains a new model for about --seconds. The script first measures how
+long a step takes. It then computes the number of steps that take this time.
 
-    persistent      a few iterations in each step, which continue from the iterates of the step before
-    segments        the same with three iterations, of which only the last has a graph, as in HRM, TRM and EqR
-    unrolled-16     16 iterations from a random iterate, all with a graph
-    phantom-4       a search from a random iterate, then 4 iterations with a graph
+    persistent      a few iterations in each step; they start at the iterates of the previous step
+    segments        like persistent, with three iterations; only the last has an autograd graph
+    unrolled-16     16 iterations from a random iterate, all with an autograd graph
+    phantom-4       a search from a random iterate, then 4 iterations with an autograd graph
     implicit        a search from a random iterate, then implicit differentiation
-    explicit        f is applied once; with 4 blocks, it has four times the parameters
+    explicit        f is applied once; explicit-4-blocks: f is applied once and has 4 blocks
+
+The papers of HRM (arXiv 2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488) use segments.
 
 The columns:
 
     steps           number of optimiser steps
     evaluations     mean number of evaluations of f in a step
     exact           share of the test puzzles that are solved in --depth evaluations, from random iterates
-    raw             the same with the weights of the last step instead of their moving average
+    raw             like exact; raw uses the weights of the last step, exact uses their moving average
 
-Every row is written as soon as it is measured, so the same command resumes an interrupted run.
+The script writes every row as soon as it is measured. To resume an interrupted run, repeat its command.
 
-    python benchmarks/puzzles.py                               # trains on 9 x 9 mazes; an hour on two cores
+    python benchmarks/puzzles.py                        # trains on 9 x 9 mazes; takes an hour on two cores
     python benchmarks/puzzles.py --quick
     python benchmarks/puzzles.py --device cuda --run sudoku --data train.csv --tests test.csv --model RUN
 """
@@ -77,7 +79,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def settings(options: argparse.Namespace, **changes: Any) -> TrainSettings:
-    """The settings of the run file, with ``changes``."""
+    """The settings in the file ``options.run``, with ``changes`` applied."""
     fields = read_yaml(options.run, RUNS)
     if "n_layer" in changes:
         fields["backbone"] = {**fields["backbone"], "n_layer": changes.pop("n_layer")}
@@ -85,7 +87,7 @@ def settings(options: argparse.Namespace, **changes: Any) -> TrainSettings:
 
 
 def make_puzzles(options: argparse.Namespace) -> None:
-    """Unless files are given, write the mazes of the demo."""
+    """If ``--data`` is not given, write files with new 9 x 9 mazes, and set the options to these files."""
     if options.data is not None:
         return
     folder = options.output / "data"
@@ -98,7 +100,7 @@ def make_puzzles(options: argparse.Namespace) -> None:
 
 
 def solve(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
-    """Solve the test puzzles with one solver."""
+    """Solve the test puzzles with one solver and one tolerance. Returns a row of the table."""
     model, run = load(options.model)
     tests = Puzzles(*(column[: options.count] for column in read(options.tests, run.task)))
     policy = Residual(rtol=key["tolerance"], max_iter=options.max_iter, scope="sequence")
@@ -112,7 +114,7 @@ def solve(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
 
 
 def learn(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
-    """Train with one strategy for ``options.seconds``."""
+    """Train with one strategy for about ``options.seconds``, then test. Returns a row of the table."""
     changes = {**STRATEGIES[key["strategy"]], "seed": key["seed"], "eval_steps": 0}
     with tempfile.TemporaryDirectory() as place:
         few = 5

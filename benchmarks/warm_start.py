@@ -1,8 +1,8 @@
-"""Evaluations per token with and without a warm start, when tokens are solved one at a time.
+"""Counts evaluations of f per token with and without a warm start. Tokens are solved one at a time.
 
-The search for a token's equilibrium starts at zero or, with a warm start, at the equilibrium of the previous
-token. Both starts should lead to the same equilibrium, so the script checks that the accuracies agree. Run
-`make demo` first, which trains the model.
+Without a warm start, the search for a token's equilibrium starts at zero. With a warm start, it starts at the
+equilibrium of the previous token. Both starts should lead to the same equilibrium, so the script checks that
+the accuracies agree. Run `make demo` first: it trains the model.
 
     python benchmarks/warm_start.py
     python benchmarks/warm_start.py --run DIR --length 256 --tolerances 0.05 1e-3 1e-5
@@ -22,7 +22,7 @@ from deqseq.statistics import SolveStatistics
 
 @torch.no_grad()
 def decode(subject: trained.Subject, solve: SolveOptions) -> Row:
-    """Feed the tokens one by one. Returns accuracy, evaluations per token and residual."""
+    """Feed the tokens to the model one by one. Returns accuracy, evaluations per token and residual."""
     cache, right, solves = None, [], SolveStatistics()
     for token, target in zip(subject.ids.split(1, dim=1), subject.targets.unbind(1), strict=True):
         out = subject.model(token, past_key_values=cache, use_cache=True, solve=solve)

@@ -20,27 +20,29 @@ from deqseq.registry import Registry
 
 @dataclass(frozen=True)
 class Context:
-    """Everything that f needs besides z. ``prepare`` computes it once per forward pass.
+    """Everything that f needs besides z and the state.
+
+    :meth:`Backbone.prepare` computes the context once per forward pass.
 
     Attributes:
-        tokens: per-token tensors (B, L, ...), such as the injection and rotary tables.
-        shared: values that all tokens share, such as effective (normalised) weights.
+        tokens: per-token tensors (B, L, ...), such as the projected input x and tables of rotary embeddings.
+        shared: values that all tokens share, such as weights after weight normalisation.
     """
 
     tokens: tuple[Tensor, ...] = ()
     shared: Any = None
 
     def take(self, index: Tensor) -> Context:
-        """The context of the tokens at ``index`` (B, W) int64."""
+        """The context of the tokens with the indices ``index`` (B, W) int64."""
         return replace(self, tokens=tuple(take_tokens(t, index) for t in self.tokens))
 
 
 @dataclass(frozen=True)
 class State:
-    """A backbone's memory of the tokens it has consumed.
+    """A backbone's memory of earlier tokens.
 
     Attributes:
-        seen: (B,) int64, number of tokens consumed by each sequence.
+        seen: (B,) int64, number of tokens of each sequence that the state remembers.
         layers: per layer, a tuple of tensors (B, ...). Mamba2: the last inputs of the convolution, and the
             SSM state. Llama: keys and values.
     """
@@ -58,15 +60,15 @@ class State:
         return State(function(self.seen), layers)
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor in the state, in order."""
+        """All tensors in the state: first ``seen``, then the tensors of each layer."""
         return [self.seen, *chain.from_iterable(self.layers)]
 
     def select(self, rows: Tensor) -> State:
-        """The state of the sequences ``rows`` (int64 indices), in that order."""
+        """The state of the sequences with the indices ``rows`` (int64), in the order of ``rows``."""
         return self.map(lambda t: t.index_select(0, rows))
 
     def copy(self) -> State:
-        """A contiguous copy."""
+        """A copy of the state, with contiguous tensors."""
         return self.map(lambda t: t.clone(memory_format=torch.contiguous_format))
 
     def detach(self) -> State:
@@ -75,25 +77,25 @@ class State:
 
 
 Trace = Any
-"""The data that ``evaluate`` returns and ``advance`` needs to compute the next state. Each backbone defines
-its own type."""
+"""Data from ``evaluate`` from which ``advance`` computes the next state. Each backbone has its own type of
+trace."""
 
 
 class Backbone(nn.Module, ABC):
     """A map f(z, x), causal by default. Evaluating f may read a state, but never changes the state.
 
     A subclass implements :meth:`prepare` and :meth:`evaluate`. If it also implements :meth:`initial_state`
-    and :meth:`advance`, it can carry state across windows and calls. Token t of the result may depend only on
-    the state and on tokens up to t of z and the context. A backbone needs no masks: the layer moves padding
-    to the end of each sequence, and a causal map cannot use later tokens.
+    and :meth:`advance`, it can carry state across windows and calls. Token t of f(z, x) may depend only on
+    the state, and on tokens 0 to t of z and of the context. A backbone needs no masks: the layer moves
+    padding to the end of each sequence, and a causal map cannot use later tokens.
 
-    A backbone with ``causal = False`` may use all tokens, and needs no state. In a search, all tokens of a
-    sequence must then converge in the same evaluation. To accept sequences of different lengths, such a
-    backbone implements :meth:`hide_padding`.
+    A backbone with ``causal = False`` may use all tokens, and needs no state. The search then ends for all
+    tokens of a sequence in the same evaluation. To accept sequences of different lengths, such a backbone
+    implements :meth:`hide_padding`.
 
     Attributes:
         d_model: width D of z and x; ``None`` if every width works.
-        causal: whether token t of the result depends only on tokens up to t.
+        causal: whether token t of f(z, x) depends only on tokens 0 to t.
         injects: whether f reads x from the context. An explicit layer passes x as z, so its backbone has
             ``injects=False``.
         rewinds: true if lowering ``State.seen`` removes the last tokens from a state. This works for states
@@ -110,7 +112,7 @@ class Backbone(nn.Module, ABC):
 
     @abstractmethod
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
-        """Compute everything that does not depend on z.
+        """Compute the context: everything in f(z, x) that does not depend on z.
 
         Args:
             x: (B, L, D) the layer's input.
@@ -122,8 +124,8 @@ class Backbone(nn.Module, ABC):
         """Evaluate f on the tokens that follow ``state``. Returns f(z) (B, W, D) and the trace.
 
         :meth:`advance` computes the next state from the trace, without evaluating f again. If ``state`` is
-        ``None``, the trace may be ``None`` too. f(z) must not alias ``z``: without autograd, a solve may
-        overwrite ``z``.
+        ``None``, the trace may be ``None`` too. f(z) must not share memory with ``z``: without autograd, a
+        solve may overwrite ``z``.
         """
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
@@ -131,10 +133,10 @@ class Backbone(nn.Module, ABC):
         return self.evaluate(z, context, state)[0]
 
     def hide_padding(self, context: Context, lengths: Tensor) -> Context:
-        """The context for sequences of ``lengths`` (B,) real tokens, followed by padding.
+        """A context in which padding does not influence real tokens.
 
-        The layer calls this method only if the backbone is not causal and the call has a mask. With the new
-        context, padding must not influence real tokens.
+        Sequence i has ``lengths[i]`` real tokens, followed by padding. The layer calls this method only if
+        the backbone is not causal and the call of the layer has an attention mask.
         """
         raise ValueError(
             f"{type(self).__name__} is not causal and cannot hide padding: pass one sequence in a row, all "
@@ -155,7 +157,7 @@ class Backbone(nn.Module, ABC):
     ) -> State:
         """The state before the first token.
 
-        A size that later states may change, such as the number of slots, must be 0.
+        A size that changes in later states, such as the number of slots for keys and values, must be 0 here.
         """
         raise ValueError(
             f"{type(self).__name__} keeps no state, but windows and decoding need one: use window=None"
@@ -163,15 +165,15 @@ class Backbone(nn.Module, ABC):
 
     @cached_property
     def state_form(self) -> tuple[int, list[tuple[int, ...]]]:
-        """The number of layers of a state, and the sizes of the first layer's tensors. 0 is any size.
+        """The number of layers in a state, and the shapes of the first layer's tensors.
 
-        The sizes are without the number of sequences.
+        The shapes leave out the batch dimension. A size of 0 in a shape stands for any size.
         """
         layers = self.initial_state(1).layers
         return len(layers), [tuple(t.shape[1:]) for layer in layers[:1] for t in layer]
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """The state with capacity for the tokens of ``z`` (B, L, D). By default ``state`` itself."""
+        """Make room in the state for the tokens of ``z`` (B, L, D). By default, returns ``state`` itself."""
         return state
 
     def keep_last(self, state: State, tokens: int) -> State:

@@ -1,7 +1,7 @@
 """Breadth: solve every sequence from several starts, and keep the best solution.
 
 A search can fail from one start and succeed from another. If f has several fixed points, different starts can
-also find different ones.
+also lead to different fixed points.
 
 Shapes: B sequences, L tokens, D width.
 """
@@ -35,22 +35,22 @@ def solve_starts(
 ) -> Iterator[LayerOutput]:
     """Solve ``x`` from the starts 0, 1, ..., ``starts - 1``, and yield their outputs in this order.
 
-    The guess of the solve options proposes the initial iterate of each start. Start 0 is the one of
-    ``layer(x)``. Gradients flow as in a call of the layer. If you need none, call this function and iterate
-    over its outputs under ``torch.no_grad()``.
+    The guess of the solve options proposes the initial iterate of each start. A call ``layer(x)`` uses
+    start 0. Gradients flow as in a call of the layer. If you need no gradients, call this function and
+    iterate over its outputs under ``torch.no_grad()``.
 
     Args:
         layer: a layer in evaluation mode.
         x: (B, L, D) input.
         starts: number of starts.
-        attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding, which may be anywhere.
-        chunk: maximum number of sequences that are solved together; each start has B sequences. ``None``: all
-            starts together. ``chunk`` changes results only by rounding.
-        solve: solve options; by default the layer's options of evaluation.
+        attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding. Padding may be anywhere.
+        chunk: maximum number of sequences in a batch. Every start adds B sequences. ``None``: all starts are
+            in one batch. ``chunk`` changes results only by rounding.
+        solve: solve options; by default ``layer.eval_solve``.
 
     Returns:
-        One output per start, like that of ``layer(x)``. Its ``solution.nfe`` counts the evaluations of every
-        batch that contained some of the start's sequences.
+        One output per start, of the same form as the output of ``layer(x)``. ``solution.nfe`` counts the
+        evaluations of all batches that contained sequences of this start.
 
     Raises:
         ValueError: the layer is in training mode; the guess does not vary; ``starts`` or ``chunk`` is below
@@ -71,15 +71,15 @@ def solve_many(
     """Solve ``x`` from several starts, and keep for each sequence the start with the smallest residual.
 
     The residual of a sequence is the root mean square of the relative residuals of its real tokens. A start
-    with a non-finite token counts as the worst. Of equal starts, the first is kept. Without gradients, memory
-    holds only the best solutions so far and those of one chunk.
+    with a non-finite token counts as the worst. If starts have equal residuals, the first is kept. Without
+    gradients, memory holds only the best solutions so far and the solutions of the current start and chunk.
 
     Args:
         layer, x, starts, attention_mask, chunk, solve: as in :func:`solve_starts`.
 
     Returns:
-        The output with z (B, L, D) and ``solution`` of the chosen starts. ``solution.nfe`` is the number of
-        evaluations of all batches.
+        One output. For each sequence, z (B, L, D) and ``solution`` are those of the kept start.
+        ``solution.nfe`` counts the evaluations of all batches.
 
     Raises:
         ValueError: as in :func:`solve_starts`.
@@ -112,7 +112,7 @@ def _outputs(
     chunk: int | None,
     solve: SolveOptions | None,
 ) -> Iterator[tuple[LayerOutput, int]]:
-    """Check the arguments. Yields the output of each start, and the number of evaluations of all batches."""
+    """Check the arguments. Yields the output of each start, and the evaluations of all batches so far."""
     if not isinstance(layer, ImplicitSequenceLayer):
         raise ValueError(f"several starts are for implicit layers, got {type(layer).__name__}")
     options = layer.eval_solve if solve is None else solve
@@ -137,12 +137,12 @@ def _solved(
     chunk: int,
     options: SolveOptions,
 ) -> Iterator[tuple[LayerOutput, int]]:
-    """Solve the pairs (start, sequence) in batches of ``chunk``; the arguments are checked."""
+    """Solve all pairs (start, sequence) in batches of ``chunk`` pairs. The caller checks the arguments."""
     batch, total, parts = x.shape[0], 0, list[Solution]()
     for first in range(0, starts * batch, chunk):
         pairs = range(first, min(first + chunk, starts * batch))
         rows = torch.arange(pairs.start, pairs.stop, device=x.device) % batch
-        # The numbers of the starts in this batch, and how many sequences the batch has of each.
+        # The starts in this batch, and the number of sequences that each of them has in the batch.
         numbers = range(first // batch, pairs[-1] // batch + 1)
         counts = [min(pairs.stop, (n + 1) * batch) - max(first, n * batch) for n in numbers]
         mask = None if attention_mask is None else attention_mask[rows]
@@ -160,7 +160,11 @@ def _solved(
 
 
 class _Starts(Guess):
-    """The guess for a batch with several starts: ``counts[i]`` sequences get the guess of ``numbers[i]``."""
+    """The guess for a batch with several starts, one after the other.
+
+    First come ``counts[0]`` sequences of start ``numbers[0]``, then ``counts[1]`` of start ``numbers[1]``,
+    and so on.
+    """
 
     def __init__(self, guess: Guess, numbers: Sequence[int], counts: Sequence[int]) -> None:
         self._guess, self._numbers, self._counts = guess, numbers, counts
@@ -174,12 +178,12 @@ class _Starts(Guess):
 
 
 def _solution(out: LayerOutput) -> Solution:
-    assert out.solution is not None  # implicit layers always return one
+    assert out.solution is not None  # an implicit layer always returns a solution
     return out.solution
 
 
 def _joined(parts: Sequence[Solution]) -> Solution:
-    """The solution of all sequences of ``parts``, in order."""
+    """Join the solutions ``parts`` into one solution with all their sequences, in order."""
     if len(parts) == 1:
         return parts[0]
     whole = _with(parts[0], {name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_TOKEN})
@@ -192,7 +196,7 @@ def _with(solution: Solution, values: dict[str, Any]) -> Solution:
 
 
 def _residual(solution: Solution, attention_mask: Tensor | None) -> Tensor:
-    """(B,) root mean square over the real tokens of each sequence; infinite if a token is not finite."""
+    """(B,) root mean square residual of each sequence's real tokens; infinite if a token is not finite."""
     residual = solution.residual
     real = torch.ones_like(residual, dtype=torch.bool)
     real = real if attention_mask is None else real_tokens(attention_mask)
@@ -202,6 +206,6 @@ def _residual(solution: Solution, attention_mask: Tensor | None) -> Tensor:
 
 
 def _where(better: Tensor, found: Solution, best: Solution, name: str) -> Tensor:
-    """The tensor ``name`` of ``found`` for the sequences where ``better`` (B,) is true, else of ``best``."""
+    """The tensor ``name``: of ``found`` where ``better`` (B,) is true, of ``best`` for other sequences."""
     value: Tensor = getattr(found, name)
     return torch.where(better.view(-1, *[1] * (value.dim() - 1)), value, getattr(best, name))

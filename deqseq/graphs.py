@@ -1,8 +1,8 @@
-"""Recording passes of the solve loop (:mod:`deqseq.loop`) as CUDA graphs.
+"""Records passes of the solve loop (:mod:`deqseq.loop`) as CUDA graphs.
 
 A pass evaluates f once and computes the next iterates. In small passes, launching the kernels takes longer
-than running them. A CUDA graph launches all its kernels at once. Every replay reads and writes the memory of
-the recording, so fixed buffers hold the values that one replay passes to the next.
+than running them. A CUDA graph launches all its kernels at once. Every replay reads and writes the memory
+that the recording used. Fixed buffers therefore hold the values that one replay passes to the next.
 """
 
 import gc
@@ -23,8 +23,8 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
     """Record each of ``steps`` as a CUDA graph, and return one replay function per step.
 
     A step may read results of earlier steps. No step may make the host wait for the device. Each step first
-    runs once without recording, which compiles and loads its kernels. On the CPU, :func:`capture` only runs
-    each step once and returns the steps unchanged.
+    runs once without recording, to compile and load its kernels. On the CPU, :func:`capture` only runs each
+    step once and returns the steps unchanged.
     """
     if device.type != "cuda":
         for step in steps:
@@ -34,7 +34,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
     side.wait_stream(torch.cuda.current_stream(device))
     pool = torch.cuda.graph_pool_handle()
     graphs = []
-    # Disable autocast's cache: its cast weights would live in the graphs' memory and outlive the graphs.
+    # Disable autocast's cache: the cache would keep cast weights in the graphs' memory after the graphs' end.
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with torch.autocast("cuda", dtype, enabled, cache_enabled=False), _no_garbage_collection():
         with torch.cuda.stream(side):
@@ -50,7 +50,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection in the block: it may free device memory, which makes a capture fail."""
+    """Disable garbage collection in the block. It may free device memory, and this makes a capture fail."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,20 +74,21 @@ def recordable(problem: Problem) -> bool:
 
 
 class WindowRunner(Runner):
-    """Runs a solve with a window. After the first passes, records several passes and replays them."""
+    """Runs a solve with a window. Runs the first passes directly, then records passes and replays them."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._replay: Callable[[], None] | None = None
 
     def proceed(self) -> None:
-        if self.passes < 2 * PASSES_OF_A_WINDOW:  # recording takes longer than a few passes
+        # Run the first passes without a graph: recording takes longer than a few passes.
+        if self.passes < 2 * PASSES_OF_A_WINDOW:
             super().proceed()
             return
         if self._replay is None:
             wanted = self.problem.policy.check_every or PASSES_OF_A_WINDOW
             self.check_every = max(1, wanted // PASSES_OF_A_WINDOW) * PASSES_OF_A_WINDOW
-            self.carry = copied(self.carry)  # buffers that nothing else uses
+            self.carry = copied(self.carry)  # copy into buffers that nothing else uses
             (self._replay,) = capture(self.problem.z0.device, self._passes)
         else:
             self._replay()

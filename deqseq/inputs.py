@@ -1,7 +1,7 @@
 """Packing of a layer's inputs: one sequence per row, real tokens first, then padding.
 
-A row with several sequences becomes several rows. Padding moves to the end of its row. If the map is causal,
-padding cannot influence the real tokens before it, and backbones and solvers need no masks.
+A row with several sequences becomes several rows. Padding moves to the end of its row. With a causal
+backbone, padding then cannot influence the real tokens before it. Backbones and solvers need no masks.
 
 Shapes: B rows of L tokens in the caller's batch, R sequences of up to C tokens in the packed batch, D width.
 """
@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     x: Tensor
     z0: Tensor | None
     position_ids: Tensor
-    lengths: Tensor  # (R,) number of tokens to solve
+    lengths: Tensor  # (R,) number of tokens to solve in each sequence
     unsolvable: Tensor  # (R, C) bool, non-finite tokens, and the tokens that depend on them
     state: State | None
 
@@ -48,7 +48,7 @@ class Packing:
 
     @classmethod
     def of(cls, real: Tensor) -> Packing:
-        """The packing of a batch with one sequence per row; ``real`` (B, L) is zero at padding only."""
+        """The packing of a batch with one sequence per row. ``real`` (B, L): 1 at tokens, 0 at padding."""
         real = real.bool()
         order = torch.argsort(~real, dim=1, stable=True)
         first = torch.arange(real.shape[0], device=real.device)[:, None] * real.shape[1]
@@ -76,11 +76,11 @@ class Packing:
         return cls(source, target.view(real.shape), real, lengths)
 
     def pack(self, values: Tensor) -> Tensor:
-        """Values (B, L, ...) -> (R, C, ...); values after the end of a sequence are arbitrary."""
+        """Move values (B, L, ...) to (R, C, ...). Values after the end of a sequence are arbitrary."""
         return values.flatten(0, 1)[self.source]
 
     def unpack(self, values: Tensor, padding: float = 0) -> Tensor:
-        """The inverse of :meth:`pack`; padding tokens get the value ``padding``."""
+        """Move values (R, C, ...) back to (B, L, ...). Padding tokens get the value ``padding``."""
         real = self.real.view(*self.real.shape, *[1] * (values.dim() - 2))
         return values.flatten(0, 1)[self.target].where(real, values.new_full((), padding))
 
@@ -88,10 +88,11 @@ class Packing:
 def real_tokens(attention_mask: Tensor) -> Tensor:
     """(B, L) bool, the tokens that are not padding.
 
-    The host waits for the device if the mask is not of bools.
+    If the mask does not have the type bool, the host waits for the device.
 
     Raises:
-        ValueError: a value other than 0 and 1, as in an additive mask or in a mask of sequence numbers.
+        ValueError: the mask has other values than 0 and 1. Additive masks, and masks that number the
+            sequences, have other values.
     """
     real = attention_mask.bool()
     if attention_mask.dtype != torch.bool and not bool((attention_mask == real).all()):
@@ -104,7 +105,7 @@ def real_tokens(attention_mask: Tensor) -> Tensor:
 
 
 def packs_rows(position_ids: Tensor, attention_mask: Tensor | None = None) -> bool:
-    """Whether positions (B, L) restart at 0 inside a row, so that the row holds several sequences.
+    """Whether any row holds several sequences. Positions (B, L) restart at 0 inside such a row.
 
     The host waits for the device.
     """
@@ -122,17 +123,17 @@ def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
     the device.
 
     Raises:
-        ValueError: a position is below 0, or neither 0 nor greater than the previous token's position.
+        ValueError: a position is below 0, or a position above 0 is not greater than the position before it.
     """
     check_integers("position_ids", position_ids)
-    # The position of the previous token, skipping padding; -1 for the first token.
+    # ``before`` is the position of the previous real token; -1 if there is no such token.
     rank = real.cumsum(1)
     line = position_ids.new_full((real.shape[0], real.shape[1] + 1), -1)
     line.scatter_(1, rank * real, position_ids.where(real, line.new_full((), -1)))
     line[:, 0] = -1
     before = line.gather(1, (rank - 1).clamp_min(0))
     first = rank == 1
-    anew = real & (position_ids <= before)  # at a first token, only if its position is below 0
+    anew = real & (position_ids <= before)  # true at a first token only if its position is below 0
     found, wrong = torch.stack([anew.any(), (anew & (position_ids != 0)).any()]).tolist()
     if wrong:
         place = anew & (position_ids != 0)
@@ -145,7 +146,10 @@ def sequence_starts(position_ids: Tensor, real: Tensor) -> Tensor | None:
 
 
 def check_causal(backbone: Backbone, what: str) -> None:
-    """Raise ``ValueError`` if the backbone is not causal. ``what``: the feature that needs a causal one."""
+    """Raise ``ValueError`` if the backbone is not causal.
+
+    ``what``: the feature that needs a causal backbone, for the message.
+    """
     if not backbone.causal:
         raise ValueError(
             f"{what} needs a causal backbone, but this {type(backbone).__name__} uses later tokens too"
@@ -166,7 +170,7 @@ def take_inputs(
     """Check the arguments of a layer's call, pack the tokens, compute their positions and the initial guess.
 
     Args:
-        guess: proposes the initial guess from the packed x, unless ``z0`` is given.
+        guess: proposes the initial iterates from the packed x. Not used if ``z0`` is given.
         number, previous: arguments of :meth:`~deqseq.Guess.propose`.
 
     Returns:
@@ -196,12 +200,12 @@ def take_inputs(
         x, lengths = packing.pack(x), packing.lengths
         z0 = None if z0 is None else packing.pack(z0)
         position_ids = None if position_ids is None else packing.pack(position_ids)
-    # Solve only the tokens before a sequence's first non-finite token. Later tokens depend on that token. Set
-    # the rest to zero: in matrix products a NaN would reach earlier tokens too (0 * NaN is NaN).
+    # Solve only the tokens before a sequence's first non-finite token, because later tokens depend on it.
+    # Set all other tokens of x to zero: in matrix products a NaN would reach earlier tokens (0 * NaN is NaN).
     place = torch.arange(x.shape[1], device=x.device)
     finite = torch.isfinite(x).all(-1)
     end = torch.where(finite | (place >= lengths[:, None]), x.shape[1], place).amin(1)
-    if not backbone.causal:  # every token of the sequence depends on the non-finite token
+    if not backbone.causal:  # solve no token: every token of the sequence depends on the non-finite token
         end = torch.where(end < lengths, 0, end)
     unsolvable = (place >= end[:, None]) & (place < lengths[:, None])
     lengths = torch.minimum(lengths, end)
@@ -220,9 +224,9 @@ def take_inputs(
 
 
 def check_tokens(x: Tensor, d_model: int | None, **per_token: Tensor | None) -> None:
-    """Raise ``ValueError`` unless x is (B, L, D), floating-point, and the other tensors are (B, L).
+    """Check that x is a floating-point tensor (B, L, D), and that the ``per_token`` tensors are (B, L).
 
-    ``d_model``: the width that x must have; ``None``: any width.
+    Raises ``ValueError`` if a check fails. ``d_model``: the width that x must have; ``None``: any width.
     """
     check_tensor("x", x)
     if x.dim() != 3 or 0 in x.shape:
@@ -236,9 +240,10 @@ def check_tokens(x: Tensor, d_model: int | None, **per_token: Tensor | None) -> 
 
 
 def check_state(backbone: Backbone, state: State, batch: int) -> None:
-    """Raise ``ValueError`` unless ``state`` is a state of this backbone for ``batch`` sequences.
+    """Check that ``state`` is a state of this backbone for ``batch`` sequences.
 
-    The numbers in ``state.seen`` are checked on the CPU only, because the host would wait for other devices.
+    Raises ``ValueError`` if a check fails. The values in ``state.seen`` are checked only on the CPU: to read
+    them from another device, the host would have to wait.
     """
     if not isinstance(state, State):
         raise ValueError(f"state must be a State, got {shown(state)}")
@@ -250,7 +255,7 @@ def check_state(backbone: Backbone, state: State, batch: int) -> None:
         raise ValueError(f"state holds {state.batch_size} sequences, but x has {batch}")
     if state.seen.device.type == "cpu" and (least := int(state.seen.min())) < 0:
         raise ValueError(f"state.seen must be at least 0, got {least}")
-    # Compare only the first layer: this check runs for every generated token.
+    # Compare only the first layer, to save time: this check runs for every generated token.
     count, sizes = backbone.state_form
     shapes = [t.shape for layer in state.layers[:1] for t in layer]
     fits = (len(state.layers), len(shapes)) == (count, len(sizes)) and all(

@@ -1,4 +1,4 @@
-"""The choice of the implementation that computes the operations in :mod:`deqseq.ops`.
+"""Chooses the implementation that computes the operations in :mod:`deqseq.ops`.
 
 ``"torch"``
     plain PyTorch; runs on every device. Tests compare all other implementations with this one.
@@ -13,12 +13,12 @@
 On a GPU, the default is the first of triton, mamba_ssm and fla that can be imported. On other devices, the
 default is torch. The environment variable ``DEQSEQ_KERNELS``, or :func:`use`, selects another implementation.
 Torch always computes float64 operations, and operations that the selected implementation lacks. By default
-torch also computes float32 matrix products: exact products are slow in Triton, and other packages round to
-TF32.
+torch also computes float32 matrix products. Exact float32 products are slow in Triton, and the other
+packages round to TF32.
 
 A backbone's ``prepare`` calls :func:`choose` once per forward pass and stores the result in the context. All
-evaluations with this context use the stored choice. Gradient checkpointing, which repeats evaluations in the
-backward pass, therefore uses the same kernels again.
+evaluations with this context use the stored choice. Gradient checkpointing repeats evaluations in the
+backward pass. It therefore uses the same kernels again.
 """
 
 import functools
@@ -42,7 +42,7 @@ _PACKAGES = {
     "torch": (),
 }
 NAMES = tuple(_PACKAGES)
-_named: dict[object, str | None] = {}  # the name of every active ``use`` block, the innermost last
+_named: dict[object, str | None] = {}  # the name of every active ``use`` block, in the order of entry
 _twice: ContextVar[bool] = ContextVar("second derivatives are wanted", default=False)
 
 
@@ -55,11 +55,11 @@ class Choice(NamedTuple):
 
 @functools.cache
 def available(name: str) -> bool:
-    """Whether an implementation's packages can be imported. If not, logs the first failed package once."""
+    """Whether the packages of an implementation can be imported. If not, logs the failed package once."""
     for package in _PACKAGES[name]:
         try:
             importlib.import_module(package)
-        except Exception as error:  # extensions built for another torch raise many kinds of errors
+        except Exception as error:  # an extension built for another torch may raise any error
             logger.info("kernels %r are not available: %s does not import (%s)", name, package, error)
             return False
     return True
@@ -67,7 +67,7 @@ def available(name: str) -> bool:
 
 @contextmanager
 def use(name: str | None) -> Iterator[None]:
-    """Within the block, use the implementation ``name``; ``None``: ``DEQSEQ_KERNELS`` or the default.
+    """Within the block, use the implementation ``name``. ``None`` means ``DEQSEQ_KERNELS`` or the default.
 
     A backbone chooses its kernels in ``prepare``, so call ``prepare`` (or the whole layer) inside the block.
 
@@ -86,9 +86,9 @@ def use(name: str | None) -> Iterator[None]:
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Within the block, compute with torch, which supports second derivatives.
+    """Within the block, compute with plain PyTorch, because it supports second derivatives.
 
-    This also holds for contexts that were prepared for other kernels.
+    Contexts that were prepared for other kernels also use plain PyTorch within the block.
     """
     token = _twice.set(True)
     try:
@@ -106,7 +106,7 @@ def chosen() -> str | None:
 def implementation(x: Tensor, products: bool = False) -> str:
     """The implementation to use for an operation on ``x``.
 
-    Set ``products`` if the operation multiplies matrices: autocast may change the type of its inputs.
+    Set ``products`` if the operation is a matrix product: autocast may then change the type of its inputs.
     """
     dtype = autocast_dtype(x) if products else x.dtype
     if dtype == float64:
@@ -128,7 +128,7 @@ def choose(x: Tensor) -> Choice:
 
 def in_force(choice: Choice) -> Choice:
     """The implementations to use now: ``choice``, or torch inside :func:`twice_differentiable`."""
-    if torch.compiler.is_compiling():  # the compiler cannot read context variables
+    if torch.compiler.is_compiling():  # torch.compile cannot read context variables
         return choice
     return Choice("torch", "torch") if _twice.get() else choice
 
@@ -139,7 +139,7 @@ def fused(x: Tensor) -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type of ``x``, an input or weight of a linear map, after autocast. Autocast keeps float64."""
+    """The type to which autocast converts ``x`` in a linear map. Autocast leaves float64 unchanged."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == float64:
         return x.dtype
@@ -180,8 +180,8 @@ def launch(
 ) -> None:
     """Run a Triton kernel, and keep the compiled kernel for later calls.
 
-    Later calls need half the host time of Triton's own launch, which mostly searches for the compiled kernel.
-    Small models spend most of their time on launches.
+    Later calls take half the host time of Triton's own launch. Triton's own launch spends most of its time on
+    finding the compiled kernel. Small models spend most of their time on launches.
 
     ``args``: tensors and numbers, in the order of the kernel's parameters; ``constants``: the remaining
     parameters, in the kernel's order.
@@ -190,9 +190,10 @@ def launch(
         TypeError: ``constants`` differ from the kernel's remaining parameters, or have another order.
     """
     if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
-        kernel[grid](*args, **constants)  # Triton's interpreter
+        kernel[grid](*args, **constants)  # runs in Triton's interpreter
         return
-    # A compiled kernel may be valid only for these types, alignments and numbers, so the key has all three.
+    # The key has the types, alignments and numbers of the arguments: a compiled kernel may be valid only for
+    # these values.
     kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (type(a), a) for a in args]
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *kinds, *constants.values())
     compiled = _compiled.get(key)
@@ -201,7 +202,7 @@ def launch(
         if list(constants) != order:
             raise TypeError(f"constants of {kernel.__name__} must be {order} in this order")
         made = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        if made is not None:  # None: the interpreter ran the kernel, on tensors of a GPU
+        if made is not None:  # None if Triton's interpreter ran the kernel on GPU tensors
             _compiled[key] = made
         return
     compiled[(*grid, 1, 1)[:3]](*args, *constants.values())

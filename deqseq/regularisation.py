@@ -1,6 +1,6 @@
 """The Jacobian of a fixed-point map: a penalty for training, and the spectral radius as a diagnostic.
 
-Both functions take a map of z alone. To make one from a backbone::
+Both functions take a map of z alone. To make such a map from a backbone::
 
     context = backbone.prepare(x)
     penalty = jacobian_penalty(lambda z: backbone(z, context), z)
@@ -27,19 +27,21 @@ def jacobian_penalty(
 
     Args:
         f: the map, (B, L, D) -> (B, L, D). The penalty sends gradients to all tensors that ``f`` uses.
-        z: (B, L, D) the point at which to take the Jacobian, usually the equilibrium. It gets no gradient.
-        samples: number of Gaussian probes; each needs one vector-Jacobian product.
+        z: (B, L, D) the point at which to take the Jacobian, usually the equilibrium. z gets no gradient.
+        samples: number of probes, which are Gaussian random vectors. Each needs one vector-Jacobian product.
         generator: random generator of the probes, on z's device.
 
     Raises:
-        ValueError: ``samples`` below 1.
+        ValueError: ``samples`` is below 1.
     """
     check_count("samples", samples)
-    # Training on the penalty needs second derivatives, which fused attention and our kernels do not have.
+    # Use plain attention and plain PyTorch: training on the penalty needs second derivatives, and fused
+    # attention and our kernels have no second derivatives.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.twice_differentiable():
         z = z.detach().requires_grad_()
         fz = f(z)
-        total = fz.new_zeros((), dtype=torch.promote_types(fz.dtype, torch.float32))  # float16 would overflow
+        # Sum in float32 at least: a sum in float16 would overflow.
+        total = fz.new_zeros((), dtype=torch.promote_types(fz.dtype, torch.float32))
         for _ in range(samples):
             probe = torch.randn(fz.shape, generator=generator, device=fz.device, dtype=fz.dtype)
             (product,) = torch.autograd.grad(fz, z, probe, create_graph=True)
@@ -53,20 +55,20 @@ def spectral_radius(
     """Estimate the spectral radius of df/dz for every sequence, (B,), by the power method.
 
     Near a fixed point, the iteration z <- f(z) converges if the radius is below 1. The error may still grow
-    at first; with a causal f, the error may grow for up to L iterations.
+    at first. With a causal f, it may grow for up to L iterations.
 
     Every iteration multiplies a vector by the transposed Jacobian and measures how much the vector grows. The
     growth oscillates if the largest eigenvalues are complex. Therefore the estimate is the geometric mean of
     the growth over the second half of the iterations.
 
     Args:
-        f: the map, (B, L, D) -> (B, L, D), with sequences independent of each other.
+        f: the map, (B, L, D) -> (B, L, D), which computes every sequence independently.
         z: (B, L, D) the point at which to take the Jacobian.
         iterations: number of vector-Jacobian products.
         generator: random generator of the start vector, on z's device.
 
     Raises:
-        ValueError: ``iterations`` below 2.
+        ValueError: ``iterations`` is below 2.
     """
     check_count("iterations", iterations, least=2)
     with torch.enable_grad():

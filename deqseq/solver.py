@@ -16,14 +16,14 @@ from deqseq.registry import Registry
 
 @dataclass
 class Progress:
-    """What a solver's ``step`` gets to know about the tokens after an evaluation. Every tensor is (B, W).
+    """Tells a solver's ``step`` how far each token's search is after an evaluation. All tensors are (B, W).
 
     A token is settled when its iteration has ended. Padding is always settled.
 
     Attributes:
-        residual: float32, relative residual of the evaluation; ``None`` for a fixed number of iterations.
+        residual: float32, relative residual of each token; ``None`` if the number of iterations is fixed.
         active: bool, tokens that were not settled before the evaluation.
-        iterations: int64, number of evaluations of each token, including this one.
+        iterations: int64, number of evaluations of each token, including the current evaluation.
         settled: bool, tokens that are settled after the evaluation.
         budget: maximum number of evaluations per token.
     """
@@ -43,8 +43,8 @@ class Progress:
     def shifting(self) -> Tensor:
         """(B, W) bool, tokens with an unsettled token before them.
 
-        f(z) at a token depends on the tokens before it, so f(z) changes while an earlier token moves. With a
-        fixed number of iterations, there is no ``residual`` and no token counts as shifting.
+        f(z) at a token depends on the tokens before it, so f(z) changes while an earlier token is unsettled.
+        If the number of iterations is fixed, ``residual`` is ``None``, and no token counts as shifting.
         """
         if self.residual is None:
             return torch.zeros_like(self.settled)
@@ -57,7 +57,7 @@ class Progress:
 
     @property
     def fresh(self) -> Tensor:
-        """(B, W) bool, ``entered`` or ``shifting`` tokens. A solver must drop the history of these tokens."""
+        """(B, W) bool, tokens that are ``entered`` or ``shifting``. A solver must drop their history."""
         return self.entered | self.shifting
 
 
@@ -70,14 +70,14 @@ class Solver(ABC):
     """Proposes the next iterate from evaluations of f.
 
     Attributes:
-        causal: true if token t's iterate depends only on tokens up to t. Training requires a causal solver,
+        causal: true if token t's iterate depends only on tokens 0 to t. Training requires a causal solver,
             except in a layer ``ImplicitSequenceLayer(causal=False)``.
-        differentiable: true if autograd through ``step`` is exact.
+        differentiable: true if autograd through ``step`` computes exact gradients.
         windowed: true if the solver works with a window. Its state must then be a :data:`SolverState`.
-        capturable: true if a CUDA graph can record ``step``: it never makes the host wait for the device, and
-            the state holds only tensors.
-        random: true if ``step`` draws random numbers. The backward system of ``ImplicitDifferentiation``
-            refuses such a solver.
+        capturable: true if a CUDA graph can record ``step``. ``step`` must then never make the host wait for
+            the device, and the state must hold only tensors.
+        random: true if ``step`` draws random numbers. ``ImplicitDifferentiation`` refuses such a solver
+            for its backward system.
     """
 
     causal: bool = True

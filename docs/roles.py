@@ -1,4 +1,4 @@
-"""MkDocs hook: docstrings contain Sphinx roles such as ``:class:`Name```; show only the name, as code."""
+"""A MkDocs hook. It replaces Sphinx roles in docstrings, such as ``:class:`Name```, by the name as code."""
 
 import re
 from typing import Any

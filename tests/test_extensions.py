@@ -1,7 +1,7 @@
-"""Solvers, policies, gradients, guesses and backbones of other packages work by name.
+"""Other packages can register solvers, policies, gradient strategies, guesses and backbones by name.
 
-They work in the layer, in every task and in benchmarks/solvers.py. Each folder in extensions/ is such a
-package.
+Such parts work in the layer, in every task and in benchmarks/solvers.py. Each folder in extensions/ is a
+package that registers a part.
 """
 
 import json
@@ -44,7 +44,7 @@ GradientsOf = Callable[..., list[Tensor]]
 
 
 def install(package: Path, site: Path) -> None:
-    """Install a package of one module as pip would: copy the module, write metadata from pyproject.toml."""
+    """Install a package as pip would: copy its only module, and write metadata from pyproject.toml."""
     (source,) = package.glob("*.py")
     shutil.copy(source, site)
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
@@ -102,7 +102,7 @@ def test_a_gradient_strategy(make_layer: MakeLayer, gradients_of: GradientsOf) -
     with pytest.raises(RuntimeError, match="second derivative"):
         torch.autograd.grad(theirs(x.requires_grad_()).z.sum(), x, create_graph=True)
     x = x.detach()
-    x[0, 5] = torch.nan  # later than all tokens in the loss
+    x[0, 5] = torch.nan  # the NaN is later than all tokens in the loss
     theirs(x).z[:, :5].sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in theirs.parameters() if p.grad is not None)
 

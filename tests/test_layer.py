@@ -1,4 +1,4 @@
-"""Arguments of the layers: which values they accept, and the errors for other values."""
+"""Tests of the layers' arguments: accepted values, and the errors for other values."""
 
 import threading
 from collections.abc import Callable
@@ -194,7 +194,7 @@ def test_an_explicit_layer_is_the_stack_applied_once(make_backbone: MakeBackbone
 
 
 def test_an_explicit_layer_over_a_module_applies_it_to_x(make_backbone: MakeBackbone) -> None:
-    """Either the layer refuses the module, or the layer applies the module to x once."""
+    """The layer applies the module to x once, or raises ``ValueError``."""
     module, x = nn.Linear(4, 4), torch.randn(2, 6, 4)
     try:
         layer = ExplicitSequenceLayer(ModuleBackbone(module))
@@ -217,7 +217,7 @@ def test_inputs_are_left_alone(make_layer: MakeLayer) -> None:
 
 
 def test_position_ids(make_layer: MakeLayer) -> None:
-    """By default, positions count the non-padding tokens from 0. ``position_ids`` replaces these numbers."""
+    """By default, positions count the real tokens from 0. ``position_ids`` replaces these positions."""
     layer = make_layer("llama", convergence=Residual(rtol=1e-6, max_iter=200)).eval()
     x, mask = torch.randn(2, 6, 16), torch.ones(2, 6)
     mask[0, :2] = 0
@@ -292,7 +292,7 @@ class Counting(ModuleBackbone):
 def test_states_may_hold_whole_numbers(window: int | None) -> None:
     layer = ImplicitSequenceLayer(Counting(nn.Tanh()), convergence=FixedIterations(2), window=window).eval()
     x = torch.randn(2, 5, 16)
-    x[1, 3] = torch.nan  # the NaN must reach only the floating-point part of the state
+    x[1, 3] = torch.nan  # the NaN must reach only the floating-point tensors of the state
     state = layer(x, state=layer.backbone.initial_state(2)).state
     assert state.layers[1][0][0] == 5 and state.seen.tolist() == [5, 5]
     assert state.layers[0][0][1].isnan().all()

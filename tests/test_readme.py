@@ -16,7 +16,7 @@ ROOT_PAGES = sorted(ROOT.glob("*.md"))
 
 
 def python(page: Path) -> list[str]:
-    """The page's Python blocks. Empty lines before each keep the page's line numbers in tracebacks."""
+    """The page's Python blocks. Each starts with empty lines, so tracebacks show the page's line numbers."""
     text = page.read_text()
     blocks = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in blocks]
@@ -24,7 +24,7 @@ def python(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python(page)], ids=lambda page: page.stem)
 def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a page run in order; a later block may use names of an earlier one."""
+    """The Python blocks of a page run in order. A block may use names from earlier blocks."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": page.stem}
     for block in python(page):
@@ -35,7 +35,7 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("page", ROOT_PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
-    """Check the pages in the repository's root; `make docs` checks the links in docs/."""
+    """Every local link in a page of the root folder has a target. `make docs` checks the links in docs/."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     for link in links:

@@ -1,4 +1,4 @@
-"""Diagnostics of the Jacobian, compared with known Jacobians."""
+"""Tests of the Jacobian penalty and the spectral radius, on maps with known Jacobians."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
-"""Replaying a recorded solve gives the result of the plain loop.
+"""Tests that replaying a recorded solve gives the same result as the plain solve loop.
 
-Without a GPU there are no CUDA graphs: a replay calls the recorded Python functions again. The tests then
+Without a GPU there are no CUDA graphs. A replay then calls the recorded Python functions again. The tests
 check what these functions read, write and return.
 """
 
@@ -40,7 +40,7 @@ BODIES = ("mamba2", "llama")
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Allow recording on every device. Returns a list of the recordings made."""
+    """Allow recording on every device. Returns a list to which every new recording is added."""
 
     def recordable(problem: Problem) -> bool:
         return not problem.fixed and not torch.is_grad_enabled()
@@ -274,7 +274,10 @@ def test_inference_mode_has_recordings_of_its_own(make_layer: MakeLayer, recorde
 
 
 def test_what_is_overwritten_is_read_first() -> None:
-    """Each buffer's new value is the old value of its neighbour, as in a history that shifts."""
+    """``overwrite`` reads all new values before it writes the first.
+
+    Here the new value of a buffer is the old value of the buffer before it.
+    """
     buffers = [torch.full((3,), float(i)) for i in range(4)]
     trees.overwrite(buffers, [torch.full((3,), 9.0), *buffers[:-1]])
     assert [t[0].item() for t in buffers] == [9, 0, 1, 2]

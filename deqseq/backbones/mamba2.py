@@ -24,7 +24,8 @@ from deqseq.ops.one_token import ValueGateWeights
 class Mamba2Mixer(LinearMaps):
     """The Mamba2 mixer (Dao & Gu, 2024).
 
-    ``forward`` takes the result of :meth:`weights`, so that weights are normalised once per forward pass.
+    Call :meth:`weights` once per forward pass: it applies weight normalisation. Pass its result to every
+    call of ``forward``.
     """
 
     def __init__(self, d_model: int, sizes: MixerSizes, d_conv: int, dt_min: float, dt_max: float) -> None:
@@ -33,7 +34,8 @@ class Mamba2Mixer(LinearMaps):
         heads, inner, width = sizes.heads, sizes.inner, sizes.conv_width
         self.in_proj = nn.Linear(d_model, inner + width + heads, bias=False)
         self.conv1d = nn.Conv1d(width, width, d_conv, groups=width, padding=d_conv - 1)
-        # As in Mamba2, initial step sizes are log-uniform, and initial decay rates are uniform in [1, 16].
+        # As in the original Mamba2, draw the initial step sizes log-uniformly, and the initial decay rates
+        # uniformly from [1, 16].
         dt = torch.exp(torch.empty(heads).uniform_(math.log(dt_min), math.log(dt_max)))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
@@ -65,7 +67,7 @@ class Mamba2Block(Block):
         self, stream: Tensor, added: Tensor | None, weights: tuple[MixerWeights, ValueGateWeights | None],
         state: tuple[Tensor, ...] | None, choice: kernels.Choice, injection: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, LayerTrace | None]:  # fmt: skip
-        """Returns the stream, the block's last output (to be added by the next block), and the trace."""
+        """Returns the residual stream, the output that the next block adds to the stream, and the trace."""
         sizes: MixerSizes = self.mixer.sizes
         if state is not None and sizes.norm_groups == 1 and one_token.applies(stream, state, choice):
             from deqseq.ops.one_token.triton import mamba2_block
@@ -77,7 +79,7 @@ class Mamba2Block(Block):
 class Mamba2Backbone(Stack):
     """f(z, x): a stack of Mamba2 blocks and a final norm, with x injected into every block.
 
-    One shared injection W RMSNorm(x) + b is added to the input projection of every layer.
+    The injection is W RMSNorm(x) + b. All blocks add the same injection to their input projections.
 
     Args:
         d_model: width D.
@@ -93,13 +95,13 @@ class Mamba2Backbone(Stack):
         norm_eps: constant that every norm adds to the mean square.
         chunk_size: tokens per chunk of the recurrence. It affects only the speed: the work in a chunk is
             quadratic in its size.
-        dt_min, dt_max: range of the initial step sizes dt, which are log-uniform; by default as in the
-            original Mamba2. A head remembers about ``1 / (dt * A)`` tokens. The decay rate A is initialised
-            in [1, 16].
-        weight_norm: true: use weight normalisation for every linear map and convolution.
-        injection: true: every block adds the injection. Set false for explicit layers, which pass x as z.
-        input_skip: true: the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0.
-            ``ImplicitForCausalLM.to_implicit`` sets this option.
+        dt_min, dt_max: range of the initial step sizes dt, which are drawn log-uniformly. The defaults are
+            those of the original Mamba2. A head with decay rate A remembers about ``1 / (dt * A)`` tokens.
+            The initial A is in [1, 16].
+        weight_norm: whether to use weight normalisation for every linear map and convolution.
+        injection: whether every block adds the injection. Set false for an explicit layer: it passes x as z.
+        input_skip: whether the first block gets ``gain * z + x`` instead of z. ``gain`` (D,) is learned and
+            initially 0. ``ImplicitForCausalLM.to_implicit`` sets this option.
 
     Raises:
         ValueError: a size is below 1 (``d_inner`` may be 0) or breaks a rule above, or the step sizes break
@@ -136,7 +138,7 @@ class Mamba2Backbone(Stack):
             blocks.append(Mamba2Block(d_model, norm_eps, mixer, mlp))
         width = sizes.inner + sizes.conv_width + heads
         super().__init__(blocks, d_model, width, norm_eps, weight_norm, injection, input_skip)
-        # The last inputs of the convolution, and the SSM state.
+        # Shapes of the last inputs of the convolution, and of the SSM state.
         self.state_shapes = (d_conv - 1, sizes.conv_width), (heads, headdim, d_state)
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:

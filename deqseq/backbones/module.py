@@ -1,4 +1,4 @@
-"""Any module as a backbone."""
+"""Makes a backbone from any PyTorch module."""
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +12,16 @@ from deqseq.checks import check_flag, check_instance
 class ModuleBackbone(Backbone):
     """f(z, x) = module(z + x) for any module (B, L, D) -> (B, L, D).
 
-    The module must be causal, unless ``causal`` is false; this is not checked. With a window or a state,
-    every evaluation runs the module over all past inputs. This is correct for any causal module, but slow.
-    For a faster recurrent module, write your own :class:`~deqseq.Backbone` with a state.
+    If ``causal`` is true, the module must be causal. This is not checked. With a window or a state, every
+    evaluation runs the module over all past inputs too. This is correct for any causal module, but slow. For
+    a faster recurrent module, write your own :class:`~deqseq.Backbone` with a state.
 
     Args:
         module: the map; its output has the shape of its input.
-        injection: module applied to x once per forward pass; its output has the shape of z and is added
+        injection: module applied to x once per forward pass. Its output has the shape of z and is added
             to z. Default: identity.
         d_model: required width D of the inputs; by default any width is accepted.
-        causal: false if the module uses later tokens. All sequences of a call must then have one length.
+        causal: false if the module uses later tokens. All sequences in a call must then be equally long.
     """
 
     rewinds = True
@@ -62,7 +62,7 @@ class ModuleBackbone(Backbone):
     def initial_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
-        """An empty state: no past inputs, (B, 0, 0)."""
+        """An empty state. The tensor of past inputs has shape (B, 0, 0)."""
         weight = next(self.parameters(), None)
         device = weight.device if device is None and weight is not None else device
         empty = torch.zeros(batch_size, 0, 0, device=device, dtype=dtype)
@@ -100,9 +100,9 @@ def _called(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def _line(past: Tensor, seen: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the new inputs (B, W, D) after the first ``seen`` (B,) past inputs.
+    """Append the new ``inputs`` (B, W, D) to the first ``seen`` (B,) inputs in ``past``.
 
-    Returns all inputs, and the indices (B, W) of the new inputs.
+    Returns a tensor of past and new inputs, and the indices (B, W) of the new inputs in it.
     """
     line = F.pad(past, (0, 0, 0, inputs.shape[1]))
     index = seen[:, None] + torch.arange(inputs.shape[1], device=inputs.device)

@@ -1,4 +1,4 @@
-"""The recursion backbone: one map updates two latents in turn; both form one z.
+"""The recursion backbone: one map updates two latents in turn. z holds both latents.
 
 Shapes: B sequences, L tokens, D width of a latent.
 """
@@ -21,28 +21,29 @@ class RecursionBackbone(Backbone):
     (Hierarchical Reasoning Models, Wang et al., 2025, arXiv 2506.21734; Tiny Recursive Models,
     Jolicoeur-Martineau, 2025, arXiv 2510.04871; Equilibrium Reasoners, arXiv 2605.21488.)
 
-    z and x have width 2 D and hold two halves of width D. A round does ``updates`` times
+    z and x have width 2 D: each holds two halves of width D. A round first does, ``updates`` times,
 
         z_L <- (1 - damping) z_L + damping map(z_L + z_H + x_L),
 
-    then once
+    and then, once,
 
         z_H <- (1 - damping) z_H + damping map(z_H + z_L + x_H).
 
-    This damping is part of f. The damping of a solver applies to f as a whole, in addition.
+    This damping is part of f. A solver can have a damping of its own, which mixes f(z) with z.
 
     :meth:`compile` compiles a whole round with :func:`torch.compile`. A copy of the backbone is not compiled.
 
-    The explicit twin is an :class:`~deqseq.ExplicitSequenceLayer` of width D with ``map`` alone.
+    The explicit twin, a model without a search, is an :class:`~deqseq.ExplicitSequenceLayer` of width D with
+    ``map`` alone.
 
     Args:
         map: a backbone of width D without injection, as an object or as a mapping such as
             ``{"name": "mixer", ...}``. In a mapping, ``injection`` is false by default. The recursion is
-            causal if ``map`` is.
+            causal if ``map`` is causal.
         updates: number of updates of z_L in a round.
         damping: in (0, 1]; with 1, an update keeps nothing of the old latent.
-        noise: in training mode, every update adds noise N(0, ``noise``²) to the latent. The residual of a
-            search then does not fall below about the size of the noise.
+        noise: standard deviation of the Gaussian noise that every update adds to its latent in training mode.
+            The residual of a search then stays above about this size.
 
     Raises:
         ValueError: ``map`` has an injection or no width, or a number is out of range.
@@ -79,7 +80,7 @@ class RecursionBackbone(Backbone):
         return _with_input(x, self.map.hide_padding(inner, lengths))
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        return self(z, context), None  # not self.forward: compile() compiles __call__
+        return self(z, context), None  # call self, not forward(): compile() compiles only __call__
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
         """f(z), (B, L, 2 D): one round."""
@@ -91,7 +92,7 @@ class RecursionBackbone(Backbone):
         return torch.cat([high, low], -1)
 
     def _updated(self, latent: Tensor, others: Tensor, context: Context) -> Tensor:
-        """The latent (B, L, D) after one update; ``others``: the other latent plus the input."""
+        """The latent (B, L, D) after one update. ``others``: the sum of the other latent and the input."""
         new = damped(latent, self.map(latent + others, context).to(latent.dtype), self.damping)
         return new + self.noise * torch.randn_like(new) if self.training and self.noise else new
 
@@ -100,10 +101,10 @@ class RecursionBackbone(Backbone):
 
 
 def _with_input(x: Tensor, inner: Context) -> Context:
-    """The recursion's context: the map's context ``inner``, with x before its tokens."""
+    """The recursion's context: the map's context ``inner``, with x as its first token tensor."""
     return replace(inner, tokens=(x, *inner.tokens))
 
 
 def _input_and_rest(context: Context) -> tuple[Tensor, Context]:
-    """x and the map's context; the inverse of :func:`_with_input`."""
+    """Split a recursion's context into x and the map's context. Undoes :func:`_with_input`."""
     return context.tokens[0], replace(context, tokens=context.tokens[1:])

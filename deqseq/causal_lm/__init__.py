@@ -1,4 +1,4 @@
-"""Implicit and explicit causal language models for transformers.
+"""Implicit and explicit causal language models for the transformers library.
 
 Importing this package registers the models, so that ``AutoConfig``, ``AutoModel`` and
 ``AutoModelForCausalLM`` load them. The package needs the ``lm`` extra: ``pip install 'deqseq[lm]'``.
@@ -21,7 +21,8 @@ for _config in (ImplicitConfig, ReferenceMamba2Config, ReferenceLlamaConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
 AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
 AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
-# With label smoothing, transformers' Trainer shifts labels only for the models in this table.
+# Register the model in a table of transformers. With label smoothing, the Trainer shifts labels only for the
+# models in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ImplicitConfig.model_type] = ImplicitForCausalLM.__name__
 
 __all__ = [

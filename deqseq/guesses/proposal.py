@@ -1,4 +1,4 @@
-"""A module proposes where the search starts."""
+"""A guess from a module: the module computes where the search starts."""
 
 from torch import Tensor, nn
 
@@ -7,13 +7,14 @@ from deqseq.guess import Guess
 
 
 class Proposal(Guess):
-    """Every token starts where a module proposes.
+    """Every token starts at the iterate that a module computes from the input.
 
-    The layer registers the module as a submodule. Gradients reach the module only through ``Unrolled`` with
-    ``before=0``. With other gradient strategies, train the module by a loss of your own, such as the distance
-    from its result to the equilibrium.
+    The layer registers the module as a submodule. Gradients of the output reach the module only with the
+    gradient strategy ``Unrolled`` and ``before=0``. With other strategies, train the module with a loss of
+    your own, such as the distance from the module's result to the equilibrium.
 
-    A ``Proposal`` has no registered name, because names cannot describe a module: pass the object.
+    Pass the object to the layer. A ``Proposal`` has no registered name, because a name cannot describe a
+    module.
 
     Args:
         module: maps the input (B, L, D) to the initial iterate (B, L, D).

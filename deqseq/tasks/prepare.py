@@ -29,8 +29,8 @@ finished shards with their checksums."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare or verify a folder; returns the exit status."""
-    # Without this setting, the tokenizers library starts threads that compete with our workers, and warns
-    # about forks.
+    # Switch off the threads of the tokenizers library. They would compete with our workers, and the library
+    # would warn about forks.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return command_line.main(
         "python -m deqseq.tasks.prepare", _ABOUT, {}, arguments, default=prepare,
@@ -61,22 +61,22 @@ def prepare(
     Args:
         text: text files; with --dataset, the data files of the dataset
         output: folder for the shards
-        tokenizer: name on the hub, tokenizer.json or folder
-        documents: what is one document of plain text: the whole file, the text between blank lines, or a
-            line. From a whole file, random pieces of about 1,000 tokens are held out
+        tokenizer: name on the hub, a tokenizer.json file or a folder
+        documents: where plain text is divided into documents: never (file), at blank lines (blank) or after
+            each line (line). With file, random pieces of about 1,000 tokens are held out
         column: column with the text, in JSONL, parquet and datasets
-        dataset: name on the hub; or a file format such as json, to read the files TEXT
+        dataset: name on the hub; or a file format such as json, which then reads the files TEXT
         subset: configuration of the dataset
         split: split of the dataset
         validation_share: share of the documents that is held out for validation
         shard_tokens: approximate number of tokens per shard; an interruption loses only unfinished shards
         workers: number of threads that tokenise; one for each processor by default
         part: K/N divides the text into N parts of about equal size and prepares only part K
-        merge: merge these folders, one for each part, into --output by hard links; tokenises nothing
+        merge: folders to merge into --output by hard links, one folder for each part; tokenises nothing
         force: start again; replaces all shards in the folder and keeps its other files
         verify: only compare finished shards with their checksums; prepares nothing
     """
-    # Tokenizers and datasets take seconds to import, so parse the arguments first.
+    # Import here, after the arguments are parsed: tokenizers and datasets take seconds to import.
     from deqseq.tasks.common.corpus import HoldOut, TokenFolder, parts, pipeline
     from deqseq.tasks.common.corpus.documents import sources
     from deqseq.tasks.common.tokenizer import load_tokenizer

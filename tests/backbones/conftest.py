@@ -25,12 +25,12 @@ def recurrence(
 
 @pytest.fixture
 def ssd_naive() -> Callable[..., tuple[Tensor, Tensor]]:
-    """``ssd_naive(x, a, b, c, state=None)``, with the arguments of :func:`deqseq.ops.mixer.ssd.ssd`."""
+    """The function :func:`recurrence`. Its arguments are those of :func:`deqseq.ops.mixer.ssd.ssd`."""
     return recurrence
 
 
 class Counting:
-    """A backend of torch.compile that runs graphs as they are, and counts the runs."""
+    """A backend of torch.compile that runs graphs without compiling them, and counts the runs."""
 
     def __init__(self) -> None:
         self.runs = 0

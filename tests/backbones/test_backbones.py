@@ -1,4 +1,4 @@
-"""Tests of the rules for all backbones, then tests of each backbone."""
+"""Tests of the rules that hold for all backbones, then tests of each backbone."""
 
 import copy
 from collections.abc import Callable
@@ -42,7 +42,10 @@ EXPLICIT = {
 
 
 def test_choices_of_kernels_may_end_in_any_order() -> None:
-    """Two threads may leave their ``use`` blocks in any order."""
+    """A ``use`` block may end before a block that began later. The choice of the later block stays in force.
+
+    This happens if two threads use blocks at the same time.
+    """
     one, other = kernels.use("torch"), kernels.use("torch")
     before = kernels.chosen()
     one.__enter__()
@@ -69,7 +72,7 @@ def test_states_advance_as_token_by_token(
 ) -> None:
     """Advancing by several tokens gives the same state as advancing token by token.
 
-    Tests every number of tokens; the two sequences advance by different numbers.
+    Tests every number of tokens up to the window. The two sequences advance by different numbers.
     """
     width = 5
     f = make_backbone(name, dtype=torch.float64, **options)
@@ -99,7 +102,7 @@ def test_states_advance_as_token_by_token(
             torch.testing.assert_close(value, whole[:, 3:])
             for i, n in enumerate(count.tolist()):
                 row = torch.tensor([i])
-                if name == "module":  # values after the last seen token are arbitrary
+                if name == "module":  # compare seen tokens only: later values are arbitrary
                     kept = by_one[3 + n].layers[0][0][i, : 3 + n]
                     torch.testing.assert_close(state.layers[0][0][i, : 3 + n], kept)
                     assert state.seen[i] == 3 + n
@@ -126,12 +129,12 @@ def test_gradients_of_one_evaluation(
     make_backbone: MakeBackbone, name: str, options: dict[str, object]
 ) -> None:
     if name != "module" and torch.get_default_device().type == "cuda":
-        # On a GPU, torch computes weight norm only to 1e-7, even in float64.
+        # Switch weight norm off: on a GPU, torch computes it only to 1e-7, even in float64.
         options = {**options, "weight_norm": False}
     f = make_backbone(name, dtype=torch.float64, **options)
     z, x = (torch.randn(1, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
     parameters = list(f.parameters())
-    with torch.no_grad():  # so that no weight is exactly 1 or 0
+    with torch.no_grad():  # change all weights, so that no weight is exactly 1 or 0
         for parameter in parameters:
             parameter.add_(0.05 * torch.randn_like(parameter))
     weight = torch.randn(1, 3, 16, dtype=torch.float64)
@@ -214,7 +217,7 @@ def test_a_backbone_without_state_refuses_a_window() -> None:
 
 
 def test_mamba2_against_the_equations(ssd_naive: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Computes one layer from its parameters by the equations of Mamba2, without the library's kernels."""
+    """The backbone gives the result of Mamba2's equations, computed here without the library's kernels."""
     torch.manual_seed(5)
     f = Mamba2Backbone(16, 1, d_state=4, headdim=8, n_groups=2, d_conv=3, weight_norm=False).double()
     m = f.layers[0].mixer
@@ -389,7 +392,11 @@ def test_wrong_options(name: str, options: dict[str, object], said: str) -> None
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
 def test_an_adapter_in_place_of_a_linear_map_is_refused(make_backbone: MakeBackbone, name: str) -> None:
-    """Backbones read ``weight`` and never call ``forward``, so the adapter would silently have no effect."""
+    """``prepare`` refuses a linear map that is wrapped in an adapter, such as a LoRA adapter.
+
+    Backbones read only the ``weight`` of a linear map. They do not call ``forward``, where the adapter acts.
+    The adapter would silently have no effect.
+    """
 
     class Adapter(nn.Module):
         def __init__(self, base: nn.Linear) -> None:

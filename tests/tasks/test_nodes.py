@@ -58,7 +58,7 @@ def launch(folders: list[Path], program: str, *arguments: str, ranks: int = 1) -
 
 
 def lines(said: list[tuple[int, str]]) -> list[str]:
-    """The error lines that our program prints, without those of the launcher."""
+    """The error lines that our program prints, without the lines of the launcher."""
     return [line for _, text in said for line in text.splitlines() if line.startswith("process ")]
 
 
@@ -89,12 +89,12 @@ def test_each_node_verifies_its_own_data(nodes: list[Path]) -> None:
     assert all(status for status, _ in said)
     (line,) = lines(said)
     assert line.startswith("process 1 on ") and f"{shard.name} is corrupted" in line
-    assert all(f"{shard.name} is corrupted" in text for _, text in said)  # the reports of both nodes name it
+    assert all(f"{shard.name} is corrupted" in text for _, text in said)  # both nodes name the shard
     assert not output.exists()
 
 
 def test_a_killed_rank_is_restarted(tmp_path: Path) -> None:
-    """Two nodes of two ranks each. After a restart, the losses equal those of a run without a kill."""
+    """Kill a process of a run on two nodes. After the restart, the losses are as in a run without a kill."""
     script = str(Path(PROGRAM).parents[2] / "benchmarks" / "nodes.py")
     output = tmp_path / "out.json"
     done = subprocess.run(
@@ -116,7 +116,7 @@ def test_a_lost_process_is_not_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_output_on_a_disk_of_the_node_is_refused(
     has_folder: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first process wrote its file to a disk that this process does not see."""
+    """The nodes must share the output folder. A process that does not see the first process's file raises."""
     folder = tmp_path / "run"
     if has_folder:
         folder.mkdir()
@@ -127,7 +127,7 @@ def test_output_on_a_disk_of_the_node_is_refused(
 
 
 def test_a_failure_is_in_the_report_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every process reports its error to torchrun, not only the process that prints it."""
+    """Every process reports its error to torchrun, also a process that does not print the error."""
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", "1")
 

@@ -1,4 +1,4 @@
-"""The program that writes token shards: interruptions, settings, wrong arguments."""
+"""Tests of the program that writes token shards: interruptions, settings and wrong arguments."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ END = "<|endoftext|>"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, a text, its lines as JSONL, and a longer text."""
+    """A folder with a tokenizer, a text file, the same lines as JSONL, and a longer text file."""
     place = tmp_path_factory.mktemp("prepare")
     plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate([END, *WORDS])}, unk_token=END))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
@@ -52,7 +52,7 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(place: Path) -> Run:
-    """``run(output, *names, **options)``: run the program on files ``names`` of ``place``, with options."""
+    """A function ``run(output, *names, **options)``: runs the program on the files ``names`` in ``place``."""
 
     def run(output: Path, *names: str, **options: Any) -> int:
         options = {"validation_share": 0.2, "shard_tokens": 1000, **options}
@@ -78,7 +78,7 @@ class Killed(BaseException):
 
 
 class Calls:
-    """Raises :class:`Killed` instead of the call after the next ``left`` calls of the stopped functions."""
+    """Lets the next ``left`` calls of chosen functions pass. Later calls raise :class:`Killed`."""
 
     left = 0
 
@@ -102,19 +102,20 @@ def test_interrupted_anywhere_the_result_is_the_same(
     calls = Calls()
     output = tmp_path / "cut"
     with monkeypatch.context() as patch:
-        # any call that writes to the disk may be interrupted
+        # count all calls that write to the disk: the run may be killed at each
         patch.setattr(os, "fsync", calls.stop(os.fsync))
         patch.setattr(os, "replace", calls.stop(os.replace))
         patch.setattr(shards.ShardWriter, "add", calls.stop(shards.ShardWriter.add))
         stopped = 0
-        for steps in range(1000):  # each run continues the last one and gets one call further
+        for steps in range(1000):  # each run continues the previous run, and is killed one call later
             calls.left = steps
             try:
                 assert run(output, *names, workers=1 + steps % 3) == 0
                 break
             except Killed:
                 stopped += 1
-                if contents(output) != whole:  # equal if the run was stopped at its last fsync
+                # A run that is stopped at its last fsync has already written everything.
+                if contents(output) != whole:
                     with pytest.raises(ValueError, match=r"not prepared to its end|no token shards"):
                         TokenFolder(output)
     assert stopped > 10
@@ -185,8 +186,9 @@ def test_parts_with_kills_in_between_have_the_tokens_of_one_run(
         assert whole.documents(split) == one.documents(split)
     assert all(file.stat().st_nlink == 2 for file in (tmp_path / "all").glob("*.bin"))  # hard links
     before = contents(tmp_path / "all")
-    assert main(["--merge", *merged, "--output", str(tmp_path / "all")]) == 0  # the merge is complete already
-    assert run(tmp_path / "all", *names, **options) == 0  # the folder looks as if one run had prepared it
+    # Both runs change nothing: the folder is merged already, and looks as if one run had prepared it.
+    assert main(["--merge", *merged, "--output", str(tmp_path / "all")]) == 0
+    assert run(tmp_path / "all", *names, **options) == 0
     assert contents(tmp_path / "all") == before
 
 
@@ -227,7 +229,7 @@ def test_parts_that_do_not_belong_together(
 
 @pytest.fixture
 def two_parts(tmp_path: Path, run: Run, small_batches: None) -> list[str]:
-    """Two folders with the parts of tmp_path/own.txt."""
+    """Two folders: the first has part 1/2 of tmp_path/own.txt, the second has part 2/2."""
     (tmp_path / "own.txt").write_text("".join(f"word{i % 500} word{i % 7}\n" for i in range(3000)))
     folders = [str(tmp_path / f"part-{k}") for k in (1, 2)]
     for k, folder in enumerate(folders, 1):
@@ -288,7 +290,7 @@ def test_other_modification_times_of_parts_are_said(
     assert main(["--merge", *two_parts, "--output", str(tmp_path / "all")]) == 0
     assert not caplog.records
     text = tmp_path / "own.txt"
-    text.write_bytes(bytes(reversed(text.read_bytes())))  # the same size
+    text.write_bytes(bytes(reversed(text.read_bytes())))  # other bytes, but the same size
     os.utime(text, (1, 1))
     assert run(Path(two_parts[1]), str(text), documents="line", part="2/2", force=True) == 0
     assert main(["--merge", *two_parts, "--output", str(tmp_path / "other")]) == 0
@@ -338,7 +340,7 @@ def test_a_folder_is_prepared_once_at_a_time(
     tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "out"
-    with locked(output, "prepares"):  # as if another process prepared the folder
+    with locked(output, "prepares"):  # hold the lock, as another process would
         assert run(output, "text.txt") == 2
         assert "another process prepares" in capsys.readouterr().err and not any(output.iterdir())
     assert run(output, "text.txt") == 0
@@ -349,7 +351,7 @@ def test_a_second_process_waits_from_the_start(
 ) -> None:
     check, second = pipeline.check, []
 
-    def meanwhile(*args: Any) -> bool:  # the first run has the lock, and has written nothing yet
+    def meanwhile(*args: Any) -> bool:  # called while the first run has the lock but no file
         monkeypatch.setattr(pipeline, "check", check)
         second.append(run(tmp_path / "out", "text.txt"))
         return check(*args)
@@ -376,7 +378,7 @@ def test_summary_and_verification(
     assert f"train {20 * (400 - held) + 400 - held:,} tokens in {400 - held} documents" in said
     assert f"validation {21 * held:,} tokens in {held} documents" in said and "MB/s" in said
     before = contents(output)
-    assert run(output, "text.jsonl") == 0  # the folder is complete already
+    assert run(output, "text.jsonl") == 0  # writes nothing: the folder is complete
     assert "finished before" in capsys.readouterr().out and contents(output) == before
     assert main(["--verify", "--output", str(output)]) == 0
     shard = output / "train-00001.bin"
@@ -516,7 +518,8 @@ def test_a_full_disk_while_the_tokenizer_is_saved(
     def full(self: Any, place: Path) -> None:
         place.mkdir()
         (place / "tokenizer.json").write_text("{")
-        raise Exception("No space left on device (os error 28)")  # as the tokenizers library does
+        # The tokenizers library raises this class of error too.
+        raise Exception("No space left on device (os error 28)")
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
     for output, more in ((tmp_path / "new", {}), (tmp_path / "out", {"force": True})):

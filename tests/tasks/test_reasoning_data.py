@@ -1,4 +1,4 @@
-"""Sudokus and mazes: generated puzzles against independent solvers, symmetries, files, errors."""
+"""Tests of Sudokus and mazes: puzzles checked by independent solvers, symmetries, files and errors."""
 
 import gzip
 import sys
@@ -18,11 +18,11 @@ from deqseq.tasks.reasoning.verify import solve_sudoku, verify
 
 pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
 
-# The clues of Arto Inkala's puzzle of 2012, and its solution.
+# A hard Sudoku by Arto Inkala (2012): the clues, and the solution.
 HARD = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."
 HARD_SOLVED = "812753649943682175675491283154237896369845721287169534521974368438526917796318452"
 
-# The first puzzles of seed 0: a Sudoku rated at least 3, and the answer to a maze of size 7.
+# The first puzzles of seed 0: the question of a Sudoku rated at least 3, and the answer to a maze of size 7.
 GOLDEN_SUDOKU = ".....3..77...5....3.67....581....6....35....8.......12..86......45.291.........2."
 GOLDEN_MAZE = "1111111121245112111511235551111112112222211111111"
 
@@ -45,7 +45,7 @@ def digits(text: str) -> list[int]:
 
 
 def seeded(boards: torch.Tensor, seed: int = 0) -> torch.Generator:
-    """A generator on the device of ``boards``."""
+    """A seeded random generator on the device of ``boards``."""
     return torch.Generator(boards.device).manual_seed(seed)
 
 
@@ -107,7 +107,7 @@ class TestGenerating:
         found = mazes.generate(500, size=9, seed=2)
         for token in (START, GOAL):
             cells = (found.questions == token).int().argmax(1)
-            assert len(cells.unique()) > 30  # of 40 possible: 16 rooms and 24 places of doors
+            assert len(cells.unique()) > 30  # 40 cells are possible: 16 rooms, 24 doors
 
     @pytest.mark.parametrize(
         "make",
@@ -132,7 +132,7 @@ class TestGenerating:
         assert not set(map(bytes, more.questions.numpy())) & set(map(bytes, others.questions.numpy()))
 
     def test_golden_puzzles(self) -> None:
-        """The puzzles of a seed stay the same in later versions."""
+        """A seed gives the same puzzles in all versions of the library."""
         found = sudoku.generate(1, rating=3, seed=0)
         maze = mazes.generate(1, size=7, seed=0)
         assert found.questions[0].tolist() == digits(GOLDEN_SUDOKU)
@@ -184,7 +184,7 @@ class TestSolver:
 
     @pytest.mark.parametrize("limit", [1, 3, 288, 1000])
     def test_all_solutions(self, limit: int) -> None:
-        """There are 288 grids of size 4."""
+        """An empty board of size 4 has 288 solutions. The solver finds all, or ``limit`` of them."""
         found = solve_sudoku([0] * 16, limit).solutions
         assert len({*map(tuple, found)}) == len(found) == min(limit, 288)
 
@@ -232,7 +232,7 @@ class TestSolver:
         ("cells", "said"),
         [
             ({7: FREE}, "is not perfect"),  # a second way from S to G
-            ({11: WALL}, "is not perfect"),  # no way
+            ({11: WALL}, "is not perfect"),  # no way from S to G
             ({8: START}, "the question must have one start"),
             ({6: FREE}, "the question must have one start"),
             ({8: FREE}, "the question must have one goal"),
@@ -286,12 +286,16 @@ class TestAugment:
         assert torch.equal(one, same) and not torch.equal(one, other)
 
     def test_all_symmetries_of_a_small_grid_are_drawn(self) -> None:
-        """Size 4 has 24 · 8 · 8 · 2 symmetries. Only row 0 has clues here, so many give equal boards."""
+        """``augment`` draws every board that a symmetry can make, with about equal frequency.
+
+        A board of size 4 has 24 · 8 · 8 · 2 symmetries. Here only row 0 has clues, so many symmetries give
+        equal boards. 24 · 4 · 2 boards are different.
+        """
         grid = torch.tensor(digits("1234341221434321")).expand(4000, 16)
         questions = torch.zeros_like(grid)
         questions[:, :4] = grid[:, :4]
         images, counts = sudoku.augment(questions, grid, seeded(grid))[0].unique(dim=0, return_counts=True)
-        assert len(images) == 24 * 4 * 2  # orders of the digits, line with the clues, row or column
+        assert len(images) == 24 * 4 * 2  # orders of the digits, lines for the clues, row or column
         assert counts.min() > 5 and counts.max() < 50  # 21 on average
 
     @pytest.mark.parametrize("size", [4, 9])
@@ -469,7 +473,7 @@ class TestCommand:
 
 
 def test_training_and_test_files_share_no_puzzle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Together they are what one file with as many puzzles holds."""
+    """The training puzzles and the test puzzles are the puzzles of one larger file, divided in two."""
     files = [tmp_path / name for name in ("train.csv", "tests.csv", "all.csv")]
     made = ["data", "sudoku", "--size", "4", "--seed", "1"]
     split = ["--output", str(files[0]), "--count", "20", "--tests", str(files[1]), "--test_count", "5"]

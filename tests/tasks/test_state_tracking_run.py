@@ -46,7 +46,7 @@ def stream(settings: TrainSettings) -> Batches:
 def interrupt(
     patch: pytest.MonkeyPatch, step: int, output: Path, settings: TrainSettings | None = None
 ) -> None:
-    """Train with a checkpoint every second step, and stop at step ``step`` as Ctrl-C does."""
+    """Train with a checkpoint every second step, and interrupt training in step ``step``, as Ctrl-C does."""
     calls = 0
     original = AlignedTrainer.compute_loss
 
@@ -78,7 +78,10 @@ def test_resumed_run_equals_uninterrupted_run(
 
 
 def test_a_resumed_run_goes_on_in_its_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phases end early here, after 20 batches, whatever the accuracy."""
+    """A resumed run continues in the phase in which the run was interrupted, and gets the same weights.
+
+    Because ``grow_at`` is 0, phases end early here: after 20 batches, whatever the accuracy.
+    """
     grows = small(
         grow_at=0.0, steps=60, unrolled_share=0.9, short_share=1.0, unrolled_length=2, min_length=8,
         d_model=8, batch_size=4,
@@ -370,7 +373,10 @@ def test_sequences_grow_when_the_last_two_tokens_are_right() -> None:
 
 
 def test_batches_of_the_phase_before_do_not_count() -> None:
-    """Phase 1 ends by its share at step 40, in the middle of 20 batches."""
+    """A phase can end early if 20 of its batches are accurate. Batches of the phase before must not count.
+
+    Here phase 1 ends at step 40, as the settings say. Only its batches 25 to 39 are accurate.
+    """
     progress = Progress(
         small(length=16, unrolled_length=4, short_length=16, grow_at=0.9, unrolled_share=0.2, short_share=0.8,
               steps=200)
@@ -388,7 +394,7 @@ def test_phase_2_stays_if_its_sequences_cannot_grow() -> None:
 
 
 def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its trainer state does not know the callbacks that came later."""
+    """Older versions had no callback ``Progress``, so their checkpoints have no state for it."""
     whole = weights(train(small(), tmp_path / "whole", save_steps=2))
     interrupt(monkeypatch, 8, tmp_path / "cut")
     for checkpoint in (tmp_path / "cut").glob("checkpoint-*"):
@@ -461,7 +467,7 @@ def test_study_goes_on_and_gives_what_one_go_gives(
 
     assert main(["study", study_file, "--output", str(tmp_path / "whole")]) == 0
     table = capsys.readouterr().out
-    # Per seed: 4 tests of the implicit model (2 probabilities x 2 windows), and 2 of each explicit model.
+    # Per seed: 4 tests of the implicit model (2 probabilities x 2 windows), 2 tests of each explicit model.
     assert len(accuracies(tmp_path / "whole")) == 2 * (4 + 2 + 2)
     assert sum(line.split()[:1] == ["lstm"] for line in table.splitlines()) == 2
     assert (tmp_path / "whole" / "by_length.png").exists() and (
@@ -547,7 +553,10 @@ def test_variants_of_other_settings_are_not_shown(study_file: str, tmp_path: Pat
 
 
 def test_tests_of_other_sizes_are_no_seeds(study_file: str, tmp_path: Path) -> None:
-    """The summary keeps tests of different sizes apart, and ignores results of a study's earlier version."""
+    """The summary keeps tests with different numbers of sequences apart.
+
+    It ignores results of tests that the study no longer has.
+    """
     study = yaml.safe_load(Path(study_file).read_text())
     small = {"identity_probability": [0.5], "length": [4], "sequences": 2}
     for tests in ([small, {**small, "sequences": 3}], [{**small, "sequences": 3}]):

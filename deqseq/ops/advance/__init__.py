@@ -1,7 +1,7 @@
-"""Updating a backbone's state with new tokens: a recurrent state, or keys and values.
+"""Updates a backbone's state with new tokens. The state is recurrent, or consists of keys and values.
 
-Shapes: B sequences, W tokens of the evaluation, H heads, P head dim, N state dim, K taps, C convolved
-channels; J key/value heads, S slots.
+Shapes: B sequences, W tokens of the evaluation, H heads, P head dim, N state dim, K taps of the
+convolution, C channels of the convolution; J key/value heads, S slots for keys and values.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from deqseq.ops.mixer.ssd import ssd_advance
 Layers = tuple[tuple[Tensor, ...], ...]
 
 MOST_TOKENS = 64
-"""The Triton kernels process up to this many tokens, one by one. For more tokens, PyTorch's matrix products
-are faster."""
+"""Maximum number of tokens for the Triton kernels. They process tokens one by one. For more tokens, PyTorch's
+matrix products are faster."""
 
 
 def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form: str) -> Layers:
     """The layers' states after the first ``count`` (B,) tokens.
 
     Args:
-        layers: per layer the convolution's tail (B, K-1, C) and the SSM state (B, H, P, N); the update may
-            be in place.
+        layers: per layer, the tail (the last K-1 inputs of the convolution, (B, K-1, C)) and the SSM state
+            (B, H, P, N). The update may be in place.
         traces: per layer, the trace of the evaluation.
     """
     if _by_triton(traces[0].x.shape[1], form):
@@ -39,7 +39,7 @@ def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form:
 def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> tuple[Tensor, Tensor]:
     tail, ssm = layer
     taps = tail.shape[1]
-    # The new tail is the last K-1 entries of [old tail, first ``count`` inputs]. ``last`` has their indices.
+    # The new tail is the last K-1 entries of [old tail, first ``count`` inputs]. ``last``: their indices.
     last = torch.arange(taps, device=tail.device) + count[:, None]
     if taps:
         last = last[..., None]
@@ -53,13 +53,13 @@ def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> t
 def keys_values(
     layers: Layers, traces: Sequence[tuple[Tensor, Tensor]], seen: Tensor, count: Tensor, form: str
 ) -> Layers:
-    """Write keys and values of the first ``count`` (B,) tokens into the layers' slots from ``seen`` (B,) on.
+    """Write keys and values of the first ``count`` (B,) tokens into the slots from number ``seen`` (B,) on.
 
     Returns the updated layers.
 
     Args:
-        layers: per layer keys and values (B, J, S, P); the update may be in place.
-        traces: per layer keys and values (B, J, W, P) of the evaluation.
+        layers: per layer, keys and values (B, J, S, P). The update may be in place.
+        traces: per layer, keys and values (B, J, W, P) of the evaluation.
     """
     width = traces[0][0].shape[2]
     if _by_triton(width, form):
@@ -68,7 +68,7 @@ def keys_values(
         for (keys, values), (k, v) in zip(layers, traces, strict=True):
             append_(keys, values, k, v, seen, count)
         return layers
-    # Slot s takes token s - seen of the window, if 0 <= s - seen < count.
+    # Slot s takes token s - seen of the window if 0 <= s - seen < count. Other slots keep their values.
     token = torch.arange(layers[0][0].shape[2], device=count.device) - seen[:, None]  # (B, S)
     write = ((token >= 0) & (token < count[:, None]))[:, None, :, None]
     source = token.clamp(0, width - 1)[:, None, :, None]

@@ -1,9 +1,9 @@
-"""Builds, saves and loads CatbAbI as tensors, and reads it in parallel streams.
+"""Builds, saves and loads CatbAbI (concatenated bAbI stories) as tensors, and reads it in parallel streams.
 
 A story is ``<eos>`` followed by its words. Stories are concatenated, so ``<eos>`` also follows a story's last
 word. The target of every token is the next token.
 
-Streams are read in batches. A batch has the next L tokens of each of the B streams; L is called the cut.
+A batch has the next L tokens of each of the B streams. L is called the cut.
 
 Shapes: S stories, N tokens in all stories together, B streams, L tokens per stream in a batch.
 """
@@ -78,7 +78,7 @@ class Stories:
     def runs(self, streams: int) -> list[int]:
         """Divide the stories into ``streams`` consecutive runs with about equally many tokens.
 
-        Returns a list of ``streams`` + 1 token indices, ``ends``: run i is ``tokens[ends[i] : ends[i + 1]]``.
+        Returns a list ``ends`` of ``streams`` + 1 token indices. Run i is ``tokens[ends[i] : ends[i + 1]]``.
         """
         wanted = torch.arange(streams + 1) * (len(self.tokens) / streams)
         middles = (self.edges[1:] + self.edges[:-1]) / 2
@@ -88,7 +88,7 @@ class Stories:
 
 @dataclass(frozen=True)
 class CatBabi:
-    """The three splits and their vocabulary. Index 0 of the vocabulary is ``<pad>``, index 1 is ``<eos>``."""
+    """The data of CatbAbI: three splits and one vocabulary, which begins with ``<pad>`` and ``<eos>``."""
 
     vocabulary: list[str]
     splits: dict[str, Stories]
@@ -204,7 +204,8 @@ class StoryStreams(IterableDataset[Batch]):
         seed: seed of the shuffles.
 
     Raises:
-        ValueError: sizes below 1; fewer stories than streams; a cut longer than a stream's share of the data.
+        ValueError: ``batch_size`` or ``cut`` is below 1; there are fewer stories than streams; ``cut`` is
+            more than a stream's share of the tokens.
     """
 
     def __init__(self, stories: Stories, question: int | None, batch_size: int, cut: int, seed: int) -> None:
@@ -222,7 +223,7 @@ class StoryStreams(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(self.seed)
         rows = [self.stories.tokens[:0]] * self.batch_size
-        index = 0  # number of batches in the passes over the stories before this one
+        index = 0  # number of batches in all earlier passes over the stories
         while True:
             stories = self.stories.shuffled(generator)
             edges = stories.runs(self.batch_size)
@@ -230,7 +231,7 @@ class StoryStreams(IterableDataset[Batch]):
                 torch.cat([row, stories.tokens[start:end]])
                 for row, (start, end) in zip(rows, pairwise(edges), strict=True)
             ]
-            cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # the last target needs one more token
+            cuts = max(0, (min(map(len, rows)) - 1) // self.cut)  # the last input needs a next token
             for i in range(max(0, self.start - index), cuts):
                 piece = torch.stack([row[i * self.cut : (i + 1) * self.cut + 1] for row in rows]).long()
                 inputs, labels = piece[:, :-1].contiguous(), piece[:, 1:].contiguous()
@@ -245,7 +246,7 @@ def once(stories: Stories, batch_size: int, cut: int) -> Iterator[tuple[Tensor, 
     """Read all stories once, shuffled, in B parallel streams.
 
     Yields batches (inputs, targets, tasks), each tensor (B, L) int64. The last batch may be shorter. A stream
-    that ends early is padded, with ``IGNORE_INDEX`` as targets.
+    that ends early is padded, and its padding has ``IGNORE_INDEX`` as targets.
     """
     stories = stories.shuffled(torch.Generator().manual_seed(0))
     edges = stories.runs(min(batch_size, len(stories)))
@@ -255,7 +256,8 @@ def once(stories: Stories, batch_size: int, cut: int) -> Iterator[tuple[Tensor, 
         return pad_sequence(runs, batch_first=True, padding_value=padding)
 
     inputs = streams(stories.tokens, 0)
-    targets = streams(stories.tokens.roll(-1), IGNORE_INDEX)  # the last target is the first token, <eos>
+    # The target of a token is the next token. The target of the last token is the first token, <eos>.
+    targets = streams(stories.tokens.roll(-1), IGNORE_INDEX)
     tasks = streams(stories.tasks.repeat_interleave(stories.lengths), 0)
     for start in range(0, inputs.shape[1], cut):
         x, y, task = (values[:, start : start + cut].long() for values in (inputs, targets, tasks))

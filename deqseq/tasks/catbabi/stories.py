@@ -24,7 +24,8 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
     answer and its supporting facts.
 
     Raises:
-        ValueError: the folder or file does not exist, the task has two files, or a line has another form.
+        ValueError: the folder or file does not exist, the task has several files, or a line does not have
+            this form.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"no folder {folder}: it should hold bAbI's files, qa1_train.txt to qa20_test.txt")
@@ -50,12 +51,13 @@ def read_folder(folder: str | Path, split: str, task: int) -> list[Story]:
 def read_dataset(name: str, config: str, split: str, task: int, revision: str | None = None) -> list[Story]:
     """The stories of one task in a dataset on the Hugging Face Hub, or in a local folder of the same layout.
 
-    The layout is the one of ``facebook/babi_qa``. The configurations ``CONFIG-qa1`` to ``CONFIG-qa20`` have
-    the splits train, validation and test. A row has a ``story``: a list of lines with ``text`` and
-    ``answer``. The answer of a statement is empty.
+    The layout is that of the dataset ``facebook/babi_qa``. Each task is a configuration, ``CONFIG-qa1`` to
+    ``CONFIG-qa20``, where CONFIG is the argument ``config``. A configuration has the splits train, validation
+    and test. A row has a ``story``: a list of lines with ``text`` and ``answer``. The answer of a statement
+    is empty.
 
     Raises:
-        ValueError: ``datasets`` cannot load the dataset, or its rows have another form.
+        ValueError: ``datasets`` cannot load the dataset, or its rows do not have this form.
     """
     try:
         from datasets import load_dataset

@@ -1,4 +1,4 @@
-"""The reports: each measures a model, prints a table and writes a result folder."""
+"""The evaluation reports. Each report measures a model, prints a table and writes a result folder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,9 +45,9 @@ _TASKS: list[Column] = [
 
 @dataclass
 class _Found:
-    """The results of a report: rows of a table, notes to print below the table, and what to draw.
+    """The results of a report: the rows of a table, notes to print below the table, and the figure.
 
-    ``draw(axes, rows)`` draws the rows on ``panels`` axes. ``more``: further entries of the JSON file.
+    ``draw(axes, rows)`` draws the figure on ``panels`` axes. ``more``: further entries of the JSON file.
     """
 
     rows: Sequence[Any]
@@ -89,7 +89,8 @@ def report(options: Any) -> None:
 def _settings(options: Any, model: Any, solve: SolveOptions | None) -> dict[str, Any]:
     """The options as a dictionary.
 
-    If an option is left to the model, such as the window ``model``, the dictionary has the model's value.
+    Some options can leave their value to the model, such as ``window="model"``. The dictionary then has the
+    value of the model.
     """
     unrecorded = ("model", "output", "force", "files")
     found = {name: value for name, value in vars(options).items() if name not in unrecorded}
@@ -145,7 +146,7 @@ def _duality(options: Any, model: Any, tokens: Any, solve: SolveOptions | None) 
 def _downstream(options: Any, model: Any, tokenizer: Any, solve: SolveOptions | None) -> _Found:
     layer = implicit_layer(model)
     if layer is not None and solve is not None:
-        layer.eval_solve = solve  # lm-eval passes no solve options
+        layer.eval_solve = solve  # set them here: lm-eval passes no solve options
     found = evaluate_tasks(model, tokenizer, options.tasks, options.files, options.limit, options.batch_size)
     mean, warnings = sum(s.main for s in found) / len(found), other_prompts(found)
     notes, more = [f"average {mean:.4f}", *warnings], {"average": mean, "warnings": warnings}

@@ -56,7 +56,8 @@ _COLUMNS = (
 def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -> None:
     """Write ``README.md`` and ``curves.png`` into the folder of a model.
 
-    ``record``: the content of ``training.json``: ``log``, number of ``parameters``, ``validation`` scores.
+    ``record``: the content of ``training.json``. It has the ``log``, the number of ``parameters`` and the
+    ``validation`` scores.
     """
     config = settings.config()
     plot_curves([(folder.parent.name, record["log"], settings)], folder / "curves.png")
@@ -82,8 +83,8 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
 def scores(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> dict[int, SimpleNamespace]:
     """The scores of the evaluations during training, by step.
 
-    Takes the first evaluation of a step. This leaves out the evaluation after training, which has the same
-    step as the last evaluation in training.
+    If a step has two evaluations, takes the first. The second is the evaluation after training: the log
+    gives it the same step as the last evaluation during training.
     """
     found: dict[int, SimpleNamespace] = {}
     for entry in log:

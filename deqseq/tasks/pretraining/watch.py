@@ -34,7 +34,7 @@ class Flops:
     """FLOPs of a model in a forward pass on one row of ``length`` tokens.
 
     PyTorch's FLOP counter runs the plain PyTorch implementation on fake tensors. It counts matrix products
-    and convolutions, but no element-wise operations. Attention counts all pairs of tokens, also masked ones.
+    and convolutions, but no element-wise operations. Attention counts all pairs of tokens, also masked pairs.
 
     Attributes:
         evaluation: FLOPs of one evaluation of f.
@@ -42,7 +42,7 @@ class Flops:
     """
 
     def __init__(self, config: ImplicitConfig, length: int) -> None:
-        # Plain attention, because the counter does not know every fused kernel.
+        # Use plain attention, because the FLOP counter does not know every fused kernel.
         with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
             model = ImplicitForCausalLM(config)
             x = torch.empty(1, length, config.hidden_size)
@@ -58,7 +58,8 @@ class Flops:
         """FLOPs of a training step on one row.
 
         The forward pass evaluates f ``evaluations`` times. The backward pass goes through ``with_graph`` of
-        these evaluations and costs twice as much per evaluation. Recomputation does not count.
+        these evaluations. Per evaluation, it costs twice as much as the forward pass. Evaluations that
+        gradient checkpointing repeats do not count.
         """
         return self.evaluation * (evaluations + 2 * with_graph) + 3 * self.rest
 
@@ -89,11 +90,11 @@ class Speed(TrainerCallback):
         self.skip()
 
     def skip(self) -> None:
-        """Restart the clock without adding the time since the last ``count`` or ``skip``."""
+        """Restart the clock. The time since the last ``count`` or ``skip`` is left out."""
         self._since = time.perf_counter()
 
     def count(self) -> None:
-        """Add the time since the last ``count`` or ``skip``."""
+        """Add the time since the last ``count`` or ``skip`` to the training time, and restart the clock."""
         passed = time.perf_counter() - self._since
         self._seconds += passed
         self.elapsed += passed
@@ -113,7 +114,7 @@ class Speed(TrainerCallback):
     on_save = on_evaluate
 
     def read(self, evaluations: float, with_graph: float) -> dict[str, float]:
-        """Tokens per second and, if the peak is known, model FLOPs utilisation, since the last call.
+        """Tokens per second since the last call and, if ``peak`` is known, the model FLOPs utilisation.
 
         ``evaluations`` and ``with_graph`` are as in :meth:`Flops.step`.
         """
@@ -133,9 +134,9 @@ _WINDOW = 10
 
 
 class Advice:
-    """Warns if solves get worse, and suggests what to try. Gives each warning once per stage.
+    """Warns if solves get worse, and suggests what to try. Each object gives each warning once.
 
-    Compares the mean over the last five lines of the log with the mean over the five lines before.
+    Compares the mean of the last five log entries with the mean of the five entries before them.
     """
 
     def __init__(self) -> None:
@@ -143,10 +144,10 @@ class Advice:
         self._given: set[str] = set()
 
     def read(self, logs: Mapping[str, float], tolerance: float | None) -> list[str]:
-        """Add a line of the log; returns new warnings.
+        """Add a log entry. Returns new warnings.
 
         Args:
-            tolerance: tolerance of the solver; ``None`` for a fixed number of iterations.
+            tolerance: tolerance of the convergence policy; ``None`` for a fixed number of iterations.
         """
         if "residual" not in logs:
             return []
@@ -180,6 +181,7 @@ def model_radius(model: nn.Module, input_ids: Tensor, z: Tensor) -> float:
     with torch.no_grad():
         embed: Any = model.get_input_embeddings()  # type: ignore[operator]
         context = layer.backbone.prepare(embed(input_ids))
-    generator = torch.Generator(z.device).manual_seed(0)  # leaves the run's random state unchanged
+    # Use a new generator, so that the random state of the run does not change.
+    generator = torch.Generator(z.device).manual_seed(0)
     radius = spectral_radius(lambda u: layer.backbone(u, context), z.float(), 8, generator)
     return radius.mean().item()

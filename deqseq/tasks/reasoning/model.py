@@ -1,4 +1,4 @@
-"""A model of boards: embeddings of the cells, an implicit or explicit layer, and an output layer.
+"""A model that solves boards: embeddings of the cells, an implicit or explicit layer, and an output layer.
 
 Shapes: B boards, C cells of a board, V tokens in the vocabulary, D width of z.
 """
@@ -27,8 +27,8 @@ from deqseq.tasks.reasoning.puzzles import CHARACTERS, Task, check_task, size_of
 class BoardConfig(PretrainedConfig):
     """The configuration of a :class:`BoardModel`.
 
-    The parts are names or mappings, as for :class:`~deqseq.ImplicitSequenceLayer`. A pair of solvers,
-    policies or guesses has one for training and one for evaluation.
+    The parts are names or mappings, as for :class:`~deqseq.ImplicitSequenceLayer`. ``solver``,
+    ``convergence`` and ``guess`` may be pairs: the first part is for training, the second for evaluation.
 
     Attributes:
         task: ``"sudoku"`` or ``"maze"``.
@@ -58,7 +58,7 @@ class BoardOutput(ModelOutput):
 
     Attributes:
         logits: (B, C, V).
-        z: (B, C, D) the output of the layer; for an implicit model, the last iterates.
+        z: (B, C, D) the output of the layer. For an implicit model, these are the last iterates.
         solution: how every cell was solved; ``None`` for an explicit model.
     """
 
@@ -70,11 +70,11 @@ class BoardOutput(ModelOutput):
 class BoardModel(PreTrainedModel):
     """Predicts the token of each cell of the answer from all cells of the question.
 
-    With a :class:`~deqseq.backbones.RecursionBackbone`, the output layer reads only the latent z_H, and the
-    embedded question enters only the updates of z_L, as in TRM (arXiv 2510.04871).
+    With a :class:`~deqseq.backbones.RecursionBackbone`, the output layer reads only the latent z_H. The
+    embedded question enters only the updates of z_L. Both are as in TRM (arXiv 2510.04871).
 
     Raises:
-        ValueError: the task, the size or a part is unknown, or a part is not for such boards.
+        ValueError: the task, the size or a part is unknown, or a part does not fit such boards.
     """
 
     config_class = BoardConfig
@@ -101,7 +101,7 @@ class BoardModel(PreTrainedModel):
         inner: Any = getattr(backbone, "map", backbone)
         if isinstance(inner, LlamaBackbone) and inner.board not in (None, config.size):
             raise ValueError(f"the backbone's board must be size = {config.size}, got {inner.board}")
-        self.d_read = int(inner.d_model)  # width of the latent that is the answer
+        self.d_read = int(inner.d_model)  # width of the latent that the output layer reads
         vocabulary = config.size + 1 if config.task == "sudoku" else len(CHARACTERS["maze"])
         self.embed = nn.Embedding(vocabulary, self.d_read)
         self.head = nn.Linear(self.d_read, vocabulary, bias=False)
@@ -110,7 +110,7 @@ class BoardModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Does nothing, so the initial weights of the parts stay."""
+        """Does nothing, so that transformers keeps the initial weights of the parts."""
 
     @property
     def task(self) -> Task:
@@ -123,7 +123,7 @@ class BoardModel(PreTrainedModel):
     def inputs(self, input_ids: Tensor) -> Tensor:
         """The layer's input x (B, C, D) for the boards ``input_ids`` (B, C) int64.
 
-        If there are two latents, D is twice the width of the embedding. The first half of x is then zero.
+        If z holds two latents, D is twice the width of the embedding. The first half of x is then zero.
         """
         x = F.pad(self.embed(input_ids), (int(self.layer.backbone.d_model or 0) - self.d_read, 0))
         return x.to(kernels.autocast_dtype(x))
@@ -143,7 +143,7 @@ class BoardModel(PreTrainedModel):
             input_ids: (B, C) int64 tokens of the questions.
             z0: (B, C, D) initial iterates; by default the layer's guess.
             fresh: (B,) bool, the boards that start at the layer's guess instead of at ``z0``.
-            solve: solve options; by default the layer's.
+            solve: solve options; by default the layer's solve options.
         """
         x = self.inputs(input_ids)
         if not isinstance(self.layer, ImplicitSequenceLayer):
@@ -155,18 +155,18 @@ class BoardModel(PreTrainedModel):
         return BoardOutput(self.answers(out.z), out.z, out.solution)
 
     def start(self, x: Tensor, number: int | None) -> Tensor:
-        """The initial iterates (B, C, D) of start ``number``; ``None``: of a new random start per board."""
+        """The initial iterates (B, C, D) of start ``number``. With ``None``, a random guess draws anew."""
         assert isinstance(self.layer, ImplicitSequenceLayer)
         found = self.layer.solve.guess.propose(x, number, None)
         return torch.zeros_like(x) if found is None else found
 
 
 def explicit(backbone: Mapping[str, Any]) -> dict[str, Any]:
-    """The backbone of the explicit twin: ``backbone``, or the map of a recursion, without injection."""
+    """The explicit twin's backbone: ``backbone`` without injection. Of a recursion, it takes only the map."""
     found = backbone.get("map", backbone)
     return {**(found if isinstance(found, Mapping) else {"name": found}), "injection": False}
 
 
 def _pair(part: Any) -> Any:
-    """A pair as a tuple, because JSON makes it a list."""
+    """Turn a list into a tuple: JSON stores the tuple of a pair as a list."""
     return tuple(part) if isinstance(part, list) else part

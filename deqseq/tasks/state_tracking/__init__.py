@@ -1,1 +1,1 @@
-"""State tracking: running products in a finite group or monoid (the word problem)."""
+"""State tracking: models predict running products in a finite group or monoid (the word problem)."""

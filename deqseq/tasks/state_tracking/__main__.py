@@ -57,14 +57,15 @@ def _train(
 ) -> None:
     """Train a model in a folder.
 
-    The default settings are the demo's: group A5, length 16. They take minutes on a laptop. With --group S5,
-    the defaults are those of the file s5-small; they take 25 minutes. --run reads other defaults from a
-    file. The shipped files a5xm, s5 and s5xm are the tasks of Schöne et al. (ICML 2025) at full size; each
-    takes minutes on a GPU. To resume after an interruption, run the same command again.
+    By default, the settings are those of the demo (group A5, length 16). Training then takes minutes on a
+    laptop. With --group S5, the default settings come from the file s5-small, and training takes 25 minutes.
+    --run reads default settings from another file. The shipped files a5xm, s5 and s5xm are the tasks of
+    Schöne et al. (ICML 2025) at full size. Each takes minutes on a GPU. To resume after an interruption, run
+    the same command again.
 
     Args:
         output: folder of the run
-        run: YAML file with other defaults for the settings below, or a shipped file: a5xm, s5, s5xm, s5-small
+        run: YAML file with default values of the settings below; or a shipped file: a5xm, s5, s5xm, s5-small
         save_steps: steps between checkpoints
     """
     if run is None and settings.get("group") == "S5":
@@ -94,23 +95,23 @@ def _evaluate(
     """Test a trained model at any length and in any window. Writes JSON and a figure.
 
     Tests on new random sequences, for every combination of length, window and identity probability. With
-    --csv, tests instead on the sequences of a file of the word-problem benchmark, in every window.
+    --csv, tests instead on the sequences in a file of the word-problem benchmark, in every window.
 
     Args:
         run: folder of a finished run
-        length: tokens per sequence; by default 1x and 4x the training length
+        length: tokens per sequence; by default the training length, and four times the training length
         window: number of tokens solved at a time, or 'all'. All windows give the same answers, at different
             cost
         sequences: number of sequences
         seed: seed of the sequences
         identity_probability: probability that a token is the identity; by default as in training
-        tolerance: relative residual at which a token has converged; by default the model's
-        max_iter: maximum number of evaluations per token; by default the model's
-        damping: solve with Picard's iteration and this damping, in (0, 1] (1: none); by default, solve with
-            the model's own solver
+        tolerance: relative residual at which a token has converged; by default the model's tolerance
+        max_iter: maximum number of evaluations per token; by default the model's maximum
+        damping: solve with Picard's iteration and this damping, in (0, 1]; 1 means no damping. By default,
+            solve with the model's own solver
         batch_size: sequences solved together
         csv: CSV file to test on instead of new sequences
-        output: folder for results, by default RUN/evaluation; earlier results are overwritten
+        output: folder for results, by default RUN/evaluation. Earlier results in the folder are overwritten
     """
     model, settings = load(run)
     name = "explicit" if settings.explicit else "implicit"
@@ -123,7 +124,7 @@ def _evaluate(
     options: dict[str, Any] = {**search, "batch_size": batch_size, "progress": True}
     rows: list[tuple[str, Evaluation]] = []
 
-    def keep(found: Evaluation) -> None:  # saves at once: the next test may take an hour
+    def keep(found: Evaluation) -> None:  # saves after every test: the next test may take an hour
         rows.append((name, found))
         save(rows, folder / "evaluation.json", **asked)
 
@@ -159,7 +160,8 @@ def _data(
         file: CSV file named GROUP=LENGTH.csv; A5=20.csv holds sequences of 20 elements of A5
         check: verify the file instead of writing it
         sequences: number of sequences
-        identity_probability: probability that a token is the group's identity, which changes no product
+        identity_probability: probability that a token is the group's identity, which does not change the
+            product
         seed: seed of the sequences
     """
     group, length = algebra_of_csv(str(file)), int(file.stem.rpartition("=")[2])

@@ -1,9 +1,9 @@
 """Word problems: random tokens and their running products, sampled on the fly or stored in files.
 
-Targets are aligned with their inputs: ``target[t] = input[0] · … · input[t]``, so training uses
+Targets are aligned with their inputs: ``target[t] = input[0] · … · input[t]``. Training therefore uses
 plain cross-entropy without a shift.
 
-Shapes: B batch, L tokens, S sequences, N elements.
+Shapes: B sequences in a batch, L tokens, S sequences in a file or fixed set.
 """
 
 import csv
@@ -34,16 +34,16 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Random tokens and their running products, both (B, L) int64 on the generator's device.
 
-    A token of ``A5xM`` has a component in the group A5 and one in the monoid M. With probability
-    ``identity_probability`` the group component is the identity; otherwise it is uniform over the other
-    elements. Tokens whose group component is not the identity are called hard: they change the group's state.
-    The monoid component is uniform.
+    A token of ``A5xM`` has a component in the group A5 and a component in the monoid M. With probability
+    ``identity_probability`` the group component is the identity. Otherwise it is drawn uniformly from the
+    other elements of the group. Tokens with such a component are called hard: they change the running product
+    in the group. The monoid component is drawn uniformly.
 
-    With several groups, ``identity_probability`` is the probability that all their components are the
-    identity. Without a group, ``identity_probability`` has no effect.
+    If the algebra has several groups, ``identity_probability`` is the probability that the components of all
+    groups are the identity. If the algebra has no group, ``identity_probability`` has no effect.
 
     Raises:
-        ValueError: sizes below 1, or a probability outside [0, 1].
+        ValueError: ``batch_size`` or ``length`` is below 1, or the probability is outside [0, 1].
     """
     check_count("batch_size", batch_size)
     check_count("length", length)
@@ -52,7 +52,7 @@ def sample(
     device = generator.device
     group, monoid = _parts(algebra, device)
 
-    # One uniform number has enough bits (53) to choose both parts of a token.
+    # Draw one uniform number per token. It has enough bits (53) to choose both components of the token.
     uniform = torch.rand(batch_size, length, dtype=torch.float64, generator=generator, device=device)
     token = torch.zeros(batch_size * length, dtype=torch.int64, device=device)
     if len(monoid) > 1:
@@ -67,7 +67,7 @@ def sample(
         uniform -= identity_probability
         uniform *= others / max(1.0 - identity_probability, 1e-300)
         choice = uniform.add_(1.0).clamp_(0.0, others).to(torch.int32)
-        # The index of a token is the sum of the indices of its two parts (see Algebra.parts).
+        # The index of a token is the sum of the indices of its two components (see Algebra.parts).
         token += group.index_select(0, choice.flatten())
     tokens = token.view(batch_size, length)
     return tokens, prefix_products(algebra, tokens)
@@ -77,14 +77,14 @@ _MASK = 0xFFFFFFFF
 
 
 def _scramble(x: int) -> int:
-    """A bijection of 32-bit integers, from MurmurHash3: every input bit affects all output bits."""
+    """The last step of the hash MurmurHash3: a bijection of 32-bit integers that mixes all bits."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return x ^ (x >> 16)
 
 
 def batch_seed(seed: int, index: int) -> int:
-    """The seed of batch ``index`` in the stream with seed ``seed``; the same on every machine.
+    """The seed of batch ``index`` in the stream with seed ``seed``. It does not depend on the machine.
 
     The result has 32 bits, because PyTorch's CPU generator uses only the low 32 bits of a seed. The first 2³²
     batches of a stream have different seeds.
@@ -98,10 +98,10 @@ class WordProblemStream:
     """Batches of random word problems. Batch ``i`` depends only on ``i`` and the attributes.
 
     Attributes:
-        lengths: shortest and longest length, inclusive; each batch draws its length uniformly.
+        lengths: shortest and longest length. Each batch draws its length uniformly from this range.
         identity_probability: in [0, 1]; see :func:`sample`.
-        seed: different seeds below 2³² give different streams.
-        batch_size: B.
+        seed: seed of the stream. Different seeds below 2³² give different streams.
+        batch_size: number B of sequences in a batch.
         device: device that makes the batches. The CPU and a GPU make different batches from the same seed.
     """
 
@@ -148,7 +148,7 @@ def generate(
     stream = WordProblemStream(
         algebra, (length, length), identity_probability=p, seed=seed, batch_size=sequences
     )
-    # This is batch 2³² - 1. Training with the same seed never reaches this batch.
+    # Use batch 2³² - 1 of the stream. Training with the same seed never reaches this batch.
     return WordProblems(*stream.batch(_MASK).values())
 
 
@@ -159,7 +159,7 @@ def algebra_of_csv(path: str | Path) -> Algebra:
     """The algebra in the name of a benchmark file: A4xZ5 for ``A4_x_Z5=20.csv``.
 
     Raises:
-        ValueError: the name has another form, or the algebra is unknown.
+        ValueError: the name does not have this form, or the algebra is unknown.
     """
     match = re.fullmatch(r"(.+)=[0-9]+\.csv", Path(path).name)
     if match is None:
@@ -170,11 +170,11 @@ def algebra_of_csv(path: str | Path) -> Algebra:
 def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
     """Tokens (S, L) int64, targets (S, L) int64 and the seed in a file of the word-problem benchmark.
 
-    A line is ``seed,input,target``; input and target are indices separated by spaces.
+    A line is ``seed,input,target``. Input and target are lists of element indices, separated by spaces.
 
     Raises:
-        ValueError: a malformed line, a length or seed that differs from the first line's, or targets that
-            are not the running products in ``algebra``. The message names the line.
+        ValueError: a line is malformed, its length or seed differs from that of the first line, or its
+            targets are not the running products in ``algebra``. The message names the line.
     """
     seeds: list[int] = []
     rows: list[Tensor] = []
@@ -214,7 +214,7 @@ def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
 def write_csv(path: str | Path, tokens: Tensor, targets: Tensor, seed: int) -> None:
     """Write ``tokens`` and ``targets``, both (S, L), and ``seed`` in the format of :func:`read_csv`.
 
-    Overwrites an existing file. The benchmark's own program would write the same bytes.
+    Overwrites an existing file. Writes the same bytes as the benchmark's own program would.
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -11,14 +11,14 @@ from deqseq.tasks.state_tracking.evaluate import Evaluation, window_name
 def plot_by_position(rows: Sequence[tuple[str, Evaluation]], path: Path, chance: float, trained: int) -> None:
     """Write a PNG of three quantities by position: accuracy, iterations and share of converged tokens.
 
-    Each evaluation is a curve. Straight lines show ``chance``, the accuracy of a guess, and ``trained``, the
-    longest training length.
+    Each evaluation is a curve. Straight lines show ``chance``, the accuracy of random guesses, and
+    ``trained``, the longest length in training.
     """
 
     def draw(axes: list[Any]) -> None:
         top, middle, bottom = axes
         for i, (name, e) in enumerate(rows):
-            # Earlier curves are wider, so that equal curves stay visible.
+            # Draw earlier curves wider, so that they stay visible behind equal later curves.
             wide = {"linewidth": 1.5 * (len(rows) - i) ** 0.7}
             position = range(1, e.length + 1)
             window = "" if e.iterations is None else f", window {window_name(e)}"
@@ -48,8 +48,8 @@ def plot_by_length(
     """Write a PNG of the accuracy of the last ten tokens and of the iterations per token, by length.
 
     There is a column for each value of ``p``, the probability that a token is the identity. A line shows the
-    mean over the seeds, and a band reaches from the worst to the best seed. Straight lines show ``chance``
-    and ``trained``, as in :func:`plot_by_position`.
+    mean over the seeds, and a band reaches from the worst to the best seed. Straight lines show ``chance``,
+    the accuracy of random guesses, and ``trained``, the longest length in training.
 
     Args:
         curves: ``curves[p, name][length]`` lists the evaluations of the model ``name``, one per seed.
@@ -62,7 +62,7 @@ def plot_by_length(
     def band(axis: Any, number: int, name: str, found: dict[int, list[float]]) -> None:
         style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
         lengths, values = list(found), list(found.values())
-        wide = 1.5 * (len(names) - number) ** 0.5  # earlier lines stay visible behind later ones
+        wide = 1.5 * (len(names) - number) ** 0.5  # earlier lines are wider, so they stay visible
         mean = [sum(v) / len(v) for v in values]
         axis.plot(lengths, mean, label=name, marker=".", linewidth=wide, **style)
         worst, best = [min(v) for v in values], [max(v) for v in values]
@@ -100,7 +100,7 @@ def plot_by_length(
 
 
 def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:
-    """Write a PNG of the loss by training step. Implicit models also show the number of evaluations of f."""
+    """Write a PNG of the loss by training step; for implicit models, of the evaluations of f too."""
     entries = [entry for entry in log if "loss" in entry]
     steps = [entry["step"] for entry in entries]
 

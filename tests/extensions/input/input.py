@@ -1,4 +1,4 @@
-"""A guess: the input itself."""
+"""A guess: the input, times a constant."""
 
 from deqseq import Guess
 

@@ -17,13 +17,15 @@ _COMPRESSED = (".gz", ".xz", ".bz2", ".zst", ".zip")
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path names a remote file, which fsspec reads."""
+    """Whether ``path`` names a remote file. fsspec reads remote files."""
     return "://" in path
 
 
 def is_compressed(path: str) -> bool:
-    """Whether a file's suffix says that it is compressed; ``ValueError`` if the package to unpack
-    the file is missing."""
+    """Whether the suffix of a file says that the file is compressed.
+
+    Raises ``ValueError`` if the package that unpacks such files is not installed.
+    """
     suffix = Path(path).suffix.lower()
     if suffix in _COMPRESSED and infer_compression(path) is None:
         raise ValueError(f"{path} cannot be unpacked: for {suffix}, install deqseq[lm]")
@@ -31,9 +33,9 @@ def is_compressed(path: str) -> bool:
 
 
 def expanded(path: str) -> list[str]:
-    """The remote files that match ``path``, sorted; ``ValueError`` if no file matches.
+    """The remote files that match ``path``, sorted. Raises ``ValueError`` if no file matches.
 
-    If ``path`` is local or has no ``*``: ``[path]``, without a check.
+    If ``path`` is local or has no ``*``, returns ``[path]`` and does not check whether the file exists.
     """
     if not is_remote(path) or "*" not in path:
         return [path]
@@ -48,7 +50,8 @@ def expanded(path: str) -> list[str]:
 def stamp(path: str) -> dict[str, Any]:
     """Path, size in bytes and modification time of a file.
 
-    If the file does not exist: only the path for a local file, ``ValueError`` for a remote file.
+    If a local file does not exist, returns only its path. If a remote file does not exist, raises
+    ``ValueError``.
     """
     if not is_remote(path):
         return local_stamp(Path(path))
@@ -61,7 +64,7 @@ def stamp(path: str) -> dict[str, Any]:
 
 
 def local_stamp(path: Path) -> dict[str, Any]:
-    """Path, size in bytes and modification time of a local file; only the path if it does not exist."""
+    """Path, size in bytes and modification time of a local file; only the path if the file is missing."""
     if not path.is_file():
         return {"path": str(path)}
     known = path.stat()
@@ -72,19 +75,20 @@ def local_stamp(path: Path) -> dict[str, Any]:
 def opened(path: str) -> Iterator[BinaryIO]:
     """Open a file for reading. A compressed file is decompressed while it is read.
 
-    Seeking in a compressed file reads the file from its start. A zip archive must have exactly one file.
+    Seeking in a compressed file reads the file from its start. A zip archive must contain exactly one file.
     """
     if not is_remote(path) and not is_compressed(path):
         with open(path, "rb") as file:
             yield file
     else:
-        zipped = Path(path).suffix.lower() == ".zip"  # of an archive, fsspec reads only the first entry
+        # Unpack zip archives here: fsspec would read only the first file of an archive.
+        zipped = Path(path).suffix.lower() == ".zip"
         with _one_line(path), fsspec.open(path, "rb", compression=None if zipped else "infer") as content:
             yield cast(BinaryIO, io.BufferedReader(_only_file(content) if zipped else content, 2**20))
 
 
 def _only_file(archive: BinaryIO) -> Any:
-    """The only file in a zip archive, opened; ``ValueError`` if the archive has another number of files."""
+    """Open the only file in a zip archive. Raises ``ValueError`` if there is no file, or several files."""
     unpacked = ZipFile(archive)
     files = [entry for entry in unpacked.infolist() if not entry.is_dir()]
     if len(files) != 1:
@@ -94,12 +98,12 @@ def _only_file(archive: BinaryIO) -> Any:
 
 @contextmanager
 def _one_line(path: str) -> Iterator[None]:
-    """Replace any error by a ``ValueError`` that names the file."""
+    """Replace any error in the block by a ``ValueError`` with one line that names the file."""
     try:
         yield
     except FileNotFoundError as error:
         raise ValueError(f"no file {path}") from error
-    except Exception as error:  # fsspec and compression libraries raise many classes
+    except Exception as error:  # fsspec and compression libraries raise many classes of errors
         if isinstance(error, ValueError) and path in str(error):
             raise
         raise ValueError(f"{path} cannot be read: {first_line(error)}") from error

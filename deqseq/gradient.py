@@ -1,8 +1,7 @@
 """The interface of gradient strategies. A strategy decides which evaluations of f record an autograd graph.
 
 A strategy is built from two functions. :func:`~deqseq.search` finds the fixed point without an autograd
-graph. :func:`~deqseq.steps` does a given number of iterations, and records an autograd graph if gradients are
-enabled.
+graph. :func:`~deqseq.steps` does some iterations, and records an autograd graph if gradients are enabled.
 """
 
 from abc import ABC, abstractmethod

@@ -1,8 +1,4 @@
-"""The implicit and the explicit layer.
-
-The implicit layer combines a backbone, a solver, a gradient strategy, a convergence policy and a guess. The
-explicit layer applies a backbone once.
-"""
+"""The implicit layer, which solves for the fixed point of a backbone, and its explicit counterpart."""
 
 from __future__ import annotations
 
@@ -68,8 +64,7 @@ class SequenceLayer(nn.Module):
 class ImplicitSequenceLayer(SequenceLayer):
     """A layer whose output is the fixed point z* = f(z*, x) of a map f.
 
-    The layer comes from the paper "Implicit Language Models are RNNs" (Schöne et al., ICML 2025, arXiv
-    2502.07827).
+    Source: Implicit Language Models are RNNs, Schöne et al., ICML 2025, arXiv 2502.07827.
 
     Every part can be an object, a registered name, or a mapping ``{"name": ..., **options}``. ``solver``,
     ``convergence`` and ``guess`` take one part for both modes, or a pair (training, evaluation).
@@ -175,8 +170,7 @@ class ImplicitSequenceLayer(SequenceLayer):
 
         Args:
             x: (B, L, D) input.
-            attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding. Padding may be at any
-                place in a row.
+            attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding at any place.
             position_ids: (B, L) int64, at least 0. By default the real tokens are numbered from 0, or from
                 ``state.seen`` if there is a state. If positions restart at 0 inside a row, a new sequence
                 begins there. All sequences are solved independently.
@@ -283,10 +277,7 @@ class ExplicitSequenceLayer(SequenceLayer):
         position_ids: Tensor | None = None,
         state: State | None = None,
     ) -> LayerOutput:
-        """Apply the backbone to ``x`` (B, L, D).
-
-        The arguments have the same meaning as in :meth:`ImplicitSequenceLayer.forward`.
-        """
+        """Apply the backbone to ``x`` (B, L, D). Arguments: see :meth:`ImplicitSequenceLayer.forward`."""
         inputs, packing = take_inputs(self.backbone, x, attention_mask, position_ids, state)
         x, backbone = inputs.x, self.backbone
         context = _context(backbone, inputs, packing is not None)

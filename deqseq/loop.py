@@ -40,12 +40,10 @@ class Carry(NamedTuple):
     # Only with a window:
     state: State | None = None  # the backbone's state after all tokens before ``start``
     start: Tensor | None = None  # (B,) position of the window's first token
-    # (B,) number of tokens that settled in the last pass. ``start`` is already the position after these
-    # tokens. The next pass first shifts z, ``tokens`` and ``memory``, so that the settled tokens leave the
-    # window.
+    # (B,) number of tokens that settled in the last pass. ``start`` is already the position after them. The
+    # next pass first shifts z, ``tokens`` and ``memory``, so that these tokens leave the window.
     leaving: Tensor | None = None
-    # z, iterations, residual and status of every token, as tensors (B, L + W, ...) that end with W places of
-    # padding.
+    # z, iterations, residual and status of every token: (B, L + W, ...), the last W places are padding.
     results: tuple[Tensor, ...] = ()
 
 
@@ -142,10 +140,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
 def evaluate(
     map: Map, z: Tensor, context: Context, state: State | None, recompute: bool
 ) -> tuple[Tensor, Trace]:
-    """Evaluate f. Returns f(z), and the trace from which the backbone computes its next state.
-
-    With ``recompute``, the backward pass recomputes the activations instead of storing them.
-    """
+    """Returns f(z) and the trace. With ``recompute``, the backward pass recomputes the activations."""
     if recompute and torch.is_grad_enabled():
         fz, trace = checkpoint(map.evaluate, z, context, state, use_reentrant=False)
         return fz, trace
@@ -153,18 +148,12 @@ def evaluate(
 
 
 def _places(problem: Problem, start: Tensor) -> Tensor:
-    """The positions (B, W) int64 of the tokens in a window that begins at ``start`` (B,).
-
-    Places after the end of the input get the position of the last token, L - 1.
-    """
+    """Positions (B, W) int64 of the window's tokens. Places after the end of the input get L - 1."""
     return (start[:, None] + problem.offsets).clamp_max(problem.z0.shape[1] - 1)
 
 
 def _inside(problem: Problem, start: Tensor) -> Tensor:
-    """Which places of the window are before the end of the sequence, as a bool tensor (B, W).
-
-    The window begins at ``start`` (B,).
-    """
+    """(B, W) bool, true at places of the window that are before the end of the sequence."""
     return start[:, None] + problem.offsets < problem.ends[:, None]
 
 
@@ -224,8 +213,7 @@ class Runner:
             return False
         finished = self.settled()
         if self.problem.group is not None:
-            # End only when all processes have finished. If one process ended earlier, the other processes
-            # would wait forever in their next collective operation.
+            # End only when all processes have finished: a process left alone would wait forever.
             finished = finished.to(torch.int32)
             dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self.problem.group)
         return bool(finished)

@@ -1,8 +1,7 @@
 """The interface of convergence policies.
 
-A policy decides when a token has converged, and how many evaluations of f a token may use. The policy judges
-every evaluation on the device. It never changes z, and should not make the host wait for the device. A
-settled token is not iterated any more.
+A policy decides when a token has converged, and how many evaluations of f a token may use. It judges every
+evaluation on the device. It never changes z, and should not make the host wait for the device.
 
 Training, evaluation and generation run the same loop and may use different policies.
 

@@ -8,8 +8,7 @@ f), but extra passes change nothing, because settled tokens are frozen.
 
 A replay reads the layer's current weights, so training between two calls takes effect. After a module, solver
 or policy has been replaced, the layer makes a new recording. The layer does not notice if an attribute of a
-solver, policy or module is changed in place, and then replays the old recording. A layer with hooks is never
-replayed.
+solver, policy or module is changed in place. It then replays the old recording. Hooks prevent replays.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from deqseq.trees import Copier, copied, overwrite
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 64
-"""Maximum number of sequences in a recorded call. In a larger batch, kernel launches take only a small share
-of the time, so a recording would save little."""
+"""Largest batch to record. In larger batches, kernel launches take only a small share of the time."""
 PASSES_OF_A_CALL = 2
 """Number of passes in one CUDA graph. After each replay, the host checks whether all tokens have settled."""
 MAX_RECORDINGS = 4
@@ -85,10 +83,9 @@ class Recordings:
             layer: the layer whose parameters and modules the solve uses.
             options: solver, policy and window of the solve.
             inputs: the inputs of the call.
-            make_problem: function that makes the problem from the inputs. It must not make the host wait for
-                the device.
-            make_result: function that makes the result from the solution and the inputs. It must not make the
-                host wait either.
+            make_problem: makes the problem from the inputs.
+            make_result: makes the result from the solution and the inputs. Neither function may make the host
+                wait for the device.
         """
         flat = _flat(inputs)
         parts = (options.solver, options.convergence, getattr(layer, "group", None))
@@ -140,8 +137,7 @@ class Fingerprint:
     """
 
     def __init__(self) -> None:
-        # Returns the layer; ``None`` before the first call of ``of``. A weak reference avoids a cycle: the
-        # layer already refers to this object.
+        # Returns the layer, or ``None`` before the first call of ``of``. A weak reference avoids a cycle.
         self._layer: Callable[[], nn.Module | None] = lambda: None
         self._modules: list[nn.Module] = []  # all modules inside the layer, without the layer itself
         self._subtrees: list[dict[str, Any]] = []
@@ -162,8 +158,7 @@ class Fingerprint:
             self._hooks = [d for m in every for d in (m._forward_hooks, m._forward_pre_hooks)]
             self._children = self._ids()
         memory = [0 if t is None else t.data_ptr() for t in _values(self._tensors)]
-        # If there are hooks, return a new object. It equals no earlier value, so no recording is found. A
-        # replay would skip the hooks.
+        # A replay would skip hooks. A new object equals no earlier value, so no recording is found.
         hooked = object() if any(self._hooks) else None
         training = (layer.training, *[m.training for m in self._modules])
         return self._walked, training, tuple(memory), hooked

@@ -63,9 +63,7 @@ class Tokens(NamedTuple):
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
     def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> Tokens:
-        """The tokens after the window has moved.
-
-        Settled tokens have left at the window's start, and new tokens have entered at its end.
+        """The tokens after the window has moved: settled tokens left at its start, new ones entered.
 
         Args:
             source: (B, W) int64, index of each staying token in the old window.

@@ -38,6 +38,7 @@ RECURSION = {"name": "recursion", "updates": 1, "noise": 0.01, "map": MIXER}
 LLAMA = {"name": "llama", "d_model": 8, "n_layer": 1, "n_head": 2, "causal": False}
 SMALL: dict[str, Any] = {
     "size": 4, "backbone": RECURSION, "gradient": {"name": "unrolled", "iterations": 1}, "budget": 3,
+    "solved_steps": 2,
     "steps": 12, "batch_size": 8, "learning_rate": 3e-3, "eval_steps": 6, "eval_depth": 2, "average": 0.9,
     "tolerance": 0.05, "max_iter": 24,
 }  # fmt: skip
@@ -129,6 +130,17 @@ def test_iterates_persist_until_a_sequence_leaves() -> None:
     assert torch.equal(second["z0"], torch.zeros(3, 1, 2))
     iterates.put(torch.ones(3, 1, 2), torch.tensor([False, False, False]))
     assert iterates.take(fresh(2))["labels"].flatten().tolist() == [10, 21, 12]
+
+
+def test_a_sequence_leaves_after_some_solved_steps_in_a_row() -> None:
+    """Here it leaves after two. A step in which it is not solved makes the count begin again."""
+    iterates = Iterates(budget=9, solved_steps=2)
+    stays = []
+    for step, solved in enumerate([True, False, True, True, True]):
+        labels = iterates.take({"labels": torch.full((9, 1), step)})["labels"]
+        stays.append(labels[-1].item())  # the last row has a budget of nine steps
+        iterates.put(torch.zeros(9, 1, 2), torch.tensor([False] * 8 + [solved]))
+    assert stays == [0, 0, 0, 0, 4]
 
 
 def test_the_model_continues_from_its_iterates() -> None:

@@ -1,9 +1,9 @@
 """Iterates that persist over optimiser steps.
 
 Every optimiser step does a few iterations for each sequence of its batch. The next step continues from the
-iterates at which this step ends. A sequence stays in the batch until all its labels are predicted, or until
-its budget of steps is spent. Then a fresh sequence takes its place. The method was published as deep
-supervision in segments (HRM, arXiv 2506.21734; TRM, arXiv 2510.04871; Equilibrium Reasoners, arXiv
+iterates at which this step ends. A sequence stays in the batch until it has been solved in a few steps in a
+row, or until its budget of steps is spent. Then a fresh sequence takes its place. The method was published as
+deep supervision in segments (HRM, arXiv 2506.21734; TRM, arXiv 2510.04871; Equilibrium Reasoners, arXiv
 2605.21488).
 
 The gradient strategy decides which iterations a step does. For example, ``unrolled`` with ``iterations: 1``
@@ -22,6 +22,7 @@ from torch import Tensor
 from deqseq.tasks.common.trainer import AlignedTrainer
 
 _FILE = "iterates.safetensors"
+_STATE = ("z", "left", "solved")
 
 
 class Iterates:
@@ -31,13 +32,18 @@ class Iterates:
         budget: maximum number of optimiser steps for which a sequence stays in the batch. The sequences of
             the first batch get different budgets, from 1 to ``budget``. With equal budgets, all of them could
             leave in the same step.
+        solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, it leaves
+            at once, and the model is never trained at iterates from which it has just predicted the answer.
+            Such a model need not stay at an answer.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, solved_steps: int = 1) -> None:
         self.budget = budget
+        self.solved_steps = solved_steps
         self.batch: dict[str, Tensor] = {}
         self.z: Tensor | None = None
         self.left: Tensor | None = None  # (B,) int64, steps left
+        self.solved: Tensor | None = None  # (B,) int64, steps in a row in which the sequence was solved
 
     def take(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """Make the batch of the next step. Sequences in ``fresh`` replace sequences without steps left.
@@ -48,6 +54,7 @@ class Iterates:
         if self.left is None:
             size, device = len(fresh["labels"]), fresh["labels"].device
             self.left = torch.arange(size, device=device) % self.budget + 1
+            self.solved = torch.zeros_like(self.left)
             self.batch = fresh
             return fresh
         ended = self.left == 0
@@ -56,25 +63,24 @@ class Iterates:
             for name, old in self.batch.items()
         }
         self.left = self.left.masked_fill(ended, self.budget)
+        self.solved = self.solved.masked_fill(ended, 0)
         return {**self.batch, **({} if self.z is None else {"z0": self.z, "fresh": ended})}
 
     def put(self, z: Tensor | None, solved: Tensor) -> None:
-        """Store the iterates ``z`` (B, L, D) of a step.
-
-        ``solved``: (B,) bool, true for sequences that leave the batch.
-        """
-        assert self.left is not None
+        """Store the iterates ``z`` (B, L, D) of a step, and which sequences are ``solved``, (B,) bool."""
+        assert self.left is not None and self.solved is not None
         self.z = None if z is None else z.detach()
-        self.left = (self.left - 1).masked_fill(solved, 0)
+        self.solved = (self.solved + 1).masked_fill(~solved, 0)
+        self.left = (self.left - 1).masked_fill(self.solved >= self.solved_steps, 0)
 
     def save(self, folder: Path) -> None:
         found = {f"batch.{name}": value for name, value in self.batch.items()}
-        found |= {name: value for name in ("z", "left") if (value := getattr(self, name)) is not None}
+        found |= {name: value for name in _STATE if (value := getattr(self, name)) is not None}
         save_file({name: value.contiguous() for name, value in found.items()}, folder / _FILE)
 
     def load(self, folder: Path, device: torch.device) -> None:
         found = load_file(folder / _FILE, device=str(device))
-        self.z, self.left = found.pop("z", None), found.pop("left", None)
+        self.z, self.left, self.solved = (found.pop(name, None) for name in _STATE)
         self.batch = {name.removeprefix("batch."): value for name, value in found.items()}
 
 
@@ -86,12 +92,12 @@ class PersistentTrainer(AlignedTrainer):
     iterates ``z``. A sequence is solved if all its labels are predicted.
 
     Args:
-        budget: maximum number of optimiser steps for which a sequence stays in the batch.
+        budget, solved_steps: as in :class:`Iterates`.
     """
 
-    def __init__(self, *args: Any, budget: int, **options: Any) -> None:
+    def __init__(self, *args: Any, budget: int, solved_steps: int = 1, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.iterates = Iterates(budget)
+        self.iterates = Iterates(budget, solved_steps)
         self.parts.append(self.iterates)
         self._ended: list[Any] = [0, 0]  # since the last log: sequences that left, solved sequences
 
@@ -102,9 +108,9 @@ class PersistentTrainer(AlignedTrainer):
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         solved = (outputs.logits.argmax(-1) == inputs["labels"]).all(1)
         self.iterates.put(outputs.z, solved)
-        left = self.iterates.left
-        assert left is not None
-        self._ended = [self._ended[0] + (left == 0).sum(), self._ended[1] + solved.sum()]
+        assert self.iterates.left is not None
+        ended = self.iterates.left == 0
+        self._ended = [self._ended[0] + ended.sum(), self._ended[1] + (ended & solved).sum()]
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -26,7 +26,8 @@ class TrainSettings:
     """All settings of a run; saved in the folder of the run as ``settings.json``.
 
     Every training step does a few iterations for each puzzle of its batch. The next step continues from the
-    iterates at which this step ends. A puzzle leaves the batch when it is solved, or after ``budget`` steps.
+    iterates at which this step ends. A puzzle leaves the batch when it has been solved in ``solved_steps``
+    steps in a row, or after ``budget`` steps.
 
     Args:
         data: CSV file of the training puzzles; the command data makes such files
@@ -44,6 +45,8 @@ class TrainSettings:
         train_max_iter: in training, maximum number of evaluations of the map in one search. Only for gradient
             strategies that search
         budget: maximum number of steps for which a puzzle stays in the batch
+        solved_steps: a puzzle leaves the batch when it has been solved in this many steps in a row. With 1,
+            the model need not learn to stay at an answer
         loss: softmax, or stablemax, which grows more slowly and keeps logits small
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps
@@ -77,6 +80,7 @@ class TrainSettings:
     max_iter: PositiveInt = 256
     train_max_iter: PositiveInt = 16
     budget: PositiveInt = 32
+    solved_steps: PositiveInt = 1
     loss: Literal["stablemax", "softmax"] = "stablemax"
     augment: bool = True
     steps: PositiveInt

@@ -107,7 +107,8 @@ class _Trainer(PersistentTrainer):
     """Averages the weights. Logs the accuracy on ``tests`` with averaged and with raw weights."""
 
     def __init__(self, settings: TrainSettings, tests: Puzzles, *args: Any, **options: Any) -> None:
-        super().__init__(*args, budget=1 if settings.explicit else settings.budget, **options)
+        budget = 1 if settings.explicit else settings.budget
+        super().__init__(*args, budget=budget, solved_steps=settings.solved_steps, **options)
         self.settings, self.tests = settings, tests
         self.average = Averaging(options["model"], settings.average)
         self.parts.append(self.average)

@@ -192,8 +192,8 @@ def launch(
     if not any(isinstance(a, Tensor) and a.is_cuda for a in args):
         kernel[grid](*args, **constants)  # runs in Triton's interpreter
         return
-    # The key has the types, alignments and numbers of the arguments: a compiled kernel may be valid only for
-    # these values.
+    # A compiled kernel may be valid only for the dtypes and alignments of these tensors and for the values of
+    # these numbers, so the key has all of them.
     kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else (type(a), a) for a in args]
     key = (id(kernel), torch.cuda.current_device(), num_warps, num_stages, *kinds, *constants.values())
     compiled = _compiled.get(key)

@@ -94,8 +94,9 @@ class Block(nn.Module):
             inputs: the arguments that the mixer gets after its weights.
 
         Returns:
-            The stream, the block's last output, and the mixer's trace. The next block adds the last output to
-            the stream. A post-norm block adds its last output itself and returns ``None`` instead.
+            The stream, the output of the block's last part (MLP or mixer), and the mixer's trace. The stream
+            does not contain this output yet; the next block adds it. A post-norm block adds it itself and
+            returns ``None`` instead.
         """
         if self.post_norm:
             added, trace = self.mixer(linear_input(stream), weights[0], *inputs)
@@ -324,5 +325,5 @@ def check_sizes(**sizes: int) -> None:
     """Raise ``ValueError`` if a size is not an integer >= 1, or if ``n_layer`` is too large."""
     for name, value in sizes.items():
         check_count(name, value)
-    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # a mistake: so many blocks take minutes to build
+    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # surely a typing error: so many blocks take minutes to build
         raise ValueError(f"n_layer must be at most {_MOST_BLOCKS}, got {sizes['n_layer']}")

@@ -134,7 +134,7 @@ def test_disabled_and_merged_adapters(
     for adapter in adapters:
         adapter.merge()
     assert torch.equal(value(backbone), adapted)
-    for adapter in adapters:  # a disabled adapter must be unmerged
+    for adapter in adapters:  # disable them while merged: the next evaluation must unmerge
         adapter.disable_adapters = True
     assert_close(value(backbone), plain, 1e-6)
     assert not any(adapter.merged for adapter in adapters)

@@ -234,7 +234,8 @@ def test_history_is_used_in_a_fixed_number_of_iterations(
 ) -> None:
     """With ``FixedIterations``, a solver with a history gets much closer to the solution than Picard.
 
-    ``FixedIterations`` computes no residuals, so no token restarts, and every token uses its history.
+    Solvers drop a token's history while an earlier token has a large residual. With ``FixedIterations``, they
+    get no residuals, so they keep the history.
     """
     matrix, x = slow_matrix(), torch.randn(2, 4, D, dtype=torch.float64)
     exact = torch.linalg.solve(torch.eye(D, dtype=torch.float64) - matrix, matrix @ x.mT).mT
@@ -347,7 +348,7 @@ def test_best_iterate_returns_the_best_it_saw(make_progress: MakeProgress) -> No
     for step, size in enumerate(sizes):
         last = torch.full((1, 2), step == len(sizes) - 1)
         visited.append(z)
-        # After the first step |f(z) - z| = size, and |f(z)| is between 10 and 20.
+        # From the second step on, |f(z) - z| = size. In every step, |f(z)| is between 10 and 20.
         fz = torch.full_like(z, 10.0) if step == 0 else z + size
         told = make_progress(z, step, last=last)
         z, state = solver.step(z, fz, state, told)

@@ -373,18 +373,19 @@ def test_sequences_grow_when_the_last_two_tokens_are_right() -> None:
 
 
 def test_batches_of_the_phase_before_do_not_count() -> None:
-    """A phase can end early if 20 of its batches are accurate. Batches of the phase before must not count.
+    """A phase ends early if the mean accuracy of 20 of its batches reaches ``grow_at``.
 
-    Here phase 1 ends at step 40, as the settings say. Only its batches 25 to 39 are accurate.
+    Here phase 1 ends at step 40, as the settings say. Its last batches are accurate, but they are fewer than
+    20. All batches of phase 2 are wrong. It would end early if it began with the batches of phase 1.
     """
     progress = Progress(
-        small(length=16, unrolled_length=4, short_length=16, grow_at=0.9, unrolled_share=0.2, short_share=0.8,
+        small(length=16, unrolled_length=4, short_length=16, grow_at=0.8, unrolled_share=0.2, short_share=0.8,
               steps=200)
     )  # fmt: skip
     labels = torch.zeros(4, 6, dtype=torch.int64)
     right, wrong = (F.one_hot(labels + shift, 6).float() for shift in (0, 1))
     for step in range(60):
-        progress.add(step, right if 25 <= step < 40 else wrong, labels)
+        progress.add(step, right if 20 <= step < 40 else wrong, labels)
     assert progress.ends[:2] == [40, 160]
 
 

@@ -50,7 +50,7 @@ class MixerWeights(NamedTuple):
 
 
 class LayerTrace(NamedTuple):
-    """The values of one evaluation of the mixer from which the layer's next state is computed."""
+    """What one evaluation of the mixer keeps, to compute the layer's next state from it."""
 
     conv: tuple[Tensor, ...]  # each (B, W, E + 2 G N); the convolution's input is their sum
     x: Tensor  # (B, W, H, P) inputs of the recurrence

@@ -254,8 +254,8 @@ def mamba2_block(
 ) -> tuple[Tensor, Tensor, LayerTrace]:  # fmt: skip
     """Compute a Mamba2 block whose gated norm has one group.
 
-    Returns the stream, the block's last output, and the trace. The next block adds the last output to the
-    stream.
+    Returns the stream, the output of the block's last part (MLP or mixer), and the trace. The stream does not
+    contain this output yet; the next block adds it.
     """
     stream, row = project(stream, mixer.in_proj, norm, added, plus=injection)
     y, trace = mixer_step(row, mixer, state, sizes)
@@ -352,8 +352,8 @@ def llama_block(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """Compute a Llama block.
 
-    Returns the stream, the block's last output, and the token's keys and values (B, J, 1, P). The next block
-    adds the last output to the stream.
+    Returns the stream, the output of the MLP, and the token's keys and values (B, J, 1, P). The stream does
+    not contain the output of the MLP yet; the next block adds it.
     """
     stream, row = project(stream, attention.qkv, norm, added, plus=injection)
     y, trace = attention_step(row, rotary, state, seen, heads)

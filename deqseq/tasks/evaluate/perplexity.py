@@ -34,9 +34,9 @@ _FIRST_BUCKET = 16
 class Positions:
     """Means over the tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
-    ``nll`` is the negative log-likelihood. :func:`score` compares several sequence lengths. ``change`` is
-    ``nll`` minus the nll of the same tokens at the first length, and ``None`` at the first length itself.
-    Standard errors assume independent tokens.
+    ``nll`` is the negative log-likelihood. :func:`score` cuts the same tokens into sequences of several
+    lengths. ``change`` is the ``nll`` at this length minus the nll at the first of these lengths. At the first
+    length it is ``None``. Standard errors assume independent tokens.
     """
 
     first: int

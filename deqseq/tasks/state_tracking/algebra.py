@@ -35,7 +35,7 @@ class Algebra:
         factors: the factors of a direct product from left to right; empty for other algebras.
         identity: index of the identity; always 0, because the identity is the first element.
 
-    Two objects are equal only if they are the same object. ``functools.cache`` can then hash them.
+    Algebras are compared and hashed by identity, so ``functools.cache`` can take them as arguments.
     """
 
     name: str

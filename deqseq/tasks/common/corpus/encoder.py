@@ -99,7 +99,7 @@ class Encoder:
         """Add ``words`` to the cache. Returns the cache, which maps every word to its ids."""
         if self._known_characters > _REMEMBERED:
             self._known, self._known_characters = {}, 0
-        known = self._known  # keep this cache, because another thread may replace the attribute
+        known = self._known  # use one cache until the end: another thread may replace self._known
         new = [word for word in words if word not in known]
         self._known_characters += sum(map(len, new))
         known.update(zip(new, self._encode(new), strict=True))

@@ -114,7 +114,8 @@ class TokenRows(Dataset[Row]):
 
     Args:
         files: the number of tokens of each file, by path.
-        end_of_text: the token that ends a document, if documents are separate; ``None`` if they are joined.
+        end_of_text: the id of the token that ends every document. If given, positions restart at 0 after each
+            such token. ``None``: positions do not restart.
     """
 
     def __init__(self, files: dict[Path, int], dtype: str, length: int, end_of_text: int | None) -> None:

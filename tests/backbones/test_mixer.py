@@ -20,7 +20,7 @@ def mixer(**options: Any) -> MixerBackbone:
 
 
 def contraction() -> MixerBackbone:
-    """A mixer whose map is a contraction: small RMSNorm weights and a large injection weaken the part of z."""
+    """A mixer whose map is a contraction: small RMSNorm weights and a large injection."""
     made = mixer(n_layer=1)
     with torch.no_grad():
         for norm in (made.layers[0].norm, made.layers[0].norm2):

@@ -35,8 +35,8 @@ class Positions:
     """Means over the tokens at positions ``first`` to ``last`` of their sequences, counted from 1.
 
     ``nll`` is the negative log-likelihood. :func:`score` cuts the same tokens into sequences of several
-    lengths. ``change`` is the ``nll`` at this length minus the nll at the first of these lengths. At the first
-    length it is ``None``. Standard errors assume independent tokens.
+    lengths. ``change`` is the ``nll`` at this length minus the nll at the first length. At the first length
+    itself, it is ``None``. Standard errors assume independent tokens.
     """
 
     first: int

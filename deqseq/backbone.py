@@ -96,8 +96,8 @@ class Backbone(nn.Module, ABC):
     Attributes:
         d_model: width D of z and x; ``None`` if every width works.
         causal: whether token t of f(z, x) depends only on tokens 0 to t.
-        injects: whether f reads x from the context. An explicit layer passes x as z, so its backbone has
-            ``injects=False``.
+        injects: whether f reads x from the context. If not, f cannot be iterated: an explicit layer passes x
+            as z.
         rewinds: true if lowering ``State.seen`` removes the last tokens from a state. This works for states
             with one slot per token (keys and values), not for recurrent states.
         capturable: true if a CUDA graph can record ``prepare``, ``evaluate`` and ``advance``. These methods

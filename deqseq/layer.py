@@ -252,22 +252,15 @@ class ImplicitSequenceLayer(SequenceLayer):
 
 
 class ExplicitSequenceLayer(SequenceLayer):
-    """A layer that applies a backbone once to its input: the explicit counterpart of an implicit layer.
+    """A layer that evaluates a backbone once: the counterpart of an implicit layer, without a search.
+
+    With ``injection=False`` the output is f(x): an ordinary stack of blocks. If the backbone injects x, the
+    output is f(0, x). This *injected* form has the weights of an implicit layer and does not iterate. Compare
+    implicit layers with it to see what iterating contributes.
 
     Args:
-        backbone: a backbone built with ``injection=False``. The layer passes x to it in place of z.
-
-    Raises:
-        ValueError: the backbone has an injection.
+        backbone: the map f.
     """
-
-    def __init__(self, backbone: Backbone | Mapping[str, Any]) -> None:
-        super().__init__(backbone)
-        if self.backbone.injects:
-            raise ValueError(
-                f"an explicit layer needs a backbone without injection (injection=False), got "
-                f"{type(self.backbone).__name__} with injection"
-            )
 
     @_on_its_device
     def forward(
@@ -281,7 +274,8 @@ class ExplicitSequenceLayer(SequenceLayer):
         inputs, packing = take_inputs(self.backbone, x, attention_mask, position_ids, state)
         x, backbone = inputs.x, self.backbone
         context = _context(backbone, inputs, packing is not None)
-        z, trace = evaluate(backbone, x, context, state, self.gradient_checkpointing)
+        z = torch.zeros_like(x) if backbone.injects else x
+        z, trace = evaluate(backbone, z, context, state, self.gradient_checkpointing)
         if state is not None:
             state = backbone.advance(trace, backbone.reserve(state, x).copy(), inputs.lengths).detach()
         real = torch.arange(x.shape[1], device=x.device) < inputs.lengths[:, None]

@@ -20,6 +20,7 @@ from deqseq import (
     Residual,
     State,
     Status,
+    Unrolled,
 )
 from deqseq.backbones import Mamba2Backbone, ModuleBackbone
 from deqseq.policy import Judgement
@@ -178,10 +179,22 @@ def test_an_implicit_layer_needs_an_injection(make_backbone: MakeBackbone) -> No
             ImplicitSequenceLayer(make_backbone(name, injection=False))
 
 
-def test_an_explicit_layer_takes_no_injection(make_backbone: MakeBackbone) -> None:
-    for name in ("mamba2", "llama"):
-        with pytest.raises(ValueError, match="injection=False"):
-            ExplicitSequenceLayer(make_backbone(name))
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_an_explicit_layer_with_an_injection_is_the_first_iteration(
+    make_backbone: MakeBackbone, name: str
+) -> None:
+    """It returns f(0, x), in one pass and token by token."""
+    backbone = make_backbone(name, n_layer=2)
+    once = ExplicitSequenceLayer(backbone).eval()
+    x = torch.randn(2, 6, 16)
+    first = ImplicitSequenceLayer(backbone, gradient=Unrolled(1), convergence=FixedIterations(1))(x)
+    assert torch.equal(once(x).z, first.z)
+    state, found = backbone.initial_state(2), []
+    for t in range(6):
+        out = once(x[:, t : t + 1], state=state)
+        state = out.state
+        found.append(out.z)
+    torch.testing.assert_close(torch.cat(found, 1), first.z, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])
@@ -194,13 +207,8 @@ def test_an_explicit_layer_is_the_stack_applied_once(make_backbone: MakeBackbone
 
 
 def test_an_explicit_layer_over_a_module_applies_it_to_x(make_backbone: MakeBackbone) -> None:
-    """The layer applies the module to x once, or raises ``ValueError``."""
     module, x = nn.Linear(4, 4), torch.randn(2, 6, 4)
-    try:
-        layer = ExplicitSequenceLayer(ModuleBackbone(module))
-    except ValueError:
-        return
-    torch.testing.assert_close(layer(x).z, module(x))
+    torch.testing.assert_close(ExplicitSequenceLayer(ModuleBackbone(module))(x).z, module(x))
 
 
 def test_inputs_are_left_alone(make_layer: MakeLayer) -> None:

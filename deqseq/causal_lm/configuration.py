@@ -1,10 +1,10 @@
-"""The configuration of implicit and explicit causal language models."""
+"""The configuration of implicit, injected and explicit causal language models."""
 
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
@@ -42,8 +42,8 @@ class ImplicitConfig(PreTrainedConfig):
     Args:
         vocab_size: number of tokens in the vocabulary.
         backbone: the map f, such as ``{"name": "mamba2", "d_model": 256, "n_layer": 1}``.
-        implicit: true: an implicit model. False: an explicit model, which applies the same stack once and
-            without injection.
+        implicit: true: an implicit model. False: a model that evaluates the same stack once. It is explicit,
+            f(x), by default, and injected, f(0, x), if the backbone has ``"injection": True``.
         solver, gradient: solver and gradient strategy of the implicit layer.
         convergence: convergence policy in training.
         eval_convergence: convergence policy in evaluation; by default the policy of training.
@@ -185,6 +185,13 @@ class ImplicitConfig(PreTrainedConfig):
                 "convert transformers' Llama and Mamba2 models, use ImplicitForCausalLM.from_explicit(path)"
             )
         return settings, unused
+
+    @property
+    def form(self) -> Literal["implicit", "injected", "explicit"]:
+        """What the model computes: a fixed point of f (implicit), f(0, x) (injected), or f(x) (explicit)."""
+        if self.implicit:
+            return "implicit"
+        return "injected" if self.backbone.get("injection") else "explicit"
 
     @property
     def hidden_size(self) -> int:

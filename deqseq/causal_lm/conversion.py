@@ -156,7 +156,7 @@ def _split(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
-    """Make an implicit model from an explicit model (:meth:`ImplicitForCausalLM.to_implicit`)."""
+    """Make an implicit model from an explicit or injected model (:meth:`ImplicitForCausalLM.to_implicit`)."""
     _refuse_overrides(overrides)
     if model.config.implicit:
         raise ValueError("to_implicit takes an explicit model (implicit=False); this model is implicit")
@@ -164,18 +164,27 @@ def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
     settings = model.config.to_dict() | dict(overrides)
     if "convergence" in overrides:  # use the new policy in evaluation too, if no other is given
         settings["eval_convergence"] = overrides.get("eval_convergence")
+    injected = model.config.form == "injected"
     backbone = {k: v for k, v in settings["backbone"].items() if k != "injection"}
-    settings |= {"backbone": {**backbone, "input_skip": True}, "implicit": True}
+    settings |= {"backbone": backbone if injected else {**backbone, "input_skip": True}, "implicit": True}
     converted: Any = type(model)(ImplicitConfig.from_dict(settings))
     converted.to(device=model.device, dtype=model.dtype)
-    # Set the injection to 0, so that the new map equals the explicit stack. The first block of the new map
-    # gets gain * z + x, which equals x already, because the gain is initialised to 0. With weight
-    # normalisation (w = g v / ||v||), set only g to 0. v stays random, so g gets a non-zero gradient.
-    linear = converted.model.layer.backbone.injection.linear
+    if not injected:
+        _inject_nothing(converted.model.layer.backbone)
+    converted.load_state_dict({**converted.state_dict(), **model.state_dict()})
+    converted.generation_config = deepcopy(model.generation_config)
+    return cast(Model, converted.train(model.training))
+
+
+def _inject_nothing(backbone: Any) -> None:
+    """Set the injection to 0, so that the map equals the stack without injection.
+
+    The first block then gets gain * z + x, which equals x already, because the gain is initialised to 0.
+    """
+    # With weight normalisation (w = g v / ||v||), set only g to 0. v stays random, so g gets a non-zero
+    # gradient.
+    linear = backbone.injection.linear
     weight = linear.parametrizations.weight.original0 if is_parametrized(linear) else linear.weight
     with torch.no_grad():
         weight.zero_()
         linear.bias.zero_()
-    converted.load_state_dict({**converted.state_dict(), **model.state_dict()})
-    converted.generation_config = deepcopy(model.generation_config)
-    return cast(Model, converted.train(model.training))

@@ -129,7 +129,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 guess=config.guess,
             )  # fmt: skip
         else:
-            self.layer = ExplicitSequenceLayer({**config.backbone, "injection": False})
+            self.layer = ExplicitSequenceLayer({"injection": False, **config.backbone})
         if not self.layer.backbone.causal:
             raise ValueError(f"a language model needs a causal backbone, got {config.backbone}")
         self.post_init()  # type: ignore[no-untyped-call]
@@ -370,9 +370,12 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         return conversion.from_explicit(cls, source, weight_norm, dtype, config_overrides)
 
     def to_implicit(self, **config_overrides: Any) -> ImplicitForCausalLM:
-        """Make an implicit model for fine-tuning. It initially computes the same function as this model.
+        """Make an implicit model with the weights of this explicit or injected model.
 
-        The weights are copied. The new model differs in two places: its first block gets ``gain * z + x``
+        From an injected model, the new model has the same map f(z, x), and iterates it. Its first evaluation
+        computes what this model computes.
+
+        From an explicit model, the new model differs in two places: its first block gets ``gain * z + x``
         instead of x (the backbone's ``input_skip``), and x is injected into every block. The gain and the
         injection start at 0. So f(z, x) initially does not depend on z and equals the explicit stack, and a
         search needs two evaluations. The gain and the injection get gradients from the first step on.

@@ -1,10 +1,14 @@
 """Presets: the configurations of *Implicit Language Models are RNNs* (arXiv 2502.07827), by name.
 
 ``{mamba2, llama}-{130m, 370m, 760m, 1.3b}-{explicit, bounded, free}`` are the language models that the paper
-trains on the Pile. ``mamba2-state-tracking`` is the paper's model for state tracking. The command
-``python -m deqseq.causal_lm.presets`` prints the size and the parameter count of every preset.
+trains on the Pile. The form *injected* is ours. ``mamba2-state-tracking`` is the paper's model for state
+tracking. The command ``python -m deqseq.causal_lm.presets`` prints the size and the parameter count of every
+preset.
 
 - *explicit*: the model applies its blocks once.
+- *injected*: the model evaluates the map of an implicit model once, at z = 0. It has the same weights as an
+  implicit model, and costs as much as an explicit one. It is the control that shows what iterating
+  contributes.
 - *bounded*: training runs four iterations without gradients, then one with gradients (a phantom step).
   Evaluation runs five iterations. Five iterations do not reach the equilibrium. So generation and windows
   give other results than a full forward pass. To make all results agree, set
@@ -24,7 +28,7 @@ _SIZES: dict[str, tuple[int, ...]] = {
     "llama-130m": (12, 768, 12), "llama-370m": (24, 1024, 16), "llama-760m": (24, 1536, 16),
     "llama-1.3b": (24, 2048, 32),
 }  # fmt: skip
-_FORMS = ("explicit", "bounded", "free")
+_FORMS = ("explicit", "injected", "bounded", "free")
 _BUDGET = {"mamba2": 24, "llama": 32}
 _END_OF_TEXT = 0  # id of the end-of-text token in the GPT-NeoX tokenizer
 
@@ -50,9 +54,11 @@ def options(name: str) -> dict[str, Any]:
     kind = model.partition("-")[0]
     sizes = dict(zip(("n_layer", "d_model", "n_head"), _SIZES[model], strict=False))
     ends = {"bos_token_id": _END_OF_TEXT, "eos_token_id": _END_OF_TEXT}
-    found = {"backbone": {"name": kind, **sizes}, **ends}
+    found: dict[str, Any] = {"backbone": {"name": kind, **sizes}, **ends}
     if form == "explicit":
         return {**found, "implicit": False}
+    if form == "injected":
+        return {**found, "implicit": False, "backbone": {**found["backbone"], "injection": True}}
     if form == "free":
         return {**found, "gradient": _phantom(4), "convergence": _residual(_BUDGET[kind])}
     policies = {"convergence": _fixed(4), "eval_convergence": _fixed(5)}

@@ -18,10 +18,11 @@ from deqseq.tasks.pretraining.compare import compare
 from deqseq.tasks.pretraining.settings import RunSettings
 
 _ABOUT = """\
-Pretrain a language model, implicit or explicit, stage by stage, with checkpoints, scores and a model card.
+Pretrain a language model, implicit or not, stage by stage, with checkpoints, scores and a model card.
 
 RUN is a run file (YAML) or the name of one of the paper's models: mamba2-130m, llama-1.3b, ... NAME-explicit
-is the explicit twin of NAME. Options override any field of the run; nested fields have dotted names:
+is the explicit twin of NAME. NAME-injected evaluates the map of NAME once: the control that shows what
+iterating contributes. Options override any field of the run; nested fields have dotted names:
 
   python -m deqseq.tasks.prepare books/*.txt --output data/books
   python -m deqseq.tasks.pretrain llama-130m --data data/books --tokens 1e9 --dry-run
@@ -89,7 +90,7 @@ def _demo(
     output: Path = Path("runs/pretrain-demo"),
     steps: PositiveInt | None = None,
 ) -> None:
-    """Pretrain four small models: Llama and Mamba2, each implicit (in two stages) and explicit.
+    """Pretrain six small models: Llama and Mamba2, each implicit (in two stages), injected and explicit.
 
     First trains a tokenizer and prepares the text. At the end, compares the models, plots their curves,
     samples from the implicit models and evaluates them. Takes minutes on two cores. Repeat the command to

@@ -254,3 +254,22 @@ def test_the_implicit_model_learns_from_there(make: Any) -> None:
                 assert model.model.layer.backbone.get_parameter(name).grad.any()
     assert loss.item() < before - 0.5
     assert model.model.layer.backbone.input_skip.gain.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_an_injected_model_is_the_first_iteration_of_its_implicit_model(tmp_path: Path, name: str) -> None:
+    """It generates with a cache, is saved and loaded, and turns into the implicit model with its weights."""
+    heads = {"n_head": 2} if name == "llama" else {"d_state": 8, "headdim": 8}
+    backbone = {"name": name, "d_model": 16, "n_layer": 2, "injection": True, **heads}
+    once = {"name": "fixed", "iterations": 1}
+    injected = ImplicitForCausalLM(ImplicitConfig(vocab_size=V, backbone=backbone, implicit=False)).eval()
+    assert injected.config.form == "injected"
+    implicit = injected.to_implicit(eval_convergence=once).eval()
+    ids = tokens()
+    assert torch.equal(logits(implicit, ids), logits(injected, ids))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cached = injected.generate(ids, **options)
+    assert torch.equal(cached, injected.generate(ids, use_cache=False, **options))
+    injected.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.form == "injected" and torch.equal(logits(loaded, ids), logits(injected, ids))

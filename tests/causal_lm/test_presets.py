@@ -11,7 +11,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "presets.md"
 
 
 def test_all_presets_have_the_documented_parameters() -> None:
-    assert len(presets.names()) == 2 * 4 * 3 + 1
+    assert len(presets.names()) == 2 * 4 * 4 + 1
     assert presets.table() in DOCS.read_text()
 
 
@@ -41,7 +41,7 @@ def test_a_preset_with_other_fields() -> None:
 
 
 @pytest.mark.parametrize("body", ["mamba2", "llama"])
-@pytest.mark.parametrize("form", ["explicit", "bounded"])
+@pytest.mark.parametrize("form", ["explicit", "injected", "bounded"])
 @torch.no_grad()
 def test_the_small_ones_run(body: str, form: str) -> None:
     """The smallest presets, with only two layers, return finite logits of the right shape."""

@@ -93,6 +93,9 @@ def test_shipped_runs_are_valid(name: str) -> None:
     assert curriculum is not None and [stage.until for stage in curriculum.stages] == [0.8, 1.0]
     assert twin.curriculum() is None
     assert replace(twin, explicit=False) == settings
+    injected = load_run(f"{name}-injected")
+    assert injected.config().form == "injected" and injected.curriculum() is None
+    assert replace(injected, model=twin.model) == twin
     if "tiny" not in name:
         assert settings.total_steps * settings.batch_tokens == pytest.approx(207e9, rel=1e-4)
 

@@ -66,7 +66,7 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
         data=data.to_yaml(),
         name=folder.parent.name,
         place=folder,
-        kind="Implicit" if config.implicit else "Explicit",
+        kind=config.form.capitalize(),
         backbone=config.backbone["name"],
         parameters=record["parameters"],
         version=deqseq.__version__,

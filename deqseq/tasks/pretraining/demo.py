@@ -1,4 +1,4 @@
-"""The demo: trains small Llama and Mamba2 models, implicit and explicit, and samples from them."""
+"""The demo: trains small Llama and Mamba2 models (implicit, injected, explicit), and samples from them."""
 
 import subprocess
 import sys
@@ -23,7 +23,8 @@ _PROMPT_TOKENS = 8
 
 _COLUMNS = (
     column("model"), column("stage"), column("tokens", ","), column("perplexity", ".2f"),
-    column("explicit", ".2f", "explicit twin"), column("iterations", ".2f"),
+    column("injected", ".2f", "evaluated once"), column("explicit", ".2f", "explicit twin"),
+    column("iterations", ".2f"),
 )  # fmt: skip
 
 
@@ -41,19 +42,20 @@ def demo(texts: Sequence[str] | None, output: Path, steps: int | None = None) ->
     runs, lines = [], []
     for name in MODELS:
         logs = []
-        for run in (f"{name}-tiny", f"{name}-tiny-explicit"):
+        for form in ("", "-injected", "-explicit"):
+            run = f"{name}-tiny{form}"
             settings = load_run(run, {"data": str(data), **changes})
             print(f"\n{run}, {settings.total_steps} steps of {settings.batch_tokens} tokens: {output / run}")
             pretrain(settings, output / run)
             log = read_record(output / run)["log"]
             logs.append({e["step"]: e for e in log if "eval_loss" in e})
             runs.append((run.replace("-tiny", ""), log, settings))
-        for title, step in zip(("bounded", "free"), runs[-2][2].stage_ends, strict=True):
-            mine, twin = (scores[step] for scores in logs)
+        for title, step in zip(("bounded", "free"), runs[-3][2].stage_ends, strict=True):
+            mine, injected, twin = (scores[step] for scores in logs)
             lines.append(SimpleNamespace(
                 model=name, stage=title, tokens=step * settings.batch_tokens,
-                perplexity=mine["eval_perplexity"], explicit=twin["eval_perplexity"],
-                iterations=mine["eval_iterations"],
+                perplexity=mine["eval_perplexity"], injected=injected["eval_perplexity"],
+                explicit=twin["eval_perplexity"], iterations=mine["eval_iterations"],
             ))  # fmt: skip
     print(f"\nheld-out perplexity in rows of {settings.length} tokens\n{table(_COLUMNS, lines)}\n")
     plot_curves(runs, output / "curves.png")

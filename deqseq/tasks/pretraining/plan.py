@@ -119,7 +119,7 @@ def describe(settings: RunSettings, processes: int = 1) -> str:
     weights = 4 * parameters + (2 if settings.bf16 else 4) * body
     activations = max(stage.activations for stage in stages)
     lines = [
-        ("model", f"{'implicit' if config.implicit else 'explicit'} {config.backbone['name']}, "
+        ("model", f"{config.form} {config.backbone['name']}, "
                   f"{parameters:,} parameters, {parameters - body:,} of them embeddings"),
         ("tokens", f"{tokens:,} in rows of {settings.length}"),
         ("data", _data(settings)),

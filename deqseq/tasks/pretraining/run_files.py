@@ -17,8 +17,9 @@ RUNS = Path(__file__).parent / "runs"
 def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettings:
     """Load the settings of a run file. ``source``: its path, or the name of a run file in this package.
 
-    ``NAME-explicit`` means the run file NAME of this package with ``explicit: true``. ``changes`` maps dotted
-    field names to new values. Wrong names and values raise ``ValueError``.
+    ``NAME-explicit`` means the run file NAME of this package with ``explicit: true``. ``NAME-injected`` also
+    sets ``injection: true`` in the model's backbone. ``changes`` maps dotted field names to new values. Wrong
+    names and values raise ``ValueError``.
     """
     changes = dict(changes or {})
     tree = _steps_or_tokens(_read(source), changes)
@@ -36,16 +37,20 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
     """The fields of a run file and of all its bases. ``above``: the run files that are based on it."""
     if source in above:
         raise ValueError(f"run files must not be their own base: {' -> '.join((*above, source))}")
-    name = source.removesuffix("-explicit")
-    twin = name != source and name in shipped()
-    tree = read_yaml(name if twin else source, RUNS)
+    name, _, form = source.rpartition("-")
+    single = form in ("explicit", "injected") and name in shipped()  # evaluates f once
+    tree = read_yaml(name if single else source, RUNS)
     if base := tree.pop("base", None):
         under = _steps_or_tokens(_read(str(base), (*above, source)), tree)
         if isinstance(tree.get("model"), dict) and "preset" not in tree["model"] and "model" in under:
             tree["model"] = merged(model_options(under["model"]), tree["model"])
         tree = {**under, **tree}
-    if twin:
+    if single:
         tree["explicit"] = True
+    if single and form == "injected":
+        model = tree["model"]
+        model = {"preset": model} if isinstance(model, str) else model
+        tree["model"] = merged(model, {"backbone": {"injection": True}})
     return tree
 
 

@@ -35,7 +35,8 @@ class RunSettings:
     Args:
         model: preset such as mamba2-130m; {preset: NAME, ...} to change its options; or a mapping of
             ImplicitConfig's options
-        explicit: train an explicit model, which applies the same blocks once, without a search or stages
+        explicit: evaluate the map once, without a search or stages. The model is explicit, or injected if
+            model.backbone.injection is true
         data: folder made by deqseq.tasks.prepare; or a Hugging Face dataset to stream, as {dataset: NAME,
             subset, split, validation_split, validation_share, files, column, tokenizer}
         documents: with joined, a token also sees earlier documents in its row; with separate, a token sees

@@ -51,7 +51,7 @@ class Iterates:
         The batch gets two more entries: ``z0`` (B, L, D), the iterates to continue from, and ``fresh`` (B,)
         bool, true for sequences that have no iterate yet. The first batch does not have these two entries.
         """
-        if self.left is None:
+        if self.left is None or self.solved is None:
             size, device = len(fresh["labels"]), fresh["labels"].device
             self.left = torch.arange(size, device=device) % self.budget + 1
             self.solved = torch.zeros_like(self.left)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
@@ -24,11 +24,14 @@ _TRANSFORMERS = {
     "output_attentions", "quantization_config", "torch_dtype", "_attn_implementation_internal",
     "_commit_hash", "_experts_implementation_internal", "_name_or_path",
 }  # fmt: skip
+# Sizes of the backbone under the names of transformers. They are properties of the configuration, and
+# to_dict() contains them, because tools such as PEFT look there.
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def _unknown(settings: Mapping[str, Any]) -> list[str]:
     """The names in ``settings`` that are unknown to both transformers and :class:`ImplicitConfig`."""
-    known = {*_TRANSFORMERS, *vars(GenerationConfig()), *(f.name for f in fields(ImplicitConfig))}
+    known = {*_TRANSFORMERS, *_SIZES, *vars(GenerationConfig()), *(f.name for f in fields(ImplicitConfig))}
     return sorted(name for name in settings if name not in known)
 
 
@@ -52,13 +55,16 @@ class ImplicitConfig(PreTrainedConfig):
             tokens.
         guess: decides where the search starts. With ``"previous"``, a call that continues a cache starts at
             the equilibrium of the last token in the cache.
+        max_position_embeddings: number of tokens in the longest sequences that the model is meant for. Tools
+            such as lm-eval read it. The model itself accepts sequences of any length. ``None``: unknown.
         initializer_range: standard deviation of the initial embeddings and output weights.
         use_cache: true: calls in evaluation mode return a cache by default.
         tie_word_embeddings: true: the output layer uses the embeddings as its weights.
 
     Raises:
         ValueError: unknown settings, names or options; a part given as an object, which ``config.json``
-            cannot store; a window below 1; a backbone without ``d_model``.
+            cannot store; a window below 1; a backbone without ``d_model``; a size, such as ``hidden_size``,
+            that contradicts the backbone.
     """
 
     model_type = "implicit_lm"
@@ -75,6 +81,7 @@ class ImplicitConfig(PreTrainedConfig):
     guess: Any = "zero"
     window: int | None = None
     causal: bool = True
+    max_position_embeddings: int | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     use_cache: bool = True
@@ -111,6 +118,15 @@ class ImplicitConfig(PreTrainedConfig):
                 f"pad_token_id must be below vocab_size = {self.vocab_size}, got {self.pad_token_id}"
             )
         check_not_negative("initializer_range", self.initializer_range)
+        if self.max_position_embeddings is not None:
+            check_count("max_position_embeddings", self.max_position_embeddings)
+        for name in ("n_layer", "n_head", "n_kv_head"):
+            if self.backbone.get(name) is not None:
+                check_count(name, self.backbone[name])
+        for name in kwargs.keys() & _SIZES:
+            size, given = getattr(self, name, None), kwargs.pop(name)
+            if given != size:
+                raise ValueError(f"{name} follows from backbone={self.backbone}: it is {size}, got {given!r}")
         # Raise for a wrong option now, before a model is built.
         backbones.check(self.backbone)
         gradients.create(self.gradient)
@@ -118,18 +134,24 @@ class ImplicitConfig(PreTrainedConfig):
             SolveOptions(self.solver, policy, self.window, self.guess)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
-    @PreTrainedConfig._attn_implementation.setter  # type: ignore[attr-defined, untyped-decorator]
-    def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
-        """Pass transformers' ``attn_implementation=`` to the backbone's option ``attention``, if it has one.
+    @property
+    def _attn_implementation(self) -> str | None:
+        """transformers' ``attn_implementation``: the backbone's option ``attention``, if it has one."""
+        if self.chooses_attention:
+            return str(self.backbone.get("attention", "sdpa"))
+        return cast(str | None, self._attn_implementation_internal)
 
-        The backbone checks the value. transformers would reject some values that the backbone accepts, so
-        transformers gets "eager" instead, which every model class supports.
-        """
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: str | dict[str, Any] | None) -> None:
         name = value.get("") if isinstance(value, Mapping) else value
-        if name and backbones.takes(self.backbone, "attention"):
+        if name and self.chooses_attention:
             self.backbone = {**self.backbone, "attention": name}
-            value = "eager"
         PreTrainedConfig._attn_implementation.fset(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def chooses_attention(self) -> bool:
+        """Whether the backbone takes an option ``attention``. The backbone itself checks its value."""
+        return backbones.takes(self.backbone, "attention")
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "ImplicitConfig":
@@ -154,7 +176,10 @@ class ImplicitConfig(PreTrainedConfig):
         config_dict = dict(config_dict)
         if "initial_guess" in config_dict:
             config_dict.setdefault("guess", config_dict.pop("initial_guess"))
-        ours = set(cls.__annotations__) & set(kwargs)
+        if "backbone" in kwargs:  # the sizes in the file are those of the old backbone
+            for name in config_dict.keys() & _SIZES:
+                del config_dict[name]
+        ours = {*cls.__annotations__, *_SIZES} & set(kwargs)
         settings = {**config_dict, **{name: kwargs.pop(name) for name in ours}}
         follows = config_dict.get("eval_convergence") == config_dict.get("convergence")
         if "convergence" in ours and "eval_convergence" not in ours and follows:
@@ -202,6 +227,28 @@ class ImplicitConfig(PreTrainedConfig):
     def num_hidden_layers(self) -> int:
         """Number of blocks in the backbone."""
         return int(self.backbone.get("n_layer", 1))
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Number of query heads. Backbones without the option ``n_head`` do not have this attribute."""
+        if "n_head" not in self.backbone:
+            raise AttributeError(f"the backbone has no n_head: {self.backbone}")
+        return int(self.backbone["n_head"])
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Number of key and value heads; missing if there are no query heads."""
+        return int(self.backbone.get("n_kv_head") or self.num_attention_heads)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head; missing if there are no query heads."""
+        return self.hidden_size // self.num_attention_heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings, and the sizes of the backbone under the names of transformers."""
+        sizes = {name: getattr(self, name) for name in _SIZES if hasattr(self, name)}
+        return {**super().to_dict(), **sizes}
 
 
 class _ReferenceConfig(PreTrainedConfig):

@@ -54,6 +54,7 @@ def from_explicit(
     table, sizes = _TABLES[config.model_type]
     kept = ("vocab_size", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")
     settings = {name: deepcopy(getattr(config, name)) for name in (*kept, "tie_word_embeddings")}
+    settings["max_position_embeddings"] = getattr(config, "max_position_embeddings", None)
     settings |= {"backbone": {**sizes(model), "weight_norm": weight_norm}, "implicit": False}
     converted: Any = cls(ImplicitConfig(**settings | dict(overrides)))
     weights = {}

@@ -82,13 +82,26 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
             nn.init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
 
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: Any, *args: Any, **options: Any
+    ) -> Any:
+        # The backbone checks its option ``attention``. transformers would reject names that it accepts.
+        if self.config.chooses_attention:
+            return attn_implementation
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **options)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return False  # the attention is chosen when the backbone is built
+
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model. Raise an error if the checkpoint does not fit the model (transformers only warns).
+        """Load a model, as transformers does: weights that are missing are new, and a warning names them.
 
         Raises:
-            ValueError: weights are missing, unknown or of another shape; ``device_map`` offloads weights of
-                the layer.
+            ValueError: the checkpoint has weights of a layer that the configuration does not describe;
+                ``device_map`` offloads weights of the layer.
+            RuntimeError: weights have another shape, and ``ignore_mismatched_sizes`` is not true.
         """
         with_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("key_mapping", reference.KEYS)
@@ -96,13 +109,13 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         model, info = loaded
         # Without this line, transformers would save renamed weights under their old names.
         vars(model).pop("_weight_conversions", None)
-        kinds = {
-            "missing": "missing_keys", "unknown": "unexpected_keys", "of another shape": "mismatched_keys"
-        }  # fmt: skip
-        found = {what: sorted(map(str, info[key]))[:5] for what, key in kinds.items() if info.get(key)}
-        if found:
-            problems = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items())
-            raise ValueError(f"the checkpoint does not fit its configuration; weights {problems}")
+        # ``backbone.`` begins names of the reference implementation that the key mapping does not know.
+        body = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("layer", "backbone"))
+        if unknown := sorted(name for name in info["unexpected_keys"] if name.startswith(body)):
+            raise ValueError(
+                "the checkpoint does not fit its configuration; the layer has no weights "
+                f"{', '.join(unknown[:5])}"
+            )
         places = getattr(model, "hf_device_map", {})
         layer: nn.Module = getattr(model, cls.base_model_prefix, model).layer
         if {"cpu", "disk"} & set(places.values()) and any(p.is_meta for p in layer.parameters()):
@@ -110,7 +123,22 @@ class ImplicitPreTrainedModel(PreTrainedModel):
                 "the layer must be on one device, because every iteration reads all its weights: raise "
                 f"max_memory or change device_map, which is {places}"
             )
+        _initialise(model, {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
         return (model, info) if with_info else model
+
+
+def _initialise(model: PreTrainedModel, names: set[str]) -> None:
+    """Give weights of the layer the values that they have in a new model.
+
+    A backbone initialises its weights when it is built. While transformers loads a model, the weights have no
+    values yet, and :meth:`~ImplicitPreTrainedModel._init_weights` knows only embeddings and output layer.
+    """
+    weights = {name: w for name, w in model.state_dict().items() if name in names and "layer." in name}
+    if weights:
+        new = type(model)(model.config).state_dict()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(new[name])
 
 
 class ImplicitModel(ImplicitPreTrainedModel):

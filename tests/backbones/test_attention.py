@@ -305,6 +305,20 @@ def test_transformers_argument(make: str, tmp_path: Path, assert_close: Close) -
         AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="fast")
 
 
+def test_the_configuration_reads_what_was_set() -> None:
+    config = ImplicitConfig(vocab_size=40, backbone=BODY)
+    for name in ("sdpa", "eager", "by_hand"):
+        config._attn_implementation = name
+        assert config._attn_implementation == config.backbone["attention"] == name
+        model = ImplicitForCausalLM(copy.deepcopy(config))
+        assert model.config._attn_implementation == name
+        # The attention of a model cannot change. transformers warns, and the configuration stays true.
+        model.set_attn_implementation("eager")
+        assert model.config._attn_implementation == name
+    plain = ImplicitForCausalLM(ImplicitConfig(vocab_size=40, backbone=BODY))
+    assert plain.config._attn_implementation == "sdpa"
+
+
 def test_a_body_without_the_option_takes_what_it_took() -> None:
     config = ImplicitConfig(vocab_size=40, backbone=MAMBA2)
     assert AutoModelForCausalLM.from_config(config, attn_implementation="eager").config.backbone == MAMBA2

@@ -63,6 +63,35 @@ def test_configuration_round_trip(tmp_path: Path) -> None:
     assert config.hidden_size == 16 and config.num_hidden_layers == 2
 
 
+def test_sizes_have_the_names_of_transformers(tmp_path: Path) -> None:
+    llama = ImplicitConfig(vocab_size=V, backbone=BODIES["llama"], max_position_embeddings=64)
+    sizes = {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 4, "max_position_embeddings": 64,
+    }  # fmt: skip
+    llama.save_pretrained(tmp_path)
+    for config in (llama, AutoConfig.from_pretrained(tmp_path), ImplicitConfig(**llama.to_dict())):
+        assert {name: getattr(config, name) for name in sizes} == sizes
+        assert config.to_dict().items() >= sizes.items()
+    assert json.loads((tmp_path / "config.json").read_text()).items() >= sizes.items()
+    del sizes["max_position_embeddings"]
+    wider = {**BODIES["llama"], "d_model": 32, "n_kv_head": None}
+    config = AutoConfig.from_pretrained(tmp_path, backbone=wider)
+    assert (config.hidden_size, config.num_key_value_heads, config.head_dim) == (32, 4, 8)
+    for name, own in sizes.items():
+        assert ImplicitConfig(backbone=BODIES["llama"], **{name: own}).to_dict()[name] == own
+        with pytest.raises(ValueError, match=rf"{name} .* it is {own}, got {own + 1}"):
+            ImplicitConfig(backbone=BODIES["llama"], **{name: own + 1})
+        with pytest.raises(ValueError, match=rf"{name} .* it is {own}, got {own + 1}"):
+            AutoConfig.from_pretrained(tmp_path, **{name: own + 1})
+    mamba2 = ImplicitConfig(backbone=BODIES["mamba2"])
+    assert mamba2.to_dict().items() >= {"hidden_size": 16, "num_hidden_layers": 1}.items()
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):  # as Mamba2 in transformers
+        assert not hasattr(mamba2, name) and name not in mamba2.to_dict()
+        with pytest.raises(ValueError, match=f"{name} .* it is None, got 4"):
+            ImplicitConfig(backbone=BODIES["mamba2"], **{name: 4})
+
+
 def test_the_configuration_reaches_the_layer(make: Make) -> None:
     layer = make("llama", **OPTIONS).model.layer
     assert isinstance(layer, ImplicitSequenceLayer)
@@ -214,10 +243,6 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def drop(weights: dict[str, torch.Tensor]) -> None:
-    del weights["model.layer.backbone.layers.0.mixer.dt_bias"]
-
-
 def reshape(weights: dict[str, torch.Tensor]) -> None:
     weights["model.layer.backbone.layers.0.mixer.dt_bias"] = torch.zeros(5)
 
@@ -226,7 +251,7 @@ def extend(weights: dict[str, torch.Tensor]) -> None:
     weights["model.layer.backbone.layers.7.mixer.dt_bias"] = torch.zeros(4)
 
 
-@pytest.mark.parametrize("change", [drop, reshape, extend])
+@pytest.mark.parametrize("change", [reshape, extend])
 @pytest.mark.parametrize("implicit", [True, False])
 def test_a_checkpoint_that_does_not_fit(
     make: Make, tmp_path: Path, change: Callable[..., None], implicit: bool
@@ -235,6 +260,64 @@ def test_a_checkpoint_that_does_not_fit(
     rewrite(tmp_path, change)
     with pytest.raises((ValueError, RuntimeError), match=r"dt_bias|mismatched"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["missing", "mismatched"])
+@pytest.mark.parametrize("body", BODIES)
+def test_weights_that_a_checkpoint_lacks_are_new(make: Make, tmp_path: Path, body: str, how: str) -> None:
+    """Missing weights get initial values. With ``ignore_mismatched_sizes``, so do weights of another shape.
+
+    The checkpoint lacks every second weight of the layer. All its weights have the value 7.
+    """
+    model = make(body, tie_word_embeddings=False)
+    new = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    model.save_pretrained(tmp_path)
+    changed = {*[name for name in new if "layer." in name][::2], "lm_head.weight"}
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name in changed:
+            weight = weights.pop(name)
+            if how == "mismatched":
+                weights[name] = torch.cat([weight, weight])
+
+    rewrite(tmp_path, change)
+    loaded, found = ImplicitForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, ignore_mismatched_sizes=how == "mismatched"
+    )
+    assert {n if how == "missing" else n[0] for n in found[f"{how}_keys"]} == changed
+    assert not found["unexpected_keys"]
+    for name, weight in loaded.state_dict().items():
+        if name not in changed:
+            assert weight.eq(7).all(), name
+        else:  # as in a new model: the same constant, or random numbers of the same spread
+            torch.testing.assert_close(weight.std(), new[name].std(), rtol=0.5, atol=0.3, msg=name)
+            torch.testing.assert_close(weight.mean(), new[name].mean(), rtol=0.5, atol=0.3, msg=name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_body_of_a_checkpoint_gets_a_head(make: Make, tmp_path: Path, tied: bool) -> None:
+    model = make("llama", tie_word_embeddings=tied)
+    model.model.save_pretrained(tmp_path)
+    loaded, found = ImplicitForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert found["missing_keys"] == (set() if tied else {"lm_head.weight"})
+    for name, weight in model.model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], weight)
+    assert loaded.lm_head.weight.std().item() == pytest.approx(0.5, rel=0.2)
+    tokens = ids()
+    with torch.no_grad():
+        assert loaded(tokens).logits.isfinite().all()
+
+
+def test_heads_of_others_are_left_out(make: Make, tmp_path: Path) -> None:
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda weights: weights.update({"score.weight": torch.ones(2, 16)}))
+    loaded, found = ImplicitForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert found["unexpected_keys"] == {"score.weight"}
+    assert all(torch.equal(loaded.state_dict()[name], w) for name, w in model.state_dict().items())
 
 
 def test_a_truncated_checkpoint(make: Make, tmp_path: Path) -> None:

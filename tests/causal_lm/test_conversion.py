@@ -115,6 +115,14 @@ def test_from_a_folder_and_back_to_one(tmp_path: Path, make: Any) -> None:
     assert torch.equal(logits(loaded, ids), logits(converted, ids))
 
 
+def test_the_longest_length_is_kept() -> None:
+    assert (
+        ImplicitForCausalLM.from_explicit(llama(max_position_embeddings=77)).config.max_position_embeddings
+        == 77
+    )
+    assert ImplicitForCausalLM.from_explicit(mamba2()).config.max_position_embeddings is None
+
+
 def test_type_and_mode_are_kept() -> None:
     converted = ImplicitForCausalLM.from_explicit(llama().double().train())
     assert converted.dtype == torch.float64 and converted.training

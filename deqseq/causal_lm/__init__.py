@@ -4,7 +4,7 @@ Importing this package registers the models, so that ``AutoConfig``, ``AutoModel
 ``AutoModelForCausalLM`` load them. The package needs the ``lm`` extra: ``pip install 'deqseq[lm]'``.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deqseq.causal_lm.cache import EquilibriumCache
@@ -12,20 +12,24 @@ from deqseq.causal_lm.configuration import ImplicitConfig, ReferenceLlamaConfig,
 from deqseq.causal_lm.modeling import (
     ImplicitCausalLMOutput,
     ImplicitForCausalLM,
+    ImplicitForSequenceClassification,
     ImplicitModel,
     ImplicitModelOutput,
     ImplicitPreTrainedModel,
+    ImplicitSequenceClassifierOutput,
 )
 
 for _config in (ImplicitConfig, ReferenceMamba2Config, ReferenceLlamaConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
 AutoModel.register(ImplicitConfig, ImplicitModel, exist_ok=True)
 AutoModelForCausalLM.register(ImplicitConfig, ImplicitForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(ImplicitConfig, ImplicitForSequenceClassification, exist_ok=True)
 # Register the model in a table of transformers. With label smoothing, the Trainer shifts labels only for the
 # models in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ImplicitConfig.model_type] = ImplicitForCausalLM.__name__
 
 __all__ = [
-    "EquilibriumCache", "ImplicitCausalLMOutput", "ImplicitConfig", "ImplicitForCausalLM", "ImplicitModel",
-    "ImplicitModelOutput", "ImplicitPreTrainedModel",
+    "EquilibriumCache", "ImplicitCausalLMOutput", "ImplicitConfig", "ImplicitForCausalLM",
+    "ImplicitForSequenceClassification", "ImplicitModel", "ImplicitModelOutput", "ImplicitPreTrainedModel",
+    "ImplicitSequenceClassifierOutput",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from deqseq.backbone import take_tokens
@@ -66,6 +67,23 @@ class ImplicitCausalLMOutput(ModelOutput):
     solution: Solution | None = None
 
 
+@dataclass
+class ImplicitSequenceClassifierOutput(ModelOutput):
+    """The output of the classification model.
+
+    Attributes:
+        loss: the loss of ``config.problem_type``; ``None`` without labels.
+        logits: (B, ``config.num_labels``).
+        past_key_values, hidden_states, solution: as in :class:`ImplicitModelOutput`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: EquilibriumCache | None = None
+    hidden_states: tuple[Tensor, Tensor] | None = None
+    solution: Solution | None = None
+
+
 class ImplicitPreTrainedModel(PreTrainedModel):
     """Base class that loads and saves implicit and explicit models with any backbone."""
 
@@ -78,8 +96,9 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers' form
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Initialise only embeddings and output layer. Backbones are initialised when they are built.
-        if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
+        # Initialise only embeddings and output layers. Backbones are initialised when they are built.
+        heads = (getattr(self, name, None) for name in ("lm_head", "score"))
+        if isinstance(module, nn.Embedding) or any(module is head for head in heads):
             nn.init.normal_(cast(Tensor, module.weight), std=self.config.initializer_range)
 
     def _check_and_adjust_attn_implementation(
@@ -521,3 +540,57 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             generation_config.use_cache = model_kwargs["use_cache"] = False
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = EquilibriumCache(self.model.layer.backbone.rewinds)
+
+
+class ImplicitForSequenceClassification(GenericForSequenceClassification, ImplicitPreTrainedModel):
+    """Classifies sequences: an :class:`ImplicitModel`, and a linear map ``score`` of the last real token.
+
+    ``config.num_labels`` is the number of classes; 1 makes a reward model. ``from_pretrained`` also takes a
+    checkpoint of :class:`ImplicitForCausalLM`. The weights of ``score`` then start at random values.
+    """
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 - the output layer
+    accepts_loss_kwargs = False  # the loss is a mean over the batch, so the Trainer averages micro-batches
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, past_key_values: EquilibriumCache | None = None,
+        inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
+        **options: Any,
+    ) -> ImplicitSequenceClassifierOutput:  # fmt: skip
+        """Compute logits (B, ``num_labels``) of the last real token and, with ``labels`` (B,), the loss.
+
+        Padding may be anywhere. Without ``attention_mask``, the last token that is not
+        ``config.pad_token_id`` is classified, as in transformers.
+
+        Args:
+            labels: (B,) class ids, or numbers for a regression (``num_labels=1``), or (B, ``num_labels``)
+                floats for several labels per sequence.
+
+        The other arguments are those of :meth:`ImplicitModel.forward`.
+
+        Raises:
+            ValueError: ``labels`` of another number of sequences; see :meth:`ImplicitModel.forward`.
+        """
+        out = self.model(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **options,
+        )  # fmt: skip
+        hidden = out.last_hidden_state
+        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
+            attention_mask = input_ids != self.config.pad_token_id
+        last = hidden[:, -1:] if attention_mask is None else _last_real(hidden, attention_mask)
+        logits = self.score(last)[:, 0]
+        loss = None
+        if labels is not None:
+            check_tensor("labels", labels)
+            if labels.shape[:1] != logits.shape[:1]:
+                raise ValueError(
+                    f"labels must be those of {len(logits)} sequences, got the shape {tuple(labels.shape)}"
+                )
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return ImplicitSequenceClassifierOutput(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states,
+            solution=out.solution,
+        )  # fmt: skip

@@ -1,9 +1,11 @@
 """The configuration of implicit, injected and explicit causal language models."""
 
 import logging
+import os
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from huggingface_hub.dataclasses import strict
@@ -27,6 +29,16 @@ _TRANSFORMERS = {
 # Sizes of the backbone under the names of transformers. They are properties of the configuration, and
 # to_dict() contains them, because tools such as PEFT look there.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+# Saved folders contain the module _MODULE, which imports these classes of ours. With ``trust_remote_code``,
+# transformers' Auto classes import the module and so load the folder before anybody has imported deqseq.
+_MODULE = "modeling_deqseq"
+_AUTO_MAP = {
+    "AutoConfig": "ImplicitConfig",
+    "AutoModel": "ImplicitModel",
+    "AutoModelForCausalLM": "ImplicitForCausalLM",
+    "AutoModelForSequenceClassification": "ImplicitForSequenceClassification",
+}
 
 
 def _unknown(settings: Mapping[str, Any]) -> list[str]:
@@ -132,6 +144,10 @@ class ImplicitConfig(PreTrainedConfig):
         gradients.create(self.gradient)
         for policy in (self.convergence, self.eval_convergence):
             SolveOptions(self.solver, policy, self.window, self.guess)
+        kwargs["auto_map"] = {
+            **{auto: f"{_MODULE}.{name}" for auto, name in _AUTO_MAP.items()},
+            **(kwargs.get("auto_map") or {}),
+        }
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
     @property
@@ -192,6 +208,30 @@ class ImplicitConfig(PreTrainedConfig):
         if extra:
             logger.warning("the configuration has unknown settings, which are ignored: %s", ", ".join(extra))
         return made
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Save ``config.json``, and a module that imports the classes of this package.
+
+        The setting ``auto_map`` names this module. So transformers' Auto classes load the folder with
+        ``trust_remote_code=True`` in a process that has not imported deqseq. deqseq must be installed there.
+        """
+        super().save_pretrained(save_directory)
+        module = Path(save_directory, f"{_MODULE}.py")
+        module.write_text("".join(f"from deqseq.causal_lm import {name}\n" for name in _AUTO_MAP.values()))
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", module.parent.name), **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoConfig") -> None:
+        """Register a class derived from this one. For this class itself, do nothing.
+
+        transformers registers the classes that ``auto_map`` names, and copies the files of registered classes
+        into saved folders. The files of this package stay in the package.
+        """
+        if cls is not ImplicitConfig:
+            super().register_for_auto_class(auto_class)  # type: ignore[no-untyped-call]
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> Any:

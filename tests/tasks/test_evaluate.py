@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -622,6 +623,45 @@ def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.Cap
     # lm-eval and datasets may print one progress bar and nothing else.
     bars = {line.partition(":")[0] for line in re.split(r"[\r\n]+", said.err) if line.strip()}
     assert bars == {"Running loglikelihood requests"}
+
+
+def test_downstream_scores_are_those_of_lm_eval_itself(saved: Path, tmp_path: Path) -> None:
+    """``lm_eval --model hf`` loads the folder in a process that has not imported deqseq."""
+    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'deqseq[eval]'")
+    folders = {"lambada_openai": "lambada", "piqa": "piqa"}
+    write_docs(tmp_path / "data", {name: DOCS[name] for name in folders})
+    command = ["downstream", "{saved}/model", "--data-dir", "{tmp}/data", "--tasks", *folders, "--output",
+               "{tmp}/ours"]  # fmt: skip
+    assert run_main(command, saved, tmp_path) == 0
+    ours = json.loads((tmp_path / "ours" / "downstream.json").read_text())["rows"]
+    (tmp_path / "tasks").mkdir()
+    for name, folder in folders.items():  # lm-eval's own tasks, over the same documents
+        task = {
+            "include": str(Path(lm_eval.__file__).parent / "tasks" / folder / f"{name}.yaml"),
+            "task": f"local_{name}", "dataset_path": "json", "dataset_name": None, "training_split": None,
+            "validation_split": None, "test_split": "test",
+            "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data" / f"{name}_x.jsonl")}},
+        }  # fmt: skip
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(json.dumps(task))
+    done = subprocess.run(
+        [
+            sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args",
+            f"pretrained={saved / 'model'},trust_remote_code=True", "--tasks",
+            ",".join(f"local_{name}" for name in folders), "--include_path", str(tmp_path / "tasks"),
+            "--device", "cpu", "--batch_size", "8", "--output_path", str(tmp_path / "theirs"),
+        ],
+        capture_output=True, text=True, timeout=300,
+        env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "DISABLE_MULTIPROC": "1"},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-2000:]
+    (path,) = (tmp_path / "theirs").rglob("*.json")
+    theirs = json.loads(path.read_text())["results"]
+    for row in ours:
+        other = theirs[f"local_{row['task']}"]
+        assert other["sample_len"] == row["documents"] == len(DOCS[row["task"]])
+        metrics = {"lambada_openai": ["acc", "perplexity"], "piqa": ["acc", "acc_norm", "acc_norm_stderr"]}
+        for metric in metrics[row["task"]]:
+            assert other[f"{metric},none"] == pytest.approx(row[metric], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -98,16 +98,17 @@ def test_losses(make: Make) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("body", BODIES)
 def test_from_a_causal_checkpoint(make: Make, tmp_path: Path, body: str) -> None:
-    causal = make(body, ImplicitForCausalLM, tie_word_embeddings=False)
+    causal: Any = make(body, ImplicitForCausalLM, tie_word_embeddings=False)
     causal.save_pretrained(tmp_path / "causal")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=5)
-    assert type(model) is ImplicitForSequenceClassification and model.score.weight.shape == (5, 16)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", num_labels=5)
+    assert isinstance(model, ImplicitForSequenceClassification)
+    assert model.score.weight.shape == (5, 16)
     assert 0.3 < model.score.weight.std() < 0.7  # initializer_range
     tokens = ids()
-    assert torch.equal(model.eval().model(tokens)[0], causal.model(tokens)[0])
+    assert torch.equal(model.model(tokens)[0], causal.model(tokens)[0])
     model.save_pretrained(tmp_path / "saved")
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    again: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize("body", BODIES)

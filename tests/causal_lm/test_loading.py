@@ -43,10 +43,9 @@ PROMPTS = ["the cat", "a mat on the"]
 
 
 def config(**options: Any) -> ImplicitConfig:
+    options = {"num_labels": 3, "pad_token_id": 0, "initializer_range": 0.5, **options}
     backbone = {"name": "mamba2", "d_model": 16, "n_layer": 1, "d_state": 8, "headdim": 8}
-    return ImplicitConfig(
-        vocab_size=8, backbone=backbone, num_labels=3, pad_token_id=0, initializer_range=0.5, **options
-    )
+    return ImplicitConfig(vocab_size=8, backbone=backbone, **options)
 
 
 def run(script: str, *arguments: str, cache: Path) -> Any:
@@ -74,6 +73,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", unk_token="<unk>")
+    kind: Any
     for auto, kind in MODELS.items():
         kind(config()).save_pretrained(root / auto)
         tokenizer.save_pretrained(root / auto)
@@ -242,7 +242,7 @@ def test_foreign_code_is_refused(folders: Path, tmp_path: Path) -> None:
     assert len(said) == 2 and all("trust_remote_code=True" in each for each in said)
     for trust in (None, True):
         assert type(AutoConfig.from_pretrained(folder, trust_remote_code=trust)) is ImplicitConfig
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
         assert type(model) is ImplicitForCausalLM
     assert not ran.exists()
 

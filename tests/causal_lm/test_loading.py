@@ -267,3 +267,4 @@ def test_derived_classes_keep_their_own_code(tmp_path: Path, monkeypatch: pytest
     assert saved["AutoModelForCausalLM"] == "modeling_mine.MyModel"
     assert saved["AutoModel"] == "modeling_deqseq.ImplicitModel"
     assert (tmp_path / "saved" / "modeling_mine.py").is_file()
+    assert modeling_mine.MyConfig.from_pretrained(tmp_path / "saved").auto_map == saved

@@ -1,12 +1,12 @@
 """Functions that check arguments. They never make the host wait for a device."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import UnionType
 from typing import Literal, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Scope = Literal["token", "sequence"]
 
@@ -93,3 +93,18 @@ def check_integers(name: str, value: Tensor) -> None:
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_not_sharded(modules: Iterable[nn.Module]) -> None:
+    """Raise ``ValueError`` if one of ``modules`` is an FSDP unit of its own.
+
+    FSDP gathers the weights of a unit when the unit is called. Backbones read all weights before.
+    """
+    for module in modules:
+        if "_fsdp_wrapped_module" in module._modules or hasattr(type(module), "set_reshard_after_forward"):
+            part = type(module._modules.get("_fsdp_wrapped_module", module)).__name__
+            raise ValueError(
+                f"FSDP shards a part of a backbone by itself, a {part}, but a forward pass reads all weights "
+                "of a backbone at its start: make the whole model one unit, with fully_shard(model), or with "
+                "fsdp_auto_wrap_policy: NO_WRAP in accelerate's configuration"
+            )

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from deqseq import kernels
 from deqseq.loop import Runner, one_pass
 from deqseq.problem import Problem
 from deqseq.trees import copied, overwrite
@@ -64,7 +65,7 @@ def recordable(problem: Problem) -> bool:
     """Whether passes of ``problem`` can be recorded as a CUDA graph."""
     parts = (problem.map, problem.solver, problem.policy)
     return (
-        problem.z0.is_cuda
+        kernels.on_tested_gpu(problem.z0)
         and all(getattr(part, "capturable", False) for part in parts)
         and not problem.fixed
         and problem.group is None

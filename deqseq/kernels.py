@@ -10,11 +10,11 @@
 ``"fla"``
     the recurrence and the convolution of ``fla-core`` (flash-linear-attention).
 
-On a GPU, the default is the first of triton, mamba_ssm and fla that can be imported. On other devices, the
-default is torch. The environment variable ``DEQSEQ_KERNELS``, or :func:`use`, selects another implementation.
-Torch always computes float64 operations, and operations that the selected implementation lacks. By default
-torch also computes float32 matrix products. Exact float32 products are slow in Triton, and the other
-packages round to TF32.
+On an NVIDIA GPU, the default is the first of triton, mamba_ssm and fla that can be imported. On other
+devices, the default is torch. AMD GPUs (ROCm) are such devices, because the kernels are not tested there. The
+environment variable ``DEQSEQ_KERNELS``, or :func:`use`, selects another implementation. Torch always computes
+float64 operations, and operations that the selected implementation lacks. By default torch also computes
+float32 matrix products. Exact float32 products are slow in Triton, and the other packages round to TF32.
 
 A backbone's ``prepare`` calls :func:`choose` once per forward pass and stores the result in the context. All
 evaluations with this context use the stored choice. Gradient checkpointing repeats evaluations in the
@@ -116,9 +116,17 @@ def implementation(x: Tensor, products: bool = False) -> str:
         _check(name)
         interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
         return name if x.is_cuda or interpreted else "torch"
-    if not x.is_cuda or (products and dtype == float32):
+    if not on_tested_gpu(x) or (products and dtype == float32):
         return "torch"
     return next(name for name in NAMES if available(name))
+
+
+def on_tested_gpu(x: Tensor) -> bool:
+    """Whether ``x`` is on a GPU where kernels and CUDA graphs are tested, or ``"triton"`` is chosen by name.
+
+    torch says ``is_cuda`` on AMD GPUs (ROCm) too. They are not tested.
+    """
+    return x.is_cuda and (torch.version.hip is None or chosen() == "triton")
 
 
 def choose(x: Tensor) -> Choice:

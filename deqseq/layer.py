@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, backbones
-from deqseq.checks import check_flag, check_instance, check_tensor
+from deqseq.checks import check_flag, check_instance, check_not_sharded, check_tensor
 from deqseq.gradient import GradientStrategy, gradients, solve_with_gradient
 from deqseq.guess import Guess, guesses, modules_of
 from deqseq.inputs import Inputs, check_causal, take_inputs
@@ -292,5 +292,6 @@ def _context(backbone: Backbone, inputs: Inputs, padded: bool) -> Context:
     Only a backbone that is not causal needs this. Padding comes after the real tokens, and a causal backbone
     never uses later tokens.
     """
+    check_not_sharded([backbone])
     context = backbone.prepare(inputs.x, inputs.position_ids)
     return backbone.hide_padding(context, inputs.lengths) if padded and not backbone.causal else context

@@ -6,18 +6,26 @@ compute effective weights once per forward pass, in ``prepare``, and pass them t
 Shapes: B sequences, L tokens, W tokens in the window, D width.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import is_parametrized
 
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, Trace
-from deqseq.backbones.weights import LinearMaps, active_norm, check_merged, is_adapter, projection
-from deqseq.checks import check_count, check_flag, check_positive
+from deqseq.backbones.weights import (
+    LinearMaps,
+    active_norm,
+    check_merged,
+    is_adapter,
+    is_quantised,
+    projection,
+)
+from deqseq.checks import check_count, check_flag, check_not_sharded, check_positive
 from deqseq.ops.add_norm import add_norm
 from deqseq.ops.one_token import Norm, SwiGLUWeights, ValueGateWeights
 
@@ -73,9 +81,9 @@ class Block(nn.Module):
         self.norm2 = None if mlp is None else nn.RMSNorm(d_model, eps=norm_eps)
         self.mlp: Any = mlp
 
-    def weights(self) -> tuple[Any, Any]:
-        """Effective weights of the mixer and of the MLP."""
-        return self.mixer.weights(), None if self.mlp is None else self.mlp.weights()
+    def weights(self, x: Tensor) -> tuple[Any, Any]:
+        """Effective weights of the mixer and of the MLP, in the dtype for the layer's input ``x``."""
+        return self.mixer.weights(x), None if self.mlp is None else self.mlp.weights(x)
 
     def norms(self) -> tuple[Norm, Norm | None]:
         """Weight and eps of both norms, for fused kernels. Without an MLP, the second norm is ``None``."""
@@ -120,7 +128,7 @@ class Stack(Backbone):
     initial state, without the batch dimension.
 
     Args:
-        blocks: modules with a method ``weights()``.
+        blocks: modules with a method ``weights(x)``; ``x`` is the layer's input.
         d_model: width D.
         width: output width of the injection W RMSNorm(x) + b.
         norm_eps: constant that every norm adds to the mean square.
@@ -158,16 +166,23 @@ class Stack(Backbone):
                 if isinstance(module, (nn.Linear, nn.Conv1d)):
                     # On GPUs torch computes the weight w in float32, even if the module is float64.
                     parametrizations.weight_norm(module)
+                    setattr(type(module), "register_parameter", _register_parameter)  # noqa: B010 - for mypy
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
-        """Whether CUDA graphs can record the backbone: true if it has no adapters.
+        """Whether CUDA graphs can record the backbone: true if it has no adapters and no quantised weights.
 
-        A recorded graph would not notice that an adapter is switched or merged.
+        A recorded graph would not notice that an adapter is switched or merged. Dequantising may make the
+        host wait.
         """
-        parts: list[Any] = [part for block in self.layers for part in (block, *block._modules.values())]
-        holders = [part for part in (self, self.injection, *parts) if part is not None]
-        return not any(is_adapter(child) for part in holders for child in part._modules.values())
+        return not any(is_adapter(part) or is_quantised(part) for part in self._parts())
+
+    def _parts(self) -> Iterator[nn.Module]:
+        """The blocks, their mixers, MLPs and norms, and the linear maps in mixers, MLPs and the injection."""
+        mixers_and_others = [part for block in self.layers for part in block._modules.values()]
+        for holder in (self, self.injection, self.layers, *self.layers, *mixers_and_others):
+            if holder is not None:
+                yield from (part for part in holder._modules.values() if part is not None)
 
     def initialise(self) -> None:
         """Set the initial weights. By default, keep the weights that torch's modules start with.
@@ -176,12 +191,13 @@ class Stack(Backbone):
         """
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        check_not_sharded(self._parts())
         check_dtype(x, self.layers)
         tokens = () if self.injection is None else (self.injection(x),)
         if self.input_skip is not None:
             tokens = (*tokens, x)
         blocks: Any = self.layers
-        return Context(tokens, Prepared(kernels.choose(x), [block.weights() for block in blocks]))
+        return Context(tokens, Prepared(kernels.choose(x), [block.weights(x) for block in blocks]))
 
     def enter(self, z: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """The stream (B, W, D) before the first block, and the injection (``None`` if there is none).
@@ -230,6 +246,19 @@ class Stack(Backbone):
         return State(seen, (layer,) * len(self.layers))
 
 
+def _register_parameter(linear: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """Refuse a new weight for a weight-normalised map, as tools for quantisation and pruning register it.
+
+    torch gives every parametrised map a class of its own, and this function becomes a method of this class.
+    """
+    if is_parametrized(linear, name.removesuffix("_orig")):
+        raise ValueError(
+            f"this map is weight-normalised, so its {name} cannot be set: call "
+            "deqseq.backbones.fold_weight_norm(model) first, which makes plain maps"
+        )
+    nn.Module.register_parameter(linear, name, param)
+
+
 class Injection(LinearMaps):
     """The injection W RMSNorm(x) + b, (B, L, width), of the layer's input x (B, L, D)."""
 
@@ -240,7 +269,10 @@ class Injection(LinearMaps):
 
     def forward(self, x: Tensor) -> Tensor:
         check_merged(self.linear)
-        out: Tensor = self.linear(self.norm(x))
+        u = self.norm(x)
+        if is_quantised(self.linear):  # bitsandbytes' forward would round inputs too
+            return F.linear(linear_input(u), projection(self.linear, x), self.linear.bias.to(u.dtype))
+        out: Tensor = self.linear(u)
         return out
 
 
@@ -267,8 +299,8 @@ class ValueGateMLP(LinearMaps):
         self.fc1 = nn.Linear(d_model, 2 * hidden, bias=False)
         self.fc2 = nn.Linear(hidden, d_model, bias=False)
 
-    def weights(self) -> ValueGateWeights:
-        return ValueGateWeights(projection(self.fc1), projection(self.fc2))
+    def weights(self, x: Tensor) -> ValueGateWeights:
+        return ValueGateWeights(projection(self.fc1, x), projection(self.fc2, x))
 
     def forward(self, x: Tensor, weights: ValueGateWeights) -> Tensor:
         value, gate = F.linear(x, weights.into).chunk(2, dim=-1)
@@ -285,8 +317,8 @@ class SwiGLU(LinearMaps):
         self.w3 = nn.Linear(d_model, hidden, bias=False)
         self.fc2 = nn.Linear(hidden, d_model, bias=False)
 
-    def weights(self) -> SwiGLUWeights:
-        return SwiGLUWeights(projection(self.w1), projection(self.w3), projection(self.fc2))
+    def weights(self, x: Tensor) -> SwiGLUWeights:
+        return SwiGLUWeights(projection(self.w1, x), projection(self.w3, x), projection(self.fc2, x))
 
     def forward(self, x: Tensor, weights: SwiGLUWeights) -> Tensor:
         hidden = F.silu(F.linear(x, weights.gate)) * F.linear(x, weights.value)

@@ -63,8 +63,10 @@ def _is_normalised(module: nn.Module) -> bool:
     parametrizations: Any = getattr(module, "parametrizations", None)
     if not is_parametrized(module, "weight") or not isinstance(parametrizations["weight"][0], _WeightNorm):
         return False
-    if len(parametrizations) > 1:
-        raise ValueError(f"fold_weight_norm needs maps with only a parametrised weight, got {module}")
+    if len(parametrizations) > 1 or len(parametrizations["weight"]) > 1:
+        raise ValueError(
+            f"fold_weight_norm needs maps whose only parametrisation is weight normalisation, got {module}"
+        )
     return True
 
 

@@ -43,9 +43,9 @@ class Attention(LinearMaps):
         self.is_causal = causal
         self.num_key_value_groups = n_head // n_kv_head
 
-    def weights(self) -> AttentionWeights:
-        qkv = torch.cat([projection(linear) for linear in (self.wq, self.wk, self.wv)])
-        return AttentionWeights(qkv, projection(self.out_proj))
+    def weights(self, x: Tensor) -> AttentionWeights:
+        qkv = torch.cat([projection(linear, x) for linear in (self.wq, self.wk, self.wv)])
+        return AttentionWeights(qkv, projection(self.out_proj, x))
 
     def forward(
         self, u: Tensor, weights: AttentionWeights, injection: Tensor | None,

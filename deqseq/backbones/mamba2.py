@@ -43,17 +43,17 @@ class Mamba2Mixer(LinearMaps):
         self.norm = nn.RMSNorm(inner, eps=sizes.norm_eps)
         self.out_proj = nn.Linear(inner, d_model, bias=False)
 
-    def weights(self) -> MixerWeights:
+    def weights(self, x: Tensor) -> MixerWeights:
         assert self.conv1d.bias is not None
         return MixerWeights(
-            projection(self.in_proj),
+            projection(self.in_proj, x),
             effective_weight(self.conv1d).squeeze(1),
             self.conv1d.bias,
             -at_least_float32(self.A_log).exp(),
             self.dt_bias,
             self.D,
             active_norm(self.norm).weight,
-            projection(self.out_proj),
+            projection(self.out_proj, x),
         )
 
     def forward(

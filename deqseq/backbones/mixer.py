@@ -26,8 +26,8 @@ class TokenMixer(nn.Module):
         hidden = -(-(2 * d_inner // 3) // 8) * 8
         self.mlp = SwiGLU(tokens, 3 * hidden // 2)
 
-    def weights(self) -> SwiGLUWeights:
-        return self.mlp.weights()
+    def weights(self, x: Tensor) -> SwiGLUWeights:
+        return self.mlp.weights(x)
 
     def forward(self, u: Tensor, weights: SwiGLUWeights, injection: Tensor | None) -> tuple[Tensor, None]:
         """Returns the output (B, L, D) and no trace (``None``), because the mixer keeps no state."""

@@ -1,8 +1,9 @@
-"""Reads the weights of linear maps, convolutions and norms, with weight normalisation and adapters applied.
+"""Reads the weights of linear maps, convolutions and norms, with normalisation and adapters applied.
 
-PEFT replaces a linear map by an adapter, and the adapter acts only when it is called. Backbones read weights
-and never call linear maps. So this module computes the weight of a linear map including its adapters. It
-recognises adapters by their attributes and does not import PEFT.
+PEFT replaces a linear map by an adapter, and the adapter acts only when it is called. bitsandbytes replaces a
+linear map by a quantised map, and torchao replaces its weight. Backbones read weights and never call linear
+maps. So this module computes the weight of a linear map, dequantised and including its adapters. It
+recognises the classes of these packages by names and attributes, and does not need the packages.
 """
 
 from typing import Any, cast
@@ -10,20 +11,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from deqseq import kernels
 
 
 def effective_weight(module: nn.Module) -> Tensor:
-    """The weight of a linear map or convolution, with weight normalisation and all active adapters applied.
+    """The weight of a linear map or convolution, with normalisation and all active adapters applied.
+
+    A quantised weight is dequantised.
 
     Raises:
         ValueError: ``module`` is not a linear map, a convolution or a supported adapter. Or the adapter has
-            dropout in training, adapts a module other than ``nn.Linear``, or was merged into a
-            weight-normalised map.
+            dropout in training, adapts a convolution, or was merged into a weight-normalised map. Or the
+            weight is quantised together with its inputs, or is not quantised yet.
     """
-    if type_before_parametrizations(module) in (nn.Linear, nn.Conv1d):
-        return cast(Tensor, module.weight)
+    _run_weight_hooks(module)
+    plain = type_before_parametrizations(module) in (nn.Linear, nn.Conv1d)
+    if plain or _name(module).startswith("bitsandbytes.Linear"):
+        return _dequantised(module)
     if "modules_to_save" in module._modules:
         return effective_weight(_active(module, "modules_to_save"))
     if is_adapter(module):
@@ -34,10 +42,13 @@ def effective_weight(module: nn.Module) -> Tensor:
     )
 
 
-def projection(linear: nn.Module) -> Tensor:
-    """The weight of a linear map from :func:`effective_weight`, cast to the dtype of autocast."""
-    weight = effective_weight(linear)
-    return weight.to(kernels.autocast_dtype(weight))
+def projection(linear: nn.Module, x: Tensor) -> Tensor:
+    """The weight from :func:`effective_weight`, in the dtype in which autocast computes linear maps of ``x``.
+
+    PEFT's ``prepare_model_for_kbit_training`` converts everything but quantised weights to float32. These
+    weights then need the dtype of ``x`` too.
+    """
+    return effective_weight(linear).to(kernels.autocast_dtype(x))
 
 
 def active_norm(module: nn.Module) -> nn.RMSNorm:
@@ -49,11 +60,56 @@ def active_norm(module: nn.Module) -> nn.RMSNorm:
         ValueError: ``module`` is another kind of adapter, or has several active norms.
     """
     if type(module) is nn.RMSNorm or not is_adapter(module):
+        _run_weight_hooks(module)
         return cast(nn.RMSNorm, module)
     for choices in ("ln_tuning_layers", "modules_to_save"):
         if choices in module._modules:
             return cast(nn.RMSNorm, _active(module, choices))
     raise ValueError(f"{_name(module)} cannot adapt a norm: use LN tuning, or modules_to_save")
+
+
+def is_quantised(module: nn.Module | None) -> bool:
+    """Whether ``module`` is a linear map that bitsandbytes or torchao has quantised."""
+    weight = None if module is None else module._parameters.get("weight")
+    return type(weight).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
+
+
+def _dequantised(module: nn.Module) -> Tensor:
+    """The weight of a linear map or convolution, dequantised if it is quantised."""
+    weight: Any = module.weight
+    if not is_quantised(module):
+        return cast(Tensor, weight)
+    if type(weight).__module__.startswith("torchao"):
+        if getattr(weight, "act_quant_kwargs", None) is not None:
+            raise ValueError(
+                f"{type(weight).__name__} quantises inputs of linear maps too, but backbones read weights "
+                "and have no such inputs: quantise weights only, such as with Int8WeightOnlyConfig"
+            )
+        return cast(Tensor, weight.dequantize())
+    from bitsandbytes import functional
+
+    if type(weight).__name__ == "Params4bit":
+        if weight.quant_state is None:
+            raise ValueError(f"this {_name(module)} is not quantised yet: move the model to its device")
+        return cast(Tensor, functional.dequantize_4bit(weight.data, weight.quant_state))
+    state: Any = module.state
+    scale = state.SCB if weight.SCB is None else weight.SCB
+    if state.has_fp16_weights or scale is None:
+        raise ValueError(
+            f"this {_name(module)} is not quantised yet: set has_fp16_weights=False, and move the model to "
+            "its device"
+        )
+    return cast(Tensor, functional.int8_vectorwise_dequant(weight.data, scale))
+
+
+def _run_weight_hooks(module: nn.Module) -> None:
+    """Compute a weight that ``spectral_norm``, ``weight_norm`` or ``prune`` of ``torch.nn.utils`` replaced.
+
+    Their hooks compute the weight when the module is called, but backbones do not call it.
+    """
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, SpectralNorm | WeightNorm | BasePruningMethod):
+            hook(module, ())
 
 
 def is_adapter(module: nn.Module | None) -> bool:
@@ -111,14 +167,14 @@ def _adapted(module: nn.Module) -> Tensor:
     """The weight of the linear map inside the adapter ``module``, with all active adapters applied."""
     adapter: Any = module
     base = adapter.base_layer
-    if type_before_parametrizations(base) is not nn.Linear or type(base.weight).__module__[:7] == "torchao":
+    if isinstance(base, nn.Conv1d):
         raise ValueError(
-            f"{_name(module)} adapts a {_name(base)}, but backbones support adapters of a plain nn.Linear "
-            "only: load the model without quantisation, and leave conv1d out of target_modules"
+            f"{_name(module)} adapts a {_name(base)}, but backbones support adapters of linear maps only: "
+            "leave conv1d out of target_modules"
         )
     check_merged(adapter)
     _unmerge_if_disabled(adapter)
-    original: Tensor = base.weight
+    original = effective_weight(base)
     if adapter.disable_adapters or adapter.merged:
         return original
     if adapter._forward_pre_hooks or ("forward" in vars(adapter) and not hasattr(adapter, "_hf_hook")):
@@ -130,7 +186,7 @@ def _adapted(module: nn.Module) -> Tensor:
     with torch.autocast(weight.device.type, enabled=False):
         for name in adapter.active_adapters:
             weight = _with_adapter(weight, original, adapter, name)
-    return weight.to(original.dtype)
+    return weight
 
 
 def _unmerge_if_disabled(adapter: Any) -> None:

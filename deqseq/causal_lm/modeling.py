@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -119,7 +120,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: the checkpoint has weights of a layer that the configuration does not describe;
-                ``device_map`` offloads weights of the layer.
+                ``device_map`` offloads weights of the layer; a ``quantization_config`` for a model with weight
+                normalisation.
             RuntimeError: weights have another shape, and ``ignore_mismatched_sizes`` is not true.
         """
         with_info = kwargs.pop("output_loading_info", False)
@@ -134,6 +136,11 @@ class ImplicitPreTrainedModel(PreTrainedModel):
             raise ValueError(
                 "the checkpoint does not fit its configuration; the layer has no weights "
                 f"{', '.join(unknown[:5])}"
+            )
+        if hasattr(model, "hf_quantizer") and any(map(is_parametrized, model.modules())):
+            raise ValueError(
+                "quantisation skips weight-normalised maps: load the model without quantization_config, save "
+                "deqseq.backbones.fold_weight_norm(model), and load that folder with quantization_config"
             )
         places = getattr(model, "hf_device_map", {})
         layer: nn.Module = getattr(model, cls.base_model_prefix, model).layer
@@ -505,7 +512,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the logits (B, L, V) and padded logits (B, L, V'). Their first V columns are equal."""
         head = self.lm_head
-        plain = type(head) is nn.Linear and head.bias is None
+        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.bias is None
         if not (hidden.is_cuda and plain) or head._forward_hooks or head._forward_pre_hooks:
             logits = head(hidden)
             return logits, logits

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deqseq import FixedIterations, ImplicitSequenceLayer, Phantom, kernels
+from deqseq import Context, FixedIterations, ImplicitSequenceLayer, Phantom, graphs, kernels
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone
 from deqseq.ops.add_norm import add_norm
+from deqseq.problem import Problem
 from deqseq.regularisation import jacobian_penalty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -297,3 +298,30 @@ def test_what_is_computed_by_what(monkeypatch: pytest.MonkeyPatch, caplog: pytes
                 pass
     assert sum("a_package_nobody_has" in record.message for record in caplog.records) == 1
     kernels.available.cache_clear()
+
+
+class OnGPU(Tensor):
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_amd_gpus_use_kernels_and_graphs_by_name_only(
+    monkeypatch: pytest.MonkeyPatch, needs_triton: None
+) -> None:
+    """torch says ``is_cuda`` on AMD GPUs too."""
+    monkeypatch.delenv("DEQSEQ_KERNELS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    layer = ImplicitSequenceLayer(LlamaBackbone(d_model=16, n_layer=1, n_head=2), solver="picard", window=1)
+    half = torch.zeros(1, 1, 16, dtype=torch.bfloat16, device="cpu").as_subclass(OnGPU)
+    problem = Problem(layer.backbone, Context(), half, layer.eval_solve)
+    with torch.no_grad():
+        for hip, name, kernel, graph in (
+            (None, None, "triton", True),
+            (None, "torch", "torch", True),
+            ("7.1", None, "torch", False),
+            ("7.1", "torch", "torch", False),
+            ("7.1", "triton", "triton", True),
+        ):
+            monkeypatch.setattr(torch.version, "hip", hip)
+            with kernels.use(name):
+                assert kernels.choose(half) == (kernel, kernel)
+                assert graphs.recordable(problem) == graph

@@ -1,0 +1,184 @@
+"""Quantised weights: torchao and bitsandbytes quantise folded models, and refuse weight-normalised ones."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deqseq import Backbone
+from deqseq.backbones import fold_weight_norm
+from deqseq.backbones.weights import effective_weight
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+
+V = 32
+BODIES: dict[str, dict[str, Any]] = {
+    "mamba2": {"name": "mamba2", "d_model": 64, "n_layer": 2, "d_state": 16, "headdim": 16, "d_inner": 128},
+    "llama": {"name": "llama", "d_model": 64, "n_layer": 2, "n_head": 4, "n_kv_head": 2},
+}
+MODELS = [(body, implicit) for body in BODIES for implicit in (True, False)]
+KINDS = ["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-nf4"]
+LOGITS = {"int8": 0.01, "int4": 0.25, "nf4": 0.25}  # largest relative error
+BYTES = {"int8": 0.5, "int4": 0.5, "nf4": 0.35}  # of the plain model's; torchao stores such int4 in bytes
+Make = Callable[..., ImplicitForCausalLM]
+
+
+@pytest.fixture
+def make(contractive: Callable[[Backbone], Backbone]) -> Make:
+    """A function ``make(body, implicit, fold=True)`` that builds a small model in evaluation mode."""
+
+    def build(body: str, implicit: bool, fold: bool = True) -> ImplicitForCausalLM:
+        config = ImplicitConfig(
+            vocab_size=V, backbone=BODIES[body], implicit=implicit, initializer_range=0.5, pad_token_id=0,
+            convergence={"name": "residual", "rtol": 1e-6, "max_iter": 100},
+        )  # fmt: skip
+        model = ImplicitForCausalLM(config).eval()
+        contractive(model.model.layer.backbone)
+        return fold_weight_norm(model) if fold else model
+
+    return build
+
+
+def configuration(kind: str) -> Any:
+    """The ``quantization_config`` of ``kind``. Skips the test if its package is not installed."""
+    package, _, weights = kind.partition("-")
+    pytest.importorskip(package, reason=f"{package} is not installed (pip install {package})")
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if package == "bitsandbytes":
+        pytest.importorskip("accelerate", reason="accelerate is not installed (pip install accelerate)")
+        eight = weights == "int8"
+        return BitsAndBytesConfig(load_in_8bit=eight, load_in_4bit=not eight, bnb_4bit_quant_type="nf4")
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
+
+    return TorchAoConfig(
+        Int8WeightOnlyConfig() if weights == "int8" else IntxWeightOnlyConfig(weight_dtype=torch.int4)
+    )
+
+
+def load(folder: Path, kind: str) -> ImplicitForCausalLM:
+    model: ImplicitForCausalLM = ImplicitForCausalLM.from_pretrained(
+        folder, quantization_config=configuration(kind)
+    )
+    return model
+
+
+def ids() -> Tensor:
+    torch.manual_seed(5)
+    return torch.randint(1, V, (2, 9))
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_models_are_quantised_saved_and_loaded(
+    make: Make, tmp_path: Path, body: str, implicit: bool, kind: str
+) -> None:
+    configuration(kind)
+    plain, bits = make(body, implicit), kind.partition("-")[2]
+    plain.save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", kind).eval()
+    expected, logits = plain(ids()).logits, model(ids()).logits
+    error = (logits - expected).norm() / expected.norm()
+    assert 0 < error < LOGITS[bits]
+    tokens = model.generate(ids(), max_new_tokens=4, do_sample=False)
+    whole = model(tokens).logits
+    assert torch.equal(whole[:, 8:-1].argmax(-1), tokens[:, 9:])
+    if kind == "torchao-int4":
+        return  # torchao cannot save it
+    model.save_pretrained(tmp_path / kind)
+    assert weight_bytes(tmp_path / kind) < BYTES[bits] * weight_bytes(tmp_path / "plain")
+    assert torch.equal(ImplicitForCausalLM.from_pretrained(tmp_path / kind).eval()(ids()).logits, logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_quantize(make: Make, body: str, implicit: bool) -> None:
+    configuration("torchao-int8")
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+
+    plain = make(body, implicit)
+    model, other = deepcopy(plain), deepcopy(plain)
+    quantize_(model, Int8WeightOnlyConfig())
+    expected, logits = plain(ids()).logits, model(ids()).logits
+    assert 0 < (logits - expected).norm() < 0.01 * expected.norm()
+    quantize_(other, Int8DynamicActivationInt8WeightConfig())
+    with pytest.raises(ValueError, match="quantises inputs of linear maps too"):
+        other(ids())
+    with pytest.raises(ValueError, match=r"weight-normalised.* call deqseq\.backbones\.fold_weight_norm"):
+        quantize_(make(body, implicit, fold=False), Int8WeightOnlyConfig())
+
+
+@pytest.mark.parametrize("kind", ["torchao-int8", "bitsandbytes-int8", "bitsandbytes-nf4"])
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_weight_normalised_models_are_refused(
+    make: Make, tmp_path: Path, body: str, implicit: bool, kind: str
+) -> None:
+    configuration(kind)
+    make(body, implicit, fold=False).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"skips weight-normalised maps: .*fold_weight_norm"):
+        load(tmp_path, kind)
+
+
+@pytest.mark.parametrize("kind", ["torchao-int8", "bitsandbytes-int8", "bitsandbytes-nf4"])
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_lora_trains_on_quantised_weights(
+    make: Make, tmp_path: Path, body: str, implicit: bool, kind: str
+) -> None:
+    peft: Any = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    configuration(kind)
+    make(body, implicit).to(torch.bfloat16).save_pretrained(tmp_path)
+    model: Any = peft.prepare_model_for_kbit_training(load(tmp_path, kind))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    ).train()
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    maps = [m for m in model.modules() if isinstance(m, nn.Module) and hasattr(m, "lora_A")]
+    assert len(maps) == (8 if body == "mamba2" else 14) + implicit and len(weights) == 2 * len(maps)
+    optimiser = torch.optim.Adam(weights.values(), 3e-2)
+    losses = []
+    for _ in range(8):
+        losses.append(model(input_ids=ids(), labels=ids()).loss)
+        losses[-1].backward()
+        assert all(p.grad is not None for p in weights.values())
+        assert all(p.grad.abs().max() > 0 for name, p in weights.items() if "lora_B" in name)
+        optimiser.step()
+        optimiser.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(  # DoRA of PEFT fails in the forward pass of bitsandbytes' int8 maps on CPUs
+    ("kind", "dora"),
+    [("torchao-int8", False), ("torchao-int8", True), ("bitsandbytes-int8", False),
+     ("bitsandbytes-nf4", False), ("bitsandbytes-nf4", True)],
+)  # fmt: skip
+def test_effective_weights_compute_what_forward_computes(
+    make: Make, tmp_path: Path, assert_close: Callable[..., None], kind: str, dora: bool
+) -> None:
+    peft: Any = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    configuration(kind)
+    make("llama", False).save_pretrained(tmp_path)
+    model = load(tmp_path, kind)
+    options = {"use_dora": dora, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    linear = model.model.layer.backbone.layers[0].mixer.wq
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["wq"], **options)).train()
+    x = torch.eye(64)  # bitsandbytes rounds the inputs of int8 maps; it rounds no 0 and no 1
+    adapter = adapted.base_model.model.model.layer.backbone.layers[0].mixer.wq
+    assert adapter.base_layer is linear
+    for map_ in (adapter, linear):
+        expected = effective_weight(map_)
+        assert_close(map_(x).T, expected, 2e-3 if kind == "bitsandbytes-int8" else 1e-5)
+
+
+def test_weights_that_are_not_quantised_yet_are_refused(make: Make) -> None:
+    bnb: Any = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    for linear in (bnb.nn.Linear4bit(64, 64), bnb.nn.Linear8bitLt(64, 64), bnb.nn.Linear8bitLt(64, 64).cpu()):
+        with pytest.raises(ValueError, match="is not quantised yet"):
+            effective_weight(linear)

@@ -73,6 +73,8 @@ class ImplicitSequenceLayer(SequenceLayer):
         backbone: the map f.
         solver: proposes iterates; ``"picard"``, ``"anderson"``, ``"broyden"``, ``"torchdeq:<name>"``.
         gradient: decides which evaluations autograd records; ``"phantom"``, ``"implicit"``, ``Unrolled(n)``.
+            In evaluation mode it changes gradients only: the value is that of the search, with and without
+            ``torch.no_grad()``. ``Unrolled`` is the exception: it does not search if gradients are enabled.
         convergence: decides when to stop. Default: a relative residual of 5 % in at most 32 iterations, the
             paper's setting for training language models.
         window: number of tokens solved together. ``None``: all tokens (the paper's simultaneous mode). 1: one
@@ -183,7 +185,7 @@ class ImplicitSequenceLayer(SequenceLayer):
 
         Raises:
             ValueError: wrong shapes, types or values; a state of another backbone; in training, a solver,
-                policy or guess that is not causal.
+                policy or guess that is not causal; a part of the backbone that FSDP shards by itself.
         """
         options = self.solve if solve is None else solve
         check_instance("solve", options, SolveOptions, "SolveOptions")
@@ -230,6 +232,7 @@ class ImplicitSequenceLayer(SequenceLayer):
             compact=self.compact,
             checkpoint=self.gradient_checkpointing,
             group=self.group,
+            training=self.training,
         )
 
     def extra_repr(self) -> str:

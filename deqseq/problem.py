@@ -88,6 +88,8 @@ class Problem:
         compact: if true, remove settled sequences once at least half of the batch has settled.
         checkpoint: if true, evaluations store no activations, and the backward pass recomputes them.
         group: process group whose ranks all stop after the same pass; ``None``: every rank stops on its own.
+        training: false: :func:`~deqseq.steps` after a search returns the value of the search, so that
+            evaluation does not depend on whether gradients are enabled.
     """
 
     map: Map
@@ -101,6 +103,7 @@ class Problem:
     compact: bool = False
     checkpoint: bool = False
     group: dist.ProcessGroup | None = None
+    training: bool = True
 
     @property
     def solver(self) -> Solver:

@@ -50,6 +50,9 @@ def steps(
         start: the solution of a search; the iteration continues from its z. The result keeps the residual,
             iterations, status and state of ``start``. By default the iteration begins at ``problem.z0``.
 
+            In evaluation (``problem.training`` is false), the result also keeps the value of ``start.z``, and
+            only its gradient is that of the last iterate.
+
             If a token in ``start`` is not finite, this token and all later tokens of its sequence are not
             iterated. In the result, they keep their z from ``start``. During the iteration, their z is set
             to zero, because NaN would spread to earlier tokens through matrix products.
@@ -69,7 +72,21 @@ def steps(
         Runner(replace(problem, z0=z0, options=options, checkpoint=checkpoint, returns_state=False))
     )
     z = found.z if excluded is None else torch.where(excluded[..., None], start.z, found.z)
+    if not problem.training:
+        z = _WithValue.apply(z, start.z.detach())  # type: ignore[no-untyped-call]
     return replace(start, z=z, nfe=start.nfe + found.nfe)
+
+
+class _WithValue(torch.autograd.Function):
+    """Returns ``value``, with the gradient of ``z``."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _excluded(found: Solution) -> Tensor | None:

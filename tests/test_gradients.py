@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqseq import (
+    ConvergencePolicy,
     FixedIterations,
     GradientStrategy,
     ImplicitDifferentiation,
@@ -501,3 +502,24 @@ def test_backbones_are_pure(make_layer: MakeLayer, backbone: str) -> None:
     context = f.prepare(x)
     first = f(z, context)
     assert torch.equal(f(z, context), first)
+
+
+@pytest.mark.parametrize(
+    "policy", [Residual(rtol=0.3, max_iter=8), FixedIterations(2)], ids=["residual", "fixed"]
+)
+@pytest.mark.parametrize("gradient", [Phantom(4, 0.8), ImplicitDifferentiation(solver="anderson")])
+def test_evaluation_has_the_value_of_the_search(
+    make_layer: MakeLayer, assert_close: Close, gradient: GradientStrategy, policy: ConvergencePolicy
+) -> None:
+    """In evaluation mode, the strategy changes the gradient only."""
+    layer = make_layer("mamba2", gradient=gradient, convergence=policy).eval()
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    with torch.no_grad():
+        expected = layer(x).z
+    found = layer(x).z
+    assert torch.equal(found, expected)
+    trained = layer.train()(x).z
+    assert not torch.equal(trained, expected)
+    weight = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((z * weight).sum(), x)[0] for z in (found, trained)]
+    assert_close(*gradients, 1e-6)

@@ -28,7 +28,7 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     names = {"__name__": page.stem}
     for block in python(page):
-        if "from peft import" in block and importlib.util.find_spec("peft") is None:
+        if any(f"from {p}" in block and importlib.util.find_spec(p) is None for p in ("peft", "torchao")):
             continue
         exec(compile(block, str(page), "exec"), names)
 

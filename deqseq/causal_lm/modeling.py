@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -21,6 +22,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from deqseq.backbone import take_tokens
+from deqseq.backbones import folding
 from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
@@ -140,7 +142,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         if hasattr(model, "hf_quantizer") and any(map(is_parametrized, model.modules())):
             raise ValueError(
                 "quantisation skips weight-normalised maps: load the model without quantization_config, save "
-                "deqseq.backbones.fold_weight_norm(model), and load that folder with quantization_config"
+                "it with save_pretrained(folder, fold_weight_norm=True), and load that folder"
             )
         places = getattr(model, "hf_device_map", {})
         layer: nn.Module = getattr(model, cls.base_model_prefix, model).layer
@@ -151,6 +153,17 @@ class ImplicitPreTrainedModel(PreTrainedModel):
             )
         _initialise(model, {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
         return (model, info) if with_info else model
+
+    def save_pretrained(self, *args: Any, fold_weight_norm: bool = False, **kwargs: Any) -> None:
+        """Save the model.
+
+        Args:
+            fold_weight_norm: true: save a copy of the model whose linear maps and convolutions are plain, as
+                :func:`deqseq.backbones.fold_weight_norm` makes them. The model itself does not change.
+        """
+        check_flag("fold_weight_norm", fold_weight_norm)
+        model = folding.fold_weight_norm(deepcopy(self)) if fold_weight_norm else self
+        super(ImplicitPreTrainedModel, model).save_pretrained(*args, **kwargs)
 
 
 def _initialise(model: PreTrainedModel, names: set[str]) -> None:

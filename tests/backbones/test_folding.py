@@ -105,6 +105,25 @@ def test_a_model_is_folded_saved_and_loaded(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("body", ["mamba2", "llama"])
+def test_a_copy_is_folded_when_saved(tmp_path: Path, body: str, assert_close: Callable[..., None]) -> None:
+    convergence = {"name": "fixed", "iterations": 8}
+    config = ImplicitConfig(vocab_size=V, backbone=BODIES[body], convergence=convergence)
+    model = trained(ImplicitForCausalLM(config)).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path, fold_weight_norm=True)
+    after = model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert model.config.backbone == BODIES[body]
+    loaded = ImplicitForCausalLM.from_pretrained(tmp_path).eval()
+    assert_plain(loaded)
+    ids = torch.randint(0, V, (2, 9))
+    assert_close(loaded(ids).logits, model(ids).logits, 1e-6)
+    with pytest.raises(ValueError, match="fold_weight_norm must be"):
+        model.save_pretrained(tmp_path, fold_weight_norm="yes")
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("implicit", [True, False])
 def test_a_model_of_boards_is_folded_saved_and_loaded(tmp_path: Path, implicit: bool) -> None:
     body = {"name": "recursion", "map": {"name": "mixer", "d_model": 8, "n_layer": 1, "tokens": 16}}

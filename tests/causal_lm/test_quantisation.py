@@ -123,7 +123,7 @@ def test_weight_normalised_models_are_refused(
 ) -> None:
     configuration(kind)
     make(body, implicit, fold=False).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"skips weight-normalised maps: .*fold_weight_norm"):
+    with pytest.raises(ValueError, match=r"skips weight-normalised maps: .*fold_weight_norm=True"):
         load(tmp_path, kind)
 
 

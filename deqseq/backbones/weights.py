@@ -38,7 +38,7 @@ def effective_weight(module: nn.Module) -> Tensor:
         return _adapted(module)
     raise ValueError(
         f"{_name(module)} cannot replace a linear map, because backbones read weights and do not call "
-        "modules: use an nn.Linear, or a LoRA adapter around an nn.Linear"
+        "modules: use an nn.Linear, quantise it with torchao or bitsandbytes, or put a LoRA adapter around it"
     )
 
 

@@ -194,12 +194,12 @@ def test_dropout_is_refused_in_training(make_backbone: MakeBackbone) -> None:
         value(backbone.train())
 
 
-class Linear4bit(nn.Linear):
-    """Imitates a quantised linear map, whose weight is packed."""
+class PackedLinear(nn.Linear):
+    """Imitates a quantised linear map of an unknown package, whose weight is packed."""
 
 
 def quantised(adapter: LoRA) -> None:
-    adapter.base_layer = Linear4bit(16, 16, bias=False)
+    adapter.base_layer = PackedLinear(16, 16, bias=False)
 
 
 def other_kind(adapter: LoRA) -> None:
@@ -221,7 +221,7 @@ def variant(adapter: LoRA) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (quantised, "LoRA adapts a .*Linear4bit, but"),
+        (quantised, "PackedLinear cannot replace a linear map, .* torchao or bitsandbytes"),
         (other_kind, "LoRA would have no effect: use LoRA, DoRA or IA3"),
         (hooked, "a hook changes what .*LoRA computes"),
         (biased, "adapter 'a' adds a bias .*lora_bias=False"),

@@ -14,7 +14,6 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -23,6 +22,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from deqseq.backbone import take_tokens
 from deqseq.backbones import folding
+from deqseq.backbones.weights import is_quantised
 from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
@@ -122,8 +122,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
         Raises:
             ValueError: the checkpoint has weights of a layer that the configuration does not describe;
-                ``device_map`` offloads weights of the layer; a ``quantization_config`` for a model with weight
-                normalisation.
+                ``device_map`` offloads weights of the layer; a ``quantization_config`` that quantises no
+                map of the backbone.
             RuntimeError: weights have another shape, and ``ignore_mismatched_sizes`` is not true.
         """
         with_info = kwargs.pop("output_loading_info", False)
@@ -139,13 +139,14 @@ class ImplicitPreTrainedModel(PreTrainedModel):
                 "the checkpoint does not fit its configuration; the layer has no weights "
                 f"{', '.join(unknown[:5])}"
             )
-        if hasattr(model, "hf_quantizer") and any(map(is_parametrized, model.modules())):
+        layer: nn.Module = getattr(model, cls.base_model_prefix, model).layer
+        if hasattr(model, "hf_quantizer") and not any(map(is_quantised, layer.modules())):
             raise ValueError(
-                "quantisation skips weight-normalised maps: load the model without quantization_config, save "
-                "it with save_pretrained(folder, fold_weight_norm=True), and load that folder"
+                "quantization_config quantises no map of the backbone by torchao or bitsandbytes: it skips "
+                "weight-normalised maps (save_pretrained(folder, fold_weight_norm=True) folds them), and may "
+                "skip maps that are too small for its settings"
             )
         places = getattr(model, "hf_device_map", {})
-        layer: nn.Module = getattr(model, cls.base_model_prefix, model).layer
         if {"cpu", "disk"} & set(places.values()) and any(p.is_meta for p in layer.parameters()):
             raise ValueError(
                 "the layer must be on one device, because every iteration reads all its weights: raise "

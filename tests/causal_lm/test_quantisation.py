@@ -22,7 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
 MODELS = [(body, implicit) for body in BODIES for implicit in (True, False)]
 KINDS = ["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-nf4"]
 LOGITS = {"int8": 0.01, "int4": 0.25, "nf4": 0.25}  # largest relative error
-BYTES = {"int8": 0.5, "int4": 0.5, "nf4": 0.35}  # of the plain model's; torchao stores such int4 in bytes
+BYTES = {"int8": 0.5, "int4": 0.5, "nf4": 0.35}  # of the plain model's; torchao stores this int4 in bytes
 Make = Callable[..., ImplicitForCausalLM]
 
 
@@ -91,8 +91,6 @@ def test_models_are_quantised_saved_and_loaded(
     tokens = model.generate(ids(), max_new_tokens=4, do_sample=False)
     whole = model(tokens).logits
     assert torch.equal(whole[:, 8:-1].argmax(-1), tokens[:, 9:])
-    if kind == "torchao-int4":
-        return  # torchao cannot save it
     model.save_pretrained(tmp_path / kind)
     assert weight_bytes(tmp_path / kind) < BYTES[bits] * weight_bytes(tmp_path / "plain")
     assert torch.equal(ImplicitForCausalLM.from_pretrained(tmp_path / kind).eval()(ids()).logits, logits)
@@ -123,8 +121,19 @@ def test_weight_normalised_models_are_refused(
 ) -> None:
     configuration(kind)
     make(body, implicit, fold=False).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"skips weight-normalised maps: .*fold_weight_norm=True"):
+    with pytest.raises(ValueError, match=r"quantises no map .*fold_weight_norm=True"):
         load(tmp_path, kind)
+
+
+def test_settings_that_quantise_nothing_are_refused(make: Make, tmp_path: Path) -> None:
+    configuration("torchao-int8")
+    from torchao.quantization import Int4WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    make("llama", True).save_pretrained(tmp_path)
+    groups = TorchAoConfig(Int4WeightOnlyConfig(group_size=256))  # wider than the model
+    with pytest.raises(ValueError, match="skip maps that are too small"):
+        ImplicitForCausalLM.from_pretrained(tmp_path, quantization_config=groups)
 
 
 @pytest.mark.parametrize("kind", ["torchao-int8", "bitsandbytes-int8", "bitsandbytes-nf4"])

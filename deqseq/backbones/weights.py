@@ -88,10 +88,12 @@ def _dequantised(module: nn.Module) -> Tensor:
         return cast(Tensor, weight.dequantize())
     from bitsandbytes import functional
 
+    plain: Tensor
     if type(weight).__name__ == "Params4bit":
         if weight.quant_state is None:
             raise ValueError(f"this {_name(module)} is not quantised yet: move the model to its device")
-        return cast(Tensor, functional.dequantize_4bit(weight.data, weight.quant_state))
+        plain = functional.dequantize_4bit(weight.data, weight.quant_state)
+        return plain
     state: Any = module.state
     scale = state.SCB if weight.SCB is None else weight.SCB
     if state.has_fp16_weights or scale is None:
@@ -99,7 +101,8 @@ def _dequantised(module: nn.Module) -> Tensor:
             f"this {_name(module)} is not quantised yet: set has_fp16_weights=False, and move the model to "
             "its device"
         )
-    return cast(Tensor, functional.int8_vectorwise_dequant(weight.data, scale))
+    plain = functional.int8_vectorwise_dequant(weight.data, scale)
+    return plain
 
 
 def _run_weight_hooks(module: nn.Module) -> None:

@@ -14,7 +14,7 @@ USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: help demo pretrain-demo reason-demo test docs check format-check lint types format venv clean
+.PHONY: help demo pretrain-demo reason-demo test suites docs check format-check lint types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,13 @@ reason-demo: $(STAMP) ## train a small model that solves mazes (ARGS="--task sud
 # Two workers with one thread each: they would otherwise fight over the same cores.
 test: $(STAMP) ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Only the repository of transformers contains its suites, at the tag of the installed version.
+suites: $(STAMP) ## download transformers' test suites, which `test` then runs on our models
+	@version=$$($(BIN)/python -c 'import transformers; print(transformers.__version__)') && rm -rf .transformers && \
+	git -c advice.detachedHead=false clone --quiet --depth 1 --branch "v$$version" --filter=blob:none --sparse \
+	    https://github.com/huggingface/transformers .transformers && \
+	git -C .transformers sparse-checkout set tests utils
 
 docs: $(VENV)/.installed-docs ## build the pages of docs/ into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -24,7 +24,13 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from deqseq import Backbone
-from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM, ImplicitModel
+from deqseq.causal_lm import (
+    EquilibriumCache,
+    ImplicitConfig,
+    ImplicitForCausalLM,
+    ImplicitForSequenceClassification,
+    ImplicitModel,
+)
 
 FOLDER = Path(os.environ.get("DEQSEQ_TRANSFORMERS_TESTS") or Path(__file__).parents[2] / ".transformers")
 if not (FOLDER / "tests" / "generation").is_dir():
@@ -65,7 +71,10 @@ def imported(names: list[str]) -> dict[str, Any]:
 
 
 MODELING, PIPELINES = "tests.test_modeling_common", "tests.test_pipeline_mixin"
-TASKS = [f"tests.pipelines.test_pipelines_{task}" for task in ("feature_extraction", "text_generation")]
+TASKS = [
+    f"tests.pipelines.test_pipelines_{task}"
+    for task in ("feature_extraction", "text_classification", "text_generation")
+]
 try:
     THEIRS = imported([MODELING, PIPELINES, "tests.test_configuration_common", *TASKS])
 except ImportError as error:
@@ -112,8 +121,12 @@ class Suite(
     THEIRS[MODELING].GenerationTesterMixin,
     THEIRS[PIPELINES].PipelineTesterMixin,
 ):
-    all_model_classes = (ImplicitModel, ImplicitForCausalLM)
-    pipeline_model_mapping = {"feature-extraction": ImplicitModel, "text-generation": ImplicitForCausalLM}  # noqa: RUF012
+    all_model_classes = (ImplicitModel, ImplicitForCausalLM, ImplicitForSequenceClassification)
+    pipeline_model_mapping = {  # noqa: RUF012 - the form of the suites
+        "feature-extraction": ImplicitModel,
+        "text-classification": ImplicitForSequenceClassification,
+        "text-generation": ImplicitForCausalLM,
+    }
     has_attentions = False  # the models return no attention weights
     body: str
     implicit: bool
@@ -125,12 +138,17 @@ class Suite(
             self, ImplicitConfig, common_properties=["hidden_size", "num_hidden_layers"],
             backbone=BODIES[self.body],
         )  # fmt: skip
-        names = {"implicit_lm": "ImplicitModel"}  # the suites look up there which models have no loss
+        tables = {  # where the suites look up which labels a model takes
+            "MODEL_MAPPING_NAMES": ImplicitModel,
+            "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": ImplicitForSequenceClassification,
+        }
+        for table, model_class in tables.items():
+            names = {"implicit_lm": model_class.__name__}
+            self.enterContext(mock.patch.dict(getattr(THEIRS[MODELING], table), names))
         for context in (
             package(THEIRS),
             # A cache of Mamba2 cannot forget tokens, so the suites must not speculate.
             mock.patch.object(ImplicitForCausalLM, "_is_stateful", self.body == "mamba2"),
-            mock.patch.dict(THEIRS[MODELING].MODEL_MAPPING_NAMES, names),
             mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
         ):
             self.enterContext(context)

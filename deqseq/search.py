@@ -50,8 +50,8 @@ def steps(
         start: the solution of a search; the iteration continues from its z. The result keeps the residual,
             iterations, status and state of ``start``. By default the iteration begins at ``problem.z0``.
 
-            In evaluation (``problem.training`` is false), the result also keeps the value of ``start.z``, and
-            only its gradient is that of the last iterate.
+            In evaluation (``problem.training`` is false), the result's z has the value of ``start.z``. Only
+            its gradient is that of the last iterate.
 
             If a token in ``start`` is not finite, this token and all later tokens of its sequence are not
             iterated. In the result, they keep their z from ``start``. During the iteration, their z is set

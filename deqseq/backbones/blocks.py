@@ -133,7 +133,7 @@ class Stack(Backbone):
         width: output width of the injection W RMSNorm(x) + b.
         norm_eps: constant that every norm adds to the mean square.
         weight_norm: if true, every linear map and convolution has weight normalisation.
-        injection: if true, every block adds the injection. Explicit layers need false, and pass x as z.
+        injection: if true, every block adds the injection. False makes the plain stack of an explicit layer.
         input_skip: if true, the first block gets ``gain * z + x``, with a learned ``gain`` (D,).
         post_norm: if true, the blocks are post-norm, and there is no final norm.
 
@@ -247,7 +247,7 @@ class Stack(Backbone):
 
 
 def _register_parameter(linear: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Refuse a new weight for a weight-normalised map, as tools for quantisation and pruning register it.
+    """Raise ``ValueError`` if a tool for quantisation or pruning sets the weight of a weight-normalised map.
 
     torch gives every parametrised map a class of its own, and this function becomes a method of this class.
     """

@@ -129,7 +129,7 @@ class LlamaBackbone(Stack):
         rope_theta: base of the rotary positions.
         norm_eps: constant that every norm adds to the mean square.
         weight_norm: whether every linear map has weight normalisation.
-        injection: whether every block adds the injection. Set false for explicit layers, which pass x as z.
+        injection: whether every block adds the injection. False makes the plain stack of an explicit layer.
         input_skip: if true, the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0.
         attention: ``"sdpa"`` is torch's ``scaled_dot_product_attention``. It runs a flash kernel if possible.
             All other names are from transformers' attention interface: ``"flash_attention_2"`` (or 3, 4),

@@ -99,7 +99,7 @@ class Mamba2Backbone(Stack):
             those of the original Mamba2. A head with decay rate A remembers about ``1 / (dt * A)`` tokens.
             The initial A is in [1, 16].
         weight_norm: whether to use weight normalisation for every linear map and convolution.
-        injection: whether every block adds the injection. Set false for an explicit layer: it passes x as z.
+        injection: whether every block adds the injection. False makes the plain stack of an explicit layer.
         input_skip: whether the first block gets ``gain * z + x`` instead of z. ``gain`` (D,) is learned and
             initially 0. ``ImplicitForCausalLM.to_implicit`` sets this option.
 

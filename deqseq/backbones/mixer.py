@@ -72,7 +72,7 @@ class MixerBackbone(Stack):
             of 8; by default ``tokens_inner`` is 4 L.
         norm_eps: constant that every norm adds to the mean square.
         weight_norm: true: use weight normalisation for every linear map.
-        injection: true: every block adds the injection. Set false for explicit layers, which pass x as z.
+        injection: true: every block adds the injection. False makes the plain stack of an explicit layer.
         input_skip: true: the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0.
         post_norm: true: a block computes u <- norm(u + mix(u)), then u <- norm2(u + mlp(u)), and there is no
             final norm. False: pre-norm blocks and a final norm.

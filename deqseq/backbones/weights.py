@@ -45,8 +45,8 @@ def effective_weight(module: nn.Module) -> Tensor:
 def projection(linear: nn.Module, x: Tensor) -> Tensor:
     """The weight from :func:`effective_weight`, in the dtype in which autocast computes linear maps of ``x``.
 
-    PEFT's ``prepare_model_for_kbit_training`` converts everything but quantised weights to float32. These
-    weights then need the dtype of ``x`` too.
+    Without autocast, this is the dtype of ``x``. Dequantised weights may have another dtype, because PEFT's
+    ``prepare_model_for_kbit_training`` converts all weights to float32 except quantised ones.
     """
     return effective_weight(linear).to(kernels.autocast_dtype(x))
 

@@ -107,7 +107,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: Any, *args: Any, **options: Any
     ) -> Any:
-        # The backbone checks its option ``attention``. transformers would reject names that it accepts.
+        # The backbone checks its option ``attention`` itself. It accepts names that transformers rejects.
         if self.config.chooses_attention:
             return attn_implementation
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **options)
@@ -118,12 +118,12 @@ class ImplicitPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model, as transformers does: weights that are missing are new, and a warning names them.
+        """Load a model. As in transformers, missing weights get new values, and a warning names them.
 
         Raises:
-            ValueError: the checkpoint has weights of a layer that the configuration does not describe;
-                ``device_map`` offloads weights of the layer; a ``quantization_config`` that quantises no
-                map of the backbone.
+            ValueError: the checkpoint has weights for the layer that the configuration does not describe;
+                ``device_map`` offloads weights of the layer; ``quantization_config`` quantises no map of the
+                backbone.
             RuntimeError: weights have another shape, and ``ignore_mismatched_sizes`` is not true.
         """
         with_info = kwargs.pop("output_loading_info", False)

@@ -7,7 +7,7 @@ preset.
 
 - *explicit*: the model applies its blocks once.
 - *injected*: the model evaluates the map of an implicit model once, at z = 0. It has the same weights as an
-  implicit model, and costs as much as an explicit one. It is the control that shows what iterating
+  implicit model, and costs about as much as an explicit one. It is the control that shows what iterating
   contributes.
 - *bounded*: training runs four iterations without gradients, then one with gradients (a phantom step).
   Evaluation runs five iterations. Five iterations do not reach the equilibrium. So generation and windows

@@ -438,7 +438,7 @@ def test_sigterm_to_the_workers_of_a_dataloader_too(capfd: pytest.CaptureFixture
 def test_sizes_are_planned_before_memory_is_taken(settings: RunSettings, whole: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(whole / "model", tmp_path / "model"))
     config = json.loads((copy / "config.json").read_text())
-    config["backbone"]["n_layer"] = 10**9
+    config["backbone"]["n_layer"] = config["num_hidden_layers"] = 10**9
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="n_layer must be at most 4096, got 1000000000"):
         load_model(str(copy))

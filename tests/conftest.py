@@ -2,6 +2,9 @@
 
 import os
 import random
+import shutil
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 D_MODEL = 16
+EXTENSIONS = Path(__file__).parent / "extensions"
 
 MakeBackbone = Callable[..., Backbone]
 MakeLayer = Callable[..., ImplicitSequenceLayer]
@@ -272,3 +276,31 @@ def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ["--documents", "line", "--validation-share", "0.1", "--workers", "1"]
     assert prepare.main([str(folder / "text.txt"), *made, *options]) == 0
     return folder / "data"
+
+
+def install(package: Path, site: Path) -> None:
+    """Install a package as pip would: copy its only module, and write metadata from pyproject.toml."""
+    (source,) = package.glob("*.py")
+    shutil.copy(source, site)
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (info / "METADATA").write_text(metadata)
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def extensions(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install all packages of extensions/."""
+    site = tmp_path_factory.mktemp("site-packages")
+    packages = sorted(path for path in EXTENSIONS.iterdir() if path.is_dir())
+    for package in packages:
+        install(package, site)
+    monkeypatch.syspath_prepend(str(site))
+    yield
+    for package in packages:
+        sys.modules.pop(package.name, None)

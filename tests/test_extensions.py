@@ -6,10 +6,8 @@ package that registers a part.
 
 import json
 import runpy
-import shutil
 import sys
-import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from deqseq.tasks.catbabi.data import build
 from deqseq.tasks.pretrain import main as pretrain
 from deqseq.tasks.state_tracking.__main__ import main as state_tracking
 
-EXTENSIONS = Path(__file__).parent / "extensions"
+pytestmark = pytest.mark.usefixtures("extensions")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PARTS: list[tuple[Registry[object], str]] = [
     (solvers, "momentum"),
@@ -41,34 +39,6 @@ PARTS: list[tuple[Registry[object], str]] = [
 ]
 MakeLayer = Callable[..., ImplicitSequenceLayer]
 GradientsOf = Callable[..., list[Tensor]]
-
-
-def install(package: Path, site: Path) -> None:
-    """Install a package as pip would: copy its only module, and write metadata from pyproject.toml."""
-    (source,) = package.glob("*.py")
-    shutil.copy(source, site)
-    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    info.mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    (info / "METADATA").write_text(metadata)
-    lines = []
-    for group, points in project["entry-points"].items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-
-
-@pytest.fixture(autouse=True)
-def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Install all packages of extensions/."""
-    site = tmp_path_factory.mktemp("site-packages")
-    packages = sorted(path for path in EXTENSIONS.iterdir() if path.is_dir())
-    for package in packages:
-        install(package, site)
-    monkeypatch.syspath_prepend(str(site))
-    yield
-    for package in packages:
-        sys.modules.pop(package.name, None)
 
 
 @pytest.mark.parametrize(("registry", "name"), PARTS, ids=[name for _, name in PARTS])

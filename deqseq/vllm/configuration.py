@@ -1,0 +1,155 @@
+"""What vLLM needs to know before it builds a model, and the settings that are refused."""
+
+from functools import cached_property
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateConfig
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+from deqseq.backbone import Backbone, backbones
+from deqseq.backbones import LlamaBackbone
+from deqseq.causal_lm import ImplicitConfig
+from deqseq.guesses import Previous
+from deqseq.problem import SolveOptions
+
+LLAMA = "ImplicitLlamaForCausalLM"
+RECURRENT = "ImplicitRecurrentForCausalLM"
+
+
+def backbone_of(config: ImplicitConfig) -> Backbone:
+    """The backbone that ``config`` describes, on the meta device: it has sizes, but no weights."""
+    injection = {} if config.implicit else {"injection": False}
+    with torch.device("meta"):
+        return backbones.create({**config.backbone, **injection})
+
+
+def solve_options(config: ImplicitConfig) -> SolveOptions:
+    """How tokens are solved: the configuration's solver, policy of evaluation and guess.
+
+    Raises:
+        ValueError: vLLM cannot serve the configuration's window or guess.
+    """
+    if config.window is not None:
+        raise ValueError(
+            f"in vLLM, all tokens of a step are solved together, without a window of {config.window} tokens: "
+            "set hf_overrides={'window': None}, which changes no fixed point"
+        )
+    options = SolveOptions(config.solver, config.eval_convergence, guess=config.guess)
+    if isinstance(options.guess, Previous):
+        raise ValueError(
+            "vLLM keeps no equilibrium of the token before, from which the guess 'previous' starts: set "
+            "hf_overrides={'guess': 'zero'}, which changes no fixed point"
+        )
+    return options
+
+
+class Architecture(ModelArchConfigConvertorBase):
+    """Tells vLLM which class serves a configuration, and its numbers of heads.
+
+    Raises:
+        ValueError: the backbone is not causal, or keeps no state, or its state grows and it is not a
+            ``LlamaBackbone``; see also :func:`solve_options`.
+    """
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        return backbone_of(self.hf_config)
+
+    def get_architectures(self) -> list[str]:
+        # The loader of the weights reads the configuration itself, so the name has to stand there too.
+        self.hf_config.architectures = names = [self._architecture()]
+        return names
+
+    def _architecture(self) -> str:
+        solve_options(self.hf_config)
+        name = type(self.backbone).__name__
+        if not self.backbone.causal:
+            raise ValueError(f"vLLM generates text, which needs a causal backbone, but {name} is not causal")
+        if type(self.backbone) is LlamaBackbone:
+            return LLAMA
+        if not self.backbone.keeps_state:
+            raise ValueError(f"vLLM generates text token by token, but {name} keeps no state between tokens")
+        if any(0 in tensor.shape for tensor in self.backbone.initial_state(1).tensors()):
+            raise ValueError(
+                f"vLLM serves LlamaBackbone and backbones whose state has a constant size, but the state of "
+                f"{name} grows with the number of tokens"
+            )
+        return RECURRENT
+
+    def get_total_num_attention_heads(self) -> int:
+        return self._heads("n_head")
+
+    def get_total_num_kv_heads(self) -> int:
+        return self._heads("n_kv_head")
+
+    def _heads(self, kind: str) -> int:
+        if not isinstance(self.backbone, LlamaBackbone):
+            return 0
+        return int(getattr(self.backbone.layers[0].mixer, kind))
+
+
+def _check(vllm_config: VllmConfig, refused: dict[str, bool]) -> None:
+    """Refuse settings of vLLM that the models do not support.
+
+    ``refused`` maps a sentence to whether the model must be refused for this reason. The reasons that all
+    models share are added here.
+
+    The host checks for convergence between two evaluations. So a CUDA graph cannot record a whole forward
+    pass, and vLLM may only record pieces of one evaluation.
+    """
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    refused = {
+        "deqseq's models take no LoRA adapters in vLLM: merge the adapter and save the model": (
+            vllm_config.lora_config is not None
+        ),
+        "deqseq's models take no quantised weights in vLLM: use the weights as they were trained": (
+            vllm_config.model_config.quantization is not None
+        ),
+        "deqseq's models take no quantised keys and values in vLLM: set kv_cache_dtype to 'auto'": (
+            vllm_config.cache_config.cache_dtype != "auto"
+        ),
+        "deqseq's models cannot be split into pipeline stages: set pipeline_parallel_size to 1": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "deqseq's models cannot split one sequence over devices: set both context_parallel_sizes to 1": (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
+        ),
+        "deqseq's models take drafts from the text only: set the speculative method to 'ngram'": (
+            speculative is not None and speculative.method != "ngram"
+        ),
+        **refused,
+    }
+    for sentence, wrong in refused.items():
+        if wrong:
+            raise ValueError(sentence)
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode is None or compilation.cudagraph_mode.has_full_cudagraphs():
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+class LlamaChecks(VerifyAndUpdateConfig):
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        _check(vllm_config, {})
+
+
+class RecurrentChecks(MambaModelConfig):
+    @classmethod
+    def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        cache = vllm_config.cache_config
+        _check(
+            vllm_config,
+            {
+                "a model with a recurrent state runs on one device: set tensor_parallel_size to 1": (
+                    vllm_config.parallel_config.tensor_parallel_size > 1
+                ),
+                "a recurrent state cannot forget drafts that are refused: unset the speculative_config": (
+                    vllm_config.speculative_config is not None
+                ),
+                "a recurrent state is stored at the end of a step only: set mamba_cache_mode to 'align'": (
+                    cache.mamba_cache_mode == "all"
+                ),
+            },
+        )
+        super().verify_and_update_config(vllm_config)

@@ -1,0 +1,170 @@
+"""Models with any backbone whose state has a constant size, such as Mamba2, in vLLM.
+
+vLLM keeps a slot for each request. A forward pass gathers the states of its requests from their slots, lets
+the layer solve the tokens that follow them, and stores the states after these tokens in the slots.
+
+Shapes: T tokens in the flat batch, R requests, W tokens of the longest request, D width.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.mamba_attn import (
+    BaseMambaAttentionMetadata,
+    BaseMambaAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from deqseq.backbone import State
+from deqseq.backbones import fold_weight_norm
+from deqseq.backbones.blocks import Stack
+from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.vllm.batch import rows_of
+
+
+class MetadataBuilder(BaseMambaAttentionMetadataBuilder[BaseMambaAttentionMetadata]):
+    metadata_cls = BaseMambaAttentionMetadata
+    needs_causal_conv1d_metadata = False
+
+
+class SlotBackend(AttentionBackend):
+    """Tells a forward pass where the slots of its requests are. It computes no attention."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DEQSEQ_SLOTS"
+
+    @staticmethod
+    def get_builder_cls() -> type[MetadataBuilder]:
+        return MetadataBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True
+
+
+class Slots(nn.Module, MambaBase):
+    """The states of all requests. For vLLM, all blocks of the backbone are one layer.
+
+    Attributes:
+        form: the state of one sequence: its layers have the shapes and types of a slot.
+        kv_cache: for each tensor of a state, one tensor with all slots. vLLM sets this attribute.
+    """
+
+    mamba_type = MambaAttentionBackendEnum.MAMBA2
+
+    def __init__(self, form: State, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        self.form = form
+        self.name = prefix
+        self.kv_cache = tuple(torch.tensor([]) for _ in self.get_state_shape())
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(tensor.shape[1:]) for tensor in self.form.tensors()[1:])
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return tuple(tensor.dtype for tensor in self.form.tensors()[1:])
+
+    def get_attn_backend(self) -> type[SlotBackend]:
+        return SlotBackend
+
+    def load(self, slots: Tensor, seen: Tensor) -> State:
+        """The states in ``slots`` (R,), after ``seen`` (R,) tokens. New requests get the initial state."""
+        state = self.form.select(torch.zeros_like(slots))
+        stored = iter(self.kv_cache)
+
+        def merge(initial: Tensor) -> Tensor:
+            old = (seen > 0).view(-1, *[1] * (initial.dim() - 1))
+            return torch.where(old, next(stored)[slots], initial)
+
+        return State(seen, tuple(tuple(map(merge, layer)) for layer in state.layers))
+
+    def store(self, slots: Tensor, state: State) -> None:
+        for stored, values in zip(self.kv_cache, state.tensors()[1:], strict=True):
+            stored[slots] = values
+
+
+class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
+    """The language model. It contains an :class:`~deqseq.causal_lm.ImplicitForCausalLM`."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.inner = ImplicitForCausalLM(vllm_config.model_config.hf_config)
+        self.inner.train(False)
+        backbone = self.inner.model.layer.backbone
+        self.slots = Slots(backbone.initial_state(1), vllm_config, maybe_prefix(prefix, "slots.0"))
+
+    def get_mamba_state_copy_funcs(self, mamba_types: set[MambaAttentionBackendEnum]) -> dict[Any, Any]:
+        """For the prefix cache: every tensor of a state is copied as a whole."""
+        copy = (get_temporal_copy_spec,) * len(self.slots.kv_cache)
+        return dict.fromkeys(mamba_types, copy)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.inner.model.embed_tokens(input_ids)
+
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: object = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The equilibria (T, D), or the output of an explicit stack.
+
+        New tokens of running requests (one each) and prompts are solved separately, because a row of the
+        batch is as long as the longest.
+        """
+        x = self.inner.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # vLLM measures memory or compiles: there are no requests
+            return x
+        parts = metadata[self.slots.name]
+        out = torch.zeros_like(x)
+        running, prompts = parts.num_decode_tokens, parts.num_prefill_tokens
+        if running:
+            starts = torch.arange(running + 1, device=x.device)
+            slots = parts.state_indices_tensor_d[:running, 0]
+            out[:running] = self._solve(x[:running], positions[:running], starts, slots)
+        if prompts:
+            tokens = slice(running, running + prompts)
+            starts, slots = parts.query_start_loc_p, parts.state_indices_tensor_p
+            out[tokens] = self._solve(x[tokens], positions[tokens], starts, slots)
+        return out
+
+    def _solve(self, x: Tensor, positions: Tensor, starts: Tensor, slots: Tensor) -> Tensor:
+        """The equilibria (T, D) of a flat batch. Moves the states in ``slots`` (R,) past its tokens."""
+        rows, slots = rows_of(starts, len(x)), slots.long()
+        padded = rows.pack(x[None])
+        mask = torch.arange(padded.shape[1], device=x.device) < rows.lengths[:, None]
+        state = self.slots.load(slots, positions[starts[:-1].long()])
+        out = self.inner.model.layer(padded, mask if padded.shape[1] > 1 else None, state=state)
+        self.slots.store(slots, out.state)
+        return rows.unpack(out.z)[0]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.inner.lm_head(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load a checkpoint and fold weight normalisation.
+
+        Raises:
+            ValueError: weights are missing, unknown or of another shape.
+        """
+        problems = self.inner.load_state_dict(dict(weights), strict=False)
+        self.inner.tie_weights()
+        missing = set(problems.missing_keys) - set(self.inner.all_tied_weights_keys)
+        if missing or problems.unexpected_keys:
+            raise ValueError(
+                f"the checkpoint does not fit its configuration: weights missing: {sorted(missing)[:5]}; "
+                f"unknown: {sorted(problems.unexpected_keys)[:5]}"
+            )
+        if any(isinstance(part, Stack) for part in self.inner.modules()):
+            fold_weight_norm(self.inner)
+        return {name for name, _ in self.named_parameters()}

@@ -1,0 +1,30 @@
+"""Reads checkpoints: plain weights instead of weight-normalised ones."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+_LENGTH, _DIRECTION = ".parametrizations.weight.original0", ".parametrizations.weight.original1"
+
+
+def folded(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a checkpoint, by name. Each weight-normalised one becomes the plain weight g v / ||v||.
+
+    Raises:
+        ValueError: the checkpoint has g or v of a weight, and not the other.
+    """
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, value in weights:
+        part = next((end for end in (_LENGTH, _DIRECTION) if name.endswith(end)), None)
+        if part is None:
+            yield name, value
+            continue
+        name = name.removesuffix(part)
+        found = parts.setdefault(name, {})
+        found[part] = value
+        if len(found) == 2:
+            yield f"{name}.weight", torch._weight_norm(found[_DIRECTION], found[_LENGTH], 0)
+            del parts[name]
+    if parts:
+        raise ValueError(f"the checkpoint has only one half of weight-normalised weights: {sorted(parts)}")

@@ -1,0 +1,180 @@
+"""vLLM generates the same tokens as ``ImplicitForCausalLM.generate``.
+
+``make test-vllm`` runs these tests, in an environment of their own.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in the process of the tests
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+vllm = pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-vllm")
+
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+
+from deqseq.backbone import Backbone  # noqa: E402
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM  # noqa: E402
+
+LLAMA = {"name": "llama", "d_model": 64, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "d_inner": 96}
+MAMBA2 = {"name": "mamba2", "d_model": 64, "n_layer": 2, "d_state": 16, "headdim": 16}
+TIGHT = {"name": "residual", "rtol": 1e-6, "max_iter": 256}
+VOCABULARY = 259
+Prompts = list[list[int]]
+MakeModel = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
+    """``make_model(backbone, **settings)``: the folder of a model that was saved.
+
+    Its weights are random and contractive, and it writes many different tokens.
+    """
+    made: dict[str, str] = {}
+
+    def make(backbone: dict[str, Any], contract: Callable[[Backbone], Any], **settings: Any) -> str:
+        key = repr((backbone, settings))
+        if key not in made:
+            torch.manual_seed(0)
+            settings = {"vocab_size": VOCABULARY, "tie_word_embeddings": False, **settings}
+            config = ImplicitConfig(backbone=backbone, eval_convergence=TIGHT, **settings)
+            model = ImplicitForCausalLM(config)
+            contract(model.model.layer.backbone)
+            with torch.no_grad():
+                model.model.embed_tokens.weight.mul_(25)
+                model.lm_head.weight.mul_(25)
+                for name, parameter in model.named_parameters():
+                    if "injection.linear" in name and name.endswith(("original0", "linear.weight")):
+                        parameter.mul_(3)  # tokens then differ more
+                    if name.endswith("gain"):
+                        parameter.fill_(0.3)
+            made[key] = str(tmp_path_factory.mktemp("model"))
+            model.save_pretrained(made[key])
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def model(make_model: MakeModel, contractive: Callable[[Backbone], Backbone]) -> MakeModel:
+    return lambda backbone, **settings: make_model(backbone, contractive, **settings)
+
+
+def make_prompts(*lengths: int) -> Prompts:
+    return [torch.randint(0, VOCABULARY, (length,)).tolist() for length in lengths]
+
+
+def expected(folder: str, prompts: Prompts, new: int = 16, **settings: Any) -> list[list[int]]:
+    """The tokens that the model generates without vLLM, each prompt alone."""
+    model = ImplicitForCausalLM.from_pretrained(folder, **settings).eval()
+    rows = [
+        model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None)[0]
+        for ids in prompts
+    ]
+    found = [row[len(ids) :].tolist() for row, ids in zip(rows, prompts, strict=True)]
+    assert len({token for row in found for token in row}) > new  # a model that repeats itself tests little
+    return found
+
+
+class Engine:
+    """vLLM with a model. ``settings`` override the model's configuration."""
+
+    def __init__(self, folder: str, settings: dict[str, Any] | None = None, **options: Any) -> None:
+        defaults = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 4}
+        self.llm = vllm.LLM(
+            folder, skip_tokenizer_init=True, dtype="float32", max_model_len=256, disable_log_stats=False,
+            hf_overrides=settings or {}, **{**defaults, **options},
+        )  # fmt: skip
+
+    def __call__(self, prompts: Prompts, new: int = 16) -> list[list[int]]:
+        sampling = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        requests = [{"prompt_token_ids": ids} for ids in prompts]
+        return [list(r.outputs[0].token_ids) for r in self.llm.generate(requests, sampling, use_tqdm=False)]
+
+    def count(self, name: str) -> float:
+        """The value of vLLM's counter ``name``."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    """``engine(folder, settings, **options)``: an :class:`Engine`, removed after the test."""
+    yield Engine
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+LENGTHS = (1, 3, 10, 17, 24, 31, 38, 45)
+"""More requests than the 4 seats of the engine, and a prompt of one token."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"solver": "anderson"},
+        {"solver": "broyden"},
+        {"eval_convergence": {"name": "fixed", "iterations": 8}},
+        {"eval_convergence": {"name": "residual", "rtol": 0.05}},
+    ],
+    ids=["picard", "anderson", "broyden", "fixed", "loose"],
+)
+def test_llama(model: MakeModel, engine: Callable[..., Engine], settings: dict[str, Any]) -> None:
+    folder, prompts = model(LLAMA), make_prompts(*LENGTHS)
+    assert engine(folder, settings)(prompts) == expected(folder, prompts, **settings)
+
+
+PATHS = {
+    "compiled": {"enforce_eager": False},
+    "chunks": {"max_num_batched_tokens": 16},
+    "prefixes": {"enable_prefix_caching": True, "block_size": 32},
+    "preemption": {"block_size": 32, "num_gpu_blocks_override": 10},
+    "speculation": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    },
+}
+"""Options of vLLM that change how it runs a model, not what the model computes."""
+
+
+def check_path(engine: Engine, name: str, prompts: Prompts, tokens: list[list[int]]) -> None:
+    """Check the tokens, and that vLLM took the way through its code that ``name`` stands for."""
+    assert engine(prompts, len(tokens[0])) == tokens
+    if name == "prefixes":
+        assert engine(prompts, len(tokens[0])) == tokens
+        assert engine.count("prefix_cache_hits") > 0
+    if name == "preemption":
+        assert engine.count("num_preemptions") > 0
+    if name == "speculation":
+        assert engine.count("spec_decode_num_accepted_tokens") > 0
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_of_llama(
+    model: MakeModel, engine: Callable[..., Engine], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "speculation":  # in a process of its own: vLLM cannot start again after it has loaded numba
+        monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    folder, prompts = model(LLAMA), make_prompts(*LENGTHS, 70)
+    check_path(engine(folder, **PATHS[name]), name, prompts, expected(folder, prompts, new=40))
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [{**LLAMA, "input_skip": True}, {**LLAMA, "weight_norm": False}, MAMBA2, {**MAMBA2, "input_skip": True}],
+    ids=["llama-input-skip", "llama-plain", "mamba2", "mamba2-input-skip"],
+)
+def test_backbones(model: MakeModel, engine: Callable[..., Engine], backbone: dict[str, Any]) -> None:
+    folder, prompts = model(backbone), make_prompts(*LENGTHS)
+    assert engine(folder)(prompts) == expected(folder, prompts)
+
+
+@pytest.mark.parametrize("name", ["chunks", "prefixes"])
+def test_paths_of_mamba2(model: MakeModel, engine: Callable[..., Engine], name: str) -> None:
+    folder, prompts = model(MAMBA2), make_prompts(*LENGTHS, 70)
+    check_path(engine(folder, **PATHS[name]), name, prompts, expected(folder, prompts, new=40))

@@ -46,7 +46,7 @@ suites: $(STAMP) ## download transformers' test suites, which `test` then runs o
 	git -C .transformers sparse-checkout set tests utils
 
 test-vllm: $(VLLM)/.installed ## run the tests of serving with vLLM, in .venv-vllm
-	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm tests/test_import.py $(ARGS)
 
 docs: $(VENV)/.installed-docs ## build the pages of docs/ into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("transformers", "triton", "torchdeq", "matplotlib", "datasets", "mamba_ssm", "fla")
+HEAVY = ("transformers", "triton", "torchdeq", "matplotlib", "datasets", "mamba_ssm", "fla", "vllm")
 
 
 def modules_after(statement: str) -> set[str]:

@@ -6,6 +6,8 @@ vLLM calls :func:`register` in each of its processes, because this package has a
 
 import logging
 
+logger = logging.getLogger(__name__)
+
 TESTED = "0.32"
 """The version of vLLM that the tests run with. The plug-in uses interfaces that vLLM may change."""
 
@@ -14,7 +16,6 @@ def register() -> None:
     """Register the models with vLLM. If the installed vLLM is not version 0.32, only log a warning."""
     import vllm
 
-    logger = logging.getLogger("vllm.deqseq")
     if not vllm.__version__.startswith(f"{TESTED}."):
         logger.warning(
             "deqseq's models are not available: they need vLLM %s, and this is %s", TESTED, vllm.__version__

@@ -137,7 +137,6 @@ class LlamaChecks(VerifyAndUpdateConfig):
 class RecurrentChecks(MambaModelConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        cache = vllm_config.cache_config
         _check(
             vllm_config,
             {
@@ -146,9 +145,6 @@ class RecurrentChecks(MambaModelConfig):
                 ),
                 "a recurrent state cannot forget drafts that are refused: unset the speculative_config": (
                     vllm_config.speculative_config is not None
-                ),
-                "a recurrent state is stored at the end of a step only: set mamba_cache_mode to 'align'": (
-                    cache.mamba_cache_mode == "all"
                 ),
             },
         )

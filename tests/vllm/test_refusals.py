@@ -1,0 +1,118 @@
+"""What the models do not support is refused when they load, by one sentence."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+vllm = pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-vllm")
+
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS  # noqa: E402
+
+from deqseq.causal_lm import ImplicitConfig  # noqa: E402
+from deqseq.vllm import register  # noqa: E402
+from deqseq.vllm.weights import folded  # noqa: E402
+
+LLAMA = {"name": "llama", "d_model": 64, "n_layer": 1, "n_head": 2}
+MAMBA2 = {"name": "mamba2", "d_model": 64, "n_layer": 1, "d_state": 16, "headdim": 16}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+Configure = Callable[..., Any]
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """``configure(backbone, settings, **options)``: what vLLM does with a model before it builds it."""
+
+    def made(backbone: dict[str, Any], settings: dict[str, Any] | None = None, **options: Any) -> Any:
+        config = ImplicitConfig(vocab_size=259, backbone=backbone, **(settings or {}))
+        config.architectures = ["ImplicitForCausalLM"]
+        config.save_pretrained(tmp_path)
+        arguments = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 128, **options}
+        return EngineArgs(str(tmp_path), **arguments).create_engine_config()
+
+    return made
+
+
+def test_models_that_are_served(configure: Configure) -> None:
+    """The arguments of the other tests are refused for the reason that they name, not for another one."""
+    assert configure(LLAMA).model_config.architecture == "ImplicitLlamaForCausalLM"
+    assert configure(LLAMA, speculative_config=NGRAM).speculative_config is not None
+    assert configure(MAMBA2).model_config.architecture == "ImplicitRecurrentForCausalLM"
+
+
+@pytest.mark.parametrize("backbone", [LLAMA, MAMBA2], ids=["llama", "mamba2"])
+@pytest.mark.parametrize(
+    ("sentence", "settings", "options"),
+    [
+        ("without a window of 4 tokens: set hf_overrides={'window': None}", {"window": 4}, {}),
+        ("the guess 'previous' starts: set hf_overrides={'guess': 'zero'}", {"guess": "previous"}, {}),
+        ("take no LoRA adapters in vLLM: merge the adapter", {}, {"enable_lora": True}),
+        ("take no quantised weights in vLLM", {}, {"quantization": "fp8"}),
+        ("take no quantised keys and values in vLLM", {}, {"kv_cache_dtype": "fp8"}),
+        ("cannot be split into pipeline stages", {}, {"pipeline_parallel_size": 2}),
+        ("cannot split one sequence over devices", {}, {"prefill_context_parallel_size": 2}),
+    ],
+)
+def test_both_kinds(
+    configure: Configure,
+    backbone: dict[str, Any],
+    sentence: str,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    with pytest.raises(ValueError) as error:
+        configure(backbone, settings, **options)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "options"),
+    [
+        ("runs on one device: set tensor_parallel_size to 1", {"tensor_parallel_size": 2}),
+        ("cannot forget drafts that are refused", {"speculative_config": NGRAM}),
+    ],
+)
+def test_recurrent_states(configure: Configure, sentence: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as error:
+        configure(MAMBA2, **options)
+    assert sentence in str(error.value)
+
+
+def test_drafts_of_another_model(configure: Configure, tmp_path: Path) -> None:
+    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="take drafts from the text only"):
+        configure(LLAMA, speculative_config=drafts)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "backbone"),
+    [
+        ("needs a causal backbone, but LlamaBackbone is not causal", {**LLAMA, "causal": False}),
+        ("but Pointwise keeps no state between tokens", {"name": "pointwise", "d_model": 64}),
+    ],
+)
+@pytest.mark.usefixtures("extensions")
+def test_backbones(configure: Configure, sentence: str, backbone: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as error:
+        configure(backbone)
+    assert sentence in str(error.value)
+
+
+def test_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Other models must load as before, so this is a warning."""
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    monkeypatch.delitem(MODEL_ARCH_CONFIG_CONVERTORS, "implicit_lm", raising=False)
+    register()
+    assert "need vLLM 0.32, and this is 0.33.1" in caplog.text
+    assert "implicit_lm" not in MODEL_ARCH_CONFIG_CONVERTORS
+
+
+def test_half_of_a_weight() -> None:
+    with pytest.raises(ValueError, match=r"only one half of weight-normalised weights: \['a'\]"):
+        list(folded([("a.parametrizations.weight.original0", None)]))

@@ -55,8 +55,10 @@ class SlotBackend(AttentionBackend):
 class Slots(nn.Module, MambaBase):
     """The states of all requests. For vLLM, all blocks of the backbone are one layer.
 
+    Args:
+        form: the state of one sequence, with the shapes and types of a slot.
+
     Attributes:
-        form: the state of one sequence: its layers have the shapes and types of a slot.
         kv_cache: for each tensor of a state, one tensor with all slots. vLLM sets this attribute.
     """
 
@@ -64,30 +66,29 @@ class Slots(nn.Module, MambaBase):
 
     def __init__(self, form: State, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        self.form = form
+        self.shapes = tuple(tuple(tensor.shape[1:]) for tensor in form.tensors()[1:])
+        self.dtypes = tuple(tensor.dtype for tensor in form.tensors()[1:])
         self.name = prefix
-        self.kv_cache = tuple(torch.tensor([]) for _ in self.get_state_shape())
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(tensor.shape[1:]) for tensor in self.form.tensors()[1:])
+        return self.shapes
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        return tuple(tensor.dtype for tensor in self.form.tensors()[1:])
+        return self.dtypes
 
     def get_attn_backend(self) -> type[SlotBackend]:
         return SlotBackend
 
-    def load(self, slots: Tensor, seen: Tensor) -> State:
-        """The states in ``slots`` (R,), after ``seen`` (R,) tokens. New requests get the initial state."""
-        state = self.form.select(torch.zeros_like(slots))
+    def load(self, slots: Tensor, initial: State, seen: Tensor) -> State:
+        """The states in ``slots`` (R,), after ``seen`` (R,) tokens. New requests get the ``initial`` state."""
         stored = iter(self.kv_cache)
 
-        def merge(initial: Tensor) -> Tensor:
-            old = (seen > 0).view(-1, *[1] * (initial.dim() - 1))
-            return torch.where(old, next(stored)[slots], initial)
+        def merge(values: Tensor) -> Tensor:
+            old = (seen > 0).view(-1, *[1] * (values.dim() - 1))
+            return torch.where(old, next(stored)[slots], values)
 
-        return State(seen, tuple(tuple(map(merge, layer)) for layer in state.layers))
+        return State(seen, tuple(tuple(map(merge, layer)) for layer in initial.layers))
 
     def store(self, slots: Tensor, state: State) -> None:
         for stored, values in zip(self.kv_cache, state.tensors()[1:], strict=True):
@@ -106,7 +107,7 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
 
     def get_mamba_state_copy_funcs(self, mamba_types: set[MambaAttentionBackendEnum]) -> dict[Any, Any]:
         """For the prefix cache: every tensor of a state is copied as a whole."""
-        copy = (get_temporal_copy_spec,) * len(self.slots.kv_cache)
+        copy = (get_temporal_copy_spec,) * len(self.slots.shapes)
         return dict.fromkeys(mamba_types, copy)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -143,8 +144,10 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
         rows, slots = rows_of(starts, len(x)), slots.long()
         padded = rows.pack(x[None])
         mask = torch.arange(padded.shape[1], device=x.device) < rows.lengths[:, None]
-        state = self.slots.load(slots, positions[starts[:-1].long()])
-        out = self.inner.model.layer(padded, mask if padded.shape[1] > 1 else None, state=state)
+        layer = self.inner.model.layer
+        initial = layer.backbone.initial_state(len(slots), x.device, x.dtype)
+        state = self.slots.load(slots, initial, positions[starts[:-1].long()])
+        out = layer(padded, mask if padded.shape[1] > 1 else None, state=state)
         self.slots.store(slots, out.state)
         return rows.unpack(out.z)[0]
 

@@ -122,8 +122,8 @@ LENGTHS = (1, 3, 10, 17, 24, 31, 38, 45)
         {"solver": "anderson"},
         {"solver": "broyden"},
         {"eval_convergence": {"name": "fixed", "iterations": 8}},
-        {"eval_convergence": {"name": "residual", "rtol": 0.05}},
-        {"eval_convergence": {"name": "residual", "rtol": 0.05, "scope": "sequence"}, "guess": "noise"},
+        {"eval_convergence": {"name": "residual", "rtol": 0.5}},
+        {"eval_convergence": {"name": "residual", "rtol": 0.5, "scope": "sequence"}, "guess": "noise"},
     ],
     ids=["picard", "anderson", "broyden", "fixed", "loose", "sequence-noise"],
 )
@@ -188,7 +188,12 @@ def test_backbones(
     model: MakeModel, engine: Callable[..., Engine], backbone: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     folder, prompts = model(backbone, **settings), make_prompts(*LENGTHS)
-    assert engine(folder)(prompts) == expected(folder, prompts)
+    served = engine(folder)
+    assert served(prompts) == expected(folder, prompts)
+    (normalised,) = served.llm.apply_model(
+        lambda inside: [name for name, _ in inside.named_parameters() if "parametrizations" in name]
+    )
+    assert not normalised
 
 
 def test_explicit_and_compiled(model: MakeModel, engine: Callable[..., Engine]) -> None:
@@ -198,7 +203,7 @@ def test_explicit_and_compiled(model: MakeModel, engine: Callable[..., Engine]) 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"solver": "anderson"}, {"eval_convergence": {"name": "residual", "rtol": 0.05}, "guess": "noise"}],
+    [{"solver": "anderson"}, {"eval_convergence": {"name": "residual", "rtol": 0.5}, "guess": "noise"}],
     ids=["anderson", "loose-noise"],
 )
 def test_solves_of_mamba2(model: MakeModel, engine: Callable[..., Engine], settings: dict[str, Any]) -> None:
@@ -206,10 +211,13 @@ def test_solves_of_mamba2(model: MakeModel, engine: Callable[..., Engine], setti
     assert engine(folder, settings)(prompts) == expected(folder, prompts, **settings)
 
 
-@pytest.mark.parametrize("name", ["chunks", "prefixes"])
+@pytest.mark.parametrize("name", ["chunks", "prefixes", "preemption"])
 def test_paths_of_mamba2(model: MakeModel, engine: Callable[..., Engine], name: str) -> None:
     folder, prompts = model(MAMBA2), make_prompts(*LENGTHS, 70)
-    check_path(engine(folder, **PATHS[name]), name, prompts, expected(folder, prompts, new=40))
+    options = PATHS[name]
+    if name == "preemption":  # without the prefix cache a request never needs a second block
+        options = {**PATHS["prefixes"], "num_gpu_blocks_override": 6}
+    check_path(engine(folder, **options), name, prompts, expected(folder, prompts, new=40))
 
 
 def test_two_ranks(model: MakeModel, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from deqseq import Backbone, Context, State
 
 
 class Memory(Backbone):
-    """f(z, x)_t = tanh(h_t + x_t) with h_t = h_{t-1} / 2 + W z_t / 4."""
+    """f(z, x)_t = tanh(h_t + x_t) with h_t = h_{t-1} / 2 + W z_t / 4 and h_0 = 1."""
 
     def __init__(self, d_model):
         super().__init__()
@@ -19,7 +19,7 @@ class Memory(Backbone):
 
     def evaluate(self, z, context, state=None):
         u = self.linear(z) / 4
-        h = torch.zeros_like(u[:, 0]) if state is None else state.layers[0][0]
+        h = torch.ones_like(u[:, 0]) if state is None else state.layers[0][0]
         trace = []
         for t in range(u.shape[1]):
             h = h / 2 + u[:, t]
@@ -28,7 +28,7 @@ class Memory(Backbone):
         return torch.tanh(trace + context.tokens[0]), trace
 
     def initial_state(self, batch_size, device=None, dtype=None):
-        h = torch.zeros(batch_size, self.d_model, device=device, dtype=dtype)
+        h = torch.ones(batch_size, self.d_model, device=device, dtype=dtype)
         return State(torch.zeros(batch_size, dtype=torch.int64, device=device), ((h,),))
 
     def advance(self, trace, state, count):

@@ -62,17 +62,19 @@ class Architecture(ModelArchConfigConvertorBase):
         return names
 
     def _architecture(self) -> str:
-        solve_options(self.hf_config)
+        if self.hf_config.implicit:
+            solve_options(self.hf_config)
         name = type(self.backbone).__name__
         if not self.backbone.causal:
             raise ValueError(f"vLLM generates text, which needs a causal backbone, but {name} is not causal")
         if type(self.backbone) is LlamaBackbone:
             return LLAMA
-        if not self.backbone.keeps_state:
+        state = self.backbone.initial_state(1).tensors()[1:] if self.backbone.keeps_state else []
+        if not state:
             raise ValueError(f"vLLM generates text token by token, but {name} keeps no state between tokens")
-        if any(0 in tensor.shape for tensor in self.backbone.initial_state(1).tensors()):
+        if any(0 in tensor.shape for tensor in state):
             raise ValueError(
-                f"vLLM serves LlamaBackbone and backbones whose state has a constant size, but the state of "
+                "vLLM serves LlamaBackbone and backbones whose state has a constant size, but the state of "
                 f"{name} grows with the number of tokens"
             )
         return RECURRENT

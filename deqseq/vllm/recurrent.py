@@ -81,7 +81,7 @@ class Slots(nn.Module, MambaBase):
         return SlotBackend
 
     def load(self, slots: Tensor, initial: State, seen: Tensor) -> State:
-        """The states in ``slots`` (R,), after ``seen`` (R,) tokens. New requests get the ``initial`` state."""
+        """The states in ``slots`` (R,), after ``seen`` (R,) tokens. New requests get those of ``initial``."""
         stored = iter(self.kv_cache)
 
         def merge(values: Tensor) -> Tensor:

@@ -121,12 +121,13 @@ LENGTHS = (1, 3, 10, 17, 24, 31, 38, 45)
         {},
         {"solver": "anderson"},
         {"solver": "broyden"},
-        {"eval_convergence": {"name": "fixed", "iterations": 8}},
+        {"eval_convergence": {"name": "fixed", "iterations": 3}, "guess": "input"},
         {"eval_convergence": {"name": "residual", "rtol": 0.5}},
         {"eval_convergence": {"name": "residual", "rtol": 0.5, "scope": "sequence"}, "guess": "noise"},
     ],
-    ids=["picard", "anderson", "broyden", "fixed", "loose", "sequence-noise"],
+    ids=["picard", "anderson", "broyden", "fixed-input", "loose", "sequence-noise"],
 )
+@pytest.mark.usefixtures("extensions")
 def test_llama(model: MakeModel, engine: Callable[..., Engine], settings: dict[str, Any]) -> None:
     folder, prompts = model(LLAMA), make_prompts(*LENGTHS)
     assert engine(folder, settings)(prompts) == expected(folder, prompts, **settings)

@@ -1,8 +1,10 @@
 """What the models do not support is refused when they load, by one sentence."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM, in an environment of its 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS  # noqa: E402
 
+from deqseq.backbone import backbones  # noqa: E402
+from deqseq.backbones import LlamaBackbone  # noqa: E402
 from deqseq.causal_lm import ImplicitConfig  # noqa: E402
 from deqseq.vllm import register  # noqa: E402
 from deqseq.vllm.weights import folded  # noqa: E402
@@ -102,6 +106,20 @@ def test_backbones(configure: Configure, sentence: str, backbone: dict[str, Any]
     with pytest.raises(ValueError) as error:
         configure(backbone)
     assert sentence in str(error.value)
+
+
+def test_a_growing_state(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama of another package may compute something else, so paged attention is not used for it."""
+    module = SimpleNamespace(Other=type("Other", (LlamaBackbone,), {}))
+    monkeypatch.setitem(sys.modules, "other", module)
+    monkeypatch.setitem(backbones._builtin, "other", "other:Other")
+    with pytest.raises(ValueError, match="the state of Other grows with the number of tokens"):
+        configure({**LLAMA, "name": "other"})
+
+
+def test_an_explicit_model_is_not_solved(configure: Configure) -> None:
+    settings = {"implicit": False, "window": 4, "guess": "previous"}
+    assert configure(LLAMA, settings).model_config.architecture == "ImplicitLlamaForCausalLM"
 
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

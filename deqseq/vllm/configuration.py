@@ -21,7 +21,7 @@ def backbone_of(config: ImplicitConfig) -> Backbone:
     """The backbone that ``config`` describes, on the meta device: it has sizes, but no weights."""
     injection = {} if config.implicit else {"injection": False}
     with torch.device("meta"):
-        return backbones.create({**injection, **config.backbone})
+        return backbones.create({**config.backbone, **injection})
 
 
 def solve_options(config: ImplicitConfig) -> SolveOptions:

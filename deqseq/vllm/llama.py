@@ -1,4 +1,4 @@
-"""Implicit, injected and explicit Llama models with vLLM's paged attention.
+"""Implicit and explicit Llama models with vLLM's paged attention.
 
 Every evaluation of f stores the keys and values of all its tokens in the cache, over those of the evaluation
 before. The cache keeps those of the last evaluation, as in generation without vLLM.
@@ -152,8 +152,8 @@ class ImplicitLlamaForCausalLM(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.evaluation = Evaluation(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "evaluation"))
         self.options = solve_options(config) if config.implicit else None
-        sizes = backbone_of(config)
-        self.injection = Injection(sizes, maybe_prefix(prefix, "injection")) if sizes.injects else None
+        if config.implicit:
+            self.injection = Injection(backbone_of(config), maybe_prefix(prefix, "injection"))
         self.lm_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
         )
@@ -178,13 +178,11 @@ class ImplicitLlamaForCausalLM(nn.Module):
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: object = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The equilibria (T, D), or the output of one evaluation (an explicit or injected model)."""
+        """The equilibria (T, D), or the output of an explicit stack."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.injection is None:
+        if self.options is None:
             return self.evaluation(x, positions, None, None)
         injection = self.injection(x)
-        if self.options is None:
-            return self.evaluation(torch.zeros_like(x), positions, injection, x)
 
         def function(z: Tensor) -> Tensor:
             return self.evaluation(z, positions, injection, x)

@@ -1,7 +1,5 @@
 """What vLLM needs to know before it builds a model, and the settings that are refused."""
 
-from functools import cached_property
-
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateConfig
@@ -21,7 +19,7 @@ def backbone_of(config: ImplicitConfig) -> Backbone:
     """The backbone that ``config`` describes, on the meta device: it has sizes, but no weights."""
     injection = {} if config.implicit else {"injection": False}
     with torch.device("meta"):
-        return backbones.create({**config.backbone, **injection})
+        return backbones.create({**injection, **config.backbone})
 
 
 def solve_options(config: ImplicitConfig) -> SolveOptions:
@@ -45,16 +43,12 @@ def solve_options(config: ImplicitConfig) -> SolveOptions:
 
 
 class Architecture(ModelArchConfigConvertorBase):
-    """Tells vLLM which class serves a configuration, and its numbers of heads.
+    """Tells vLLM which class serves a configuration.
 
     Raises:
-        ValueError: the backbone is not causal, or keeps no state, or its state grows and it is not a
-            ``LlamaBackbone``; see also :func:`solve_options`.
+        ValueError: the checkpoint is not a language model; the backbone is not causal or keeps no state; its
+            state grows, and it is not a ``LlamaBackbone``; see also :func:`solve_options`.
     """
-
-    @cached_property
-    def backbone(self) -> Backbone:
-        return backbone_of(self.hf_config)
 
     def get_architectures(self) -> list[str]:
         # The loader of the weights reads the configuration itself, so the name has to stand there too.
@@ -62,14 +56,18 @@ class Architecture(ModelArchConfigConvertorBase):
         return names
 
     def _architecture(self) -> str:
+        kinds = set(self.hf_config.architectures or ()) - {"ImplicitForCausalLM", LLAMA, RECURRENT}
+        if kinds:
+            raise ValueError(f"vLLM serves ImplicitForCausalLM, got a checkpoint of {', '.join(kinds)}")
         if self.hf_config.implicit:
             solve_options(self.hf_config)
-        name = type(self.backbone).__name__
-        if not self.backbone.causal:
+        backbone = backbone_of(self.hf_config)
+        name = type(backbone).__name__
+        if not backbone.causal:
             raise ValueError(f"vLLM generates text, which needs a causal backbone, but {name} is not causal")
-        if type(self.backbone) is LlamaBackbone:
+        if type(backbone) is LlamaBackbone:
             return LLAMA
-        state = self.backbone.initial_state(1).tensors()[1:] if self.backbone.keeps_state else []
+        state = backbone.initial_state(1).tensors()[1:] if backbone.keeps_state else []
         if not state:
             raise ValueError(f"vLLM generates text token by token, but {name} keeps no state between tokens")
         if any(0 in tensor.shape for tensor in state):
@@ -78,17 +76,6 @@ class Architecture(ModelArchConfigConvertorBase):
                 f"{name} grows with the number of tokens"
             )
         return RECURRENT
-
-    def get_total_num_attention_heads(self) -> int:
-        return self._heads("n_head")
-
-    def get_total_num_kv_heads(self) -> int:
-        return self._heads("n_kv_head")
-
-    def _heads(self, kind: str) -> int:
-        if not isinstance(self.backbone, LlamaBackbone):
-            return 0
-        return int(getattr(self.backbone.layers[0].mixer, kind))
 
 
 def _check(vllm_config: VllmConfig, refused: dict[str, bool]) -> None:

@@ -1,4 +1,4 @@
-"""Implicit and explicit Llama models with vLLM's paged attention.
+"""Implicit, injected and explicit Llama models with vLLM's paged attention.
 
 Every evaluation of f stores the keys and values of all its tokens in the cache, over those of the evaluation
 before. The cache keeps those of the last evaluation, as in generation without vLLM.
@@ -152,7 +152,8 @@ class ImplicitLlamaForCausalLM(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.evaluation = Evaluation(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "evaluation"))
         self.options = solve_options(config) if config.implicit else None
-        if config.implicit:
+        self.injection = None
+        if config.form != "explicit":
             self.injection = Injection(backbone_of(config), maybe_prefix(prefix, "injection"))
         self.lm_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head")
@@ -178,9 +179,9 @@ class ImplicitLlamaForCausalLM(nn.Module):
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: object = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The equilibria (T, D), or the output of an explicit stack."""
+        """The equilibria (T, D), f(0, x) of an injected model, or f(x) of an explicit one."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.options is None:
+        if self.injection is None:
             return self.evaluation(x, positions, None, None)
         injection = self.injection(x)
 
@@ -188,7 +189,7 @@ class ImplicitLlamaForCausalLM(nn.Module):
             return self.evaluation(z, positions, injection, x)
 
         metadata = get_forward_context().attn_metadata
-        if metadata is None:  # vLLM measures memory or compiles: there are no requests
+        if self.options is None or metadata is None:  # without metadata, vLLM measures memory or compiles
             return function(torch.zeros_like(x))
         starts = metadata[self.layer_name].query_start_loc
         return solve(function, x, starts, self.options, self.group)

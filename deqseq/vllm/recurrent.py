@@ -62,6 +62,7 @@ class Slots(nn.Module, MambaBase):
         kv_cache: for each tensor of a state, one tensor with all slots. vLLM sets this attribute.
     """
 
+    kv_cache: tuple[Tensor, ...]
     mamba_type = MambaAttentionBackendEnum.MAMBA2
 
     def __init__(self, form: State, vllm_config: VllmConfig, prefix: str) -> None:
@@ -117,7 +118,7 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: object = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The equilibria (T, D), or the output of an explicit stack.
+        """The equilibria (T, D), f(0, x) of an injected model, or f(x) of an explicit one.
 
         New tokens of running requests (one each) and prompts are solved separately, because a row of the
         batch is as long as the longest.

@@ -173,15 +173,17 @@ def test_paths_of_llama(
         ({**LLAMA, "input_skip": True}, {"tie_word_embeddings": True}),
         ({**LLAMA, "weight_norm": False}, {}),
         (LLAMA, {"implicit": False}),
+        ({**LLAMA, "injection": True}, {"implicit": False}),
         (MAMBA2, {}),
         ({**MAMBA2, "input_skip": True}, {"tie_word_embeddings": True}),
         ({**MAMBA2, "weight_norm": False}, {}),
         (MAMBA2, {"implicit": False}),
+        ({**MAMBA2, "injection": True}, {"implicit": False}),
         (MEMORY, {}),
     ],
     ids=[
-        "llama-input-skip", "llama-plain", "llama-explicit", "mamba2", "mamba2-input-skip", "mamba2-plain",
-        "mamba2-explicit", "third-party",
+        "llama-input-skip", "llama-plain", "llama-explicit", "llama-injected", "mamba2", "mamba2-input-skip",
+        "mamba2-plain", "mamba2-explicit", "mamba2-injected", "third-party",
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("extensions")

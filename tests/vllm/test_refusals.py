@@ -34,8 +34,8 @@ def configure(tmp_path: Path) -> Configure:
     """``configure(backbone, settings, **options)``: what vLLM does with a model before it builds it."""
 
     def made(backbone: dict[str, Any], settings: dict[str, Any] | None = None, **options: Any) -> Any:
-        config = ImplicitConfig(vocab_size=259, backbone=backbone, **(settings or {}))
-        config.architectures = ["ImplicitForCausalLM"]
+        settings = {"architectures": ["ImplicitForCausalLM"], **(settings or {})}
+        config = ImplicitConfig(vocab_size=259, backbone=backbone, **settings)
         config.save_pretrained(tmp_path)
         arguments = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 128, **options}
         return EngineArgs(str(tmp_path), **arguments).create_engine_config()
@@ -54,6 +54,11 @@ def test_models_that_are_served(configure: Configure) -> None:
 @pytest.mark.parametrize(
     ("sentence", "settings", "options"),
     [
+        (
+            "vLLM serves ImplicitForCausalLM, got a checkpoint of ImplicitForSequenceClassification",
+            {"architectures": ["ImplicitForSequenceClassification"]},
+            {},
+        ),
         ("without a window of 4 tokens: set hf_overrides={'window': None}", {"window": 4}, {}),
         ("the guess 'previous' starts: set hf_overrides={'guess': 'zero'}", {"guess": "previous"}, {}),
         ("take no LoRA adapters in vLLM: merge the adapter", {}, {"enable_lora": True}),

@@ -21,7 +21,6 @@ from deqseq.backbone import backbones  # noqa: E402
 from deqseq.backbones import LlamaBackbone  # noqa: E402
 from deqseq.causal_lm import ImplicitConfig  # noqa: E402
 from deqseq.vllm import register  # noqa: E402
-from deqseq.vllm.weights import folded  # noqa: E402
 
 LLAMA = {"name": "llama", "d_model": 64, "n_layer": 1, "n_head": 2}
 MAMBA2 = {"name": "mamba2", "d_model": 64, "n_layer": 1, "d_state": 16, "headdim": 16}
@@ -134,8 +133,3 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     register()
     assert "need vLLM 0.32, and this is 0.33.1" in caplog.text
     assert "implicit_lm" not in MODEL_ARCH_CONFIG_CONVERTORS
-
-
-def test_half_of_a_weight() -> None:
-    with pytest.raises(ValueError, match=r"only one half of weight-normalised weights: \['a'\]"):
-        list(folded([("a.parametrizations.weight.original0", None)]))

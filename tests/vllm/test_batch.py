@@ -1,0 +1,91 @@
+"""Solves of flat batches, and folded checkpoints. These tests do not need vLLM."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from deqseq import FixedIterations, Residual, SolveOptions
+from deqseq.vllm.batch import rows_of, solve
+from deqseq.vllm.weights import folded
+
+LENGTHS = (3, 1, 5)
+OPTIONS = [
+    SolveOptions("picard", Residual(rtol=0.3)),
+    SolveOptions("anderson", Residual(rtol=1e-2, scope="sequence"), guess="noise"),
+    SolveOptions("broyden", FixedIterations(3)),
+]
+
+
+def starts_of(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def map_of(x: Tensor, *lengths: int) -> Callable[[Tensor], Tensor]:
+    """f(z)_t = tanh(x_t + 0.7 mean(z_1, ..., z_t)), for each request on its own. x and z are (T, D)."""
+
+    def function(z: Tensor) -> Tensor:
+        means = [
+            part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None]
+            for part in z[: sum(lengths)].split(lengths)
+        ]
+        out = torch.full_like(z, torch.nan)  # padding may hold anything
+        out[: sum(lengths)] = torch.tanh(x[: sum(lengths)] + 0.7 * torch.cat(means))
+        return out
+
+    return function
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["loose", "sequence", "fixed"])
+@pytest.mark.parametrize("padding", [0, 4])
+def test_requests_are_solved_as_if_alone(options: SolveOptions, padding: int) -> None:
+    x = torch.randn(sum(LENGTHS) + padding, 6)
+    x[3] *= 20  # one request needs other numbers of evaluations than the others
+    found = solve(map_of(x, *LENGTHS), x, starts_of(*LENGTHS), options, None)
+    alone = [
+        solve(map_of(part, len(part)), part, starts_of(len(part)), options, None)
+        for part in x[: sum(LENGTHS)].split(LENGTHS)
+    ]
+    torch.testing.assert_close(found[: sum(LENGTHS)], torch.cat(alone), rtol=1e-5, atol=1e-6)
+    assert not found[sum(LENGTHS) :].any()
+
+
+def test_a_request_that_is_not_finite_leaves_the_others_alone() -> None:
+    x = torch.randn(sum(LENGTHS), 6)
+    good = solve(map_of(x, *LENGTHS), x, starts_of(*LENGTHS), OPTIONS[0], None)
+    x[3] = torch.nan
+    found = solve(map_of(x, *LENGTHS), x, starts_of(*LENGTHS), OPTIONS[0], None)
+    assert found[3].isnan().all()
+    torch.testing.assert_close(found[:3], good[:3])
+    torch.testing.assert_close(found[4:], good[4:])
+
+
+def test_rows() -> None:
+    """One row for each request with tokens. vLLM may list requests without tokens."""
+    rows = rows_of(torch.tensor([0, 2, 2, 5]), 7)
+    assert rows.lengths.tolist() == [2, 3]
+    assert rows.real.tolist() == [[True] * 5 + [False] * 2]
+    values = torch.arange(7.0)[None]
+    assert rows.unpack(rows.pack(values)).tolist() == [[0, 1, 2, 3, 4, 0, 0]]
+
+
+def test_folded_weights_equal_the_normalised_ones() -> None:
+    linear, convolution = nn.Linear(4, 3), nn.Conv1d(4, 4, 2, groups=4)
+    model = nn.ModuleDict({"linear": linear, "convolution": convolution, "norm": nn.RMSNorm(4)})
+    for part in linear, convolution:
+        parametrizations.weight_norm(part)
+        with torch.no_grad():
+            part.parametrizations["weight"].original0.mul_(2)
+    plain = dict(folded(model.state_dict().items()))
+    assert plain.keys() == {
+        "linear.weight", "linear.bias", "convolution.weight", "convolution.bias", "norm.weight"
+    }  # fmt: skip
+    for name in "linear", "convolution":
+        torch.testing.assert_close(plain[f"{name}.weight"], model[name].weight)
+
+
+def test_half_of_a_normalised_weight() -> None:
+    with pytest.raises(ValueError, match=r"only one half of weight-normalised weights: \['a'\]"):
+        list(folded([("a.parametrizations.weight.original0", torch.ones(1))]))

@@ -270,8 +270,10 @@ class Injection(LinearMaps):
     def forward(self, x: Tensor) -> Tensor:
         check_merged(self.linear)
         u = self.norm(x)
-        if is_quantised(self.linear):  # bitsandbytes' forward would round inputs too
-            return F.linear(linear_input(u), projection(self.linear, x), self.linear.bias.to(u.dtype))
+        base: Any = getattr(self.linear, "base_layer", self.linear)
+        # Do not call quantised maps: bitsandbytes' forward rounds inputs too, and repacks weights in place.
+        if is_quantised(base):
+            return F.linear(linear_input(u), projection(self.linear, x), base.bias.to(u.dtype))
         out: Tensor = self.linear(u)
         return out
 

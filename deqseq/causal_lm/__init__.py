@@ -8,15 +8,17 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deqseq.causal_lm.cache import EquilibriumCache
+from deqseq.causal_lm.classification import (
+    ImplicitForSequenceClassification,
+    ImplicitSequenceClassifierOutput,
+)
 from deqseq.causal_lm.configuration import ImplicitConfig, ReferenceLlamaConfig, ReferenceMamba2Config
 from deqseq.causal_lm.modeling import (
     ImplicitCausalLMOutput,
     ImplicitForCausalLM,
-    ImplicitForSequenceClassification,
     ImplicitModel,
     ImplicitModelOutput,
     ImplicitPreTrainedModel,
-    ImplicitSequenceClassifierOutput,
 )
 
 for _config in (ImplicitConfig, ReferenceMamba2Config, ReferenceLlamaConfig):

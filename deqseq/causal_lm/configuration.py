@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from deqseq.backbone import backbones
 from deqseq.causal_lm import reference
-from deqseq.checks import check_count, check_not_negative
+from deqseq.checks import check_count, check_flag, check_not_negative
 from deqseq.gradient import gradients
 from deqseq.problem import SolveOptions
 
@@ -124,6 +124,8 @@ class ImplicitConfig(PreTrainedConfig):
         self.eval_convergence = deepcopy(self.eval_convergence if own else self.convergence)
         if type(self.backbone.get("d_model")) is not int:
             raise ValueError(f"backbone needs a d_model, a whole number, got {self.backbone}")
+        if "injection" in self.backbone:
+            check_flag("injection", self.backbone["injection"])
         check_count("vocab_size", self.vocab_size)
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
             raise ValueError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from deqseq.backbones.weights import is_adapter, is_quantised
 from deqseq.causal_lm.configuration import ImplicitConfig
 from deqseq.ops.mixer.naive import at_least_float32
 
@@ -161,6 +162,11 @@ def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
     _refuse_overrides(overrides)
     if model.config.implicit:
         raise ValueError("to_implicit takes an explicit model (implicit=False); this model is implicit")
+    layer = model.model.layer
+    if any(is_adapter(part) or is_quantised(part) for part in layer.modules()):
+        raise ValueError(
+            "to_implicit needs plain weights: convert the model before you quantise it or add adapters"
+        )
     ImplicitConfig(**overrides)  # raises an error for unknown names
     settings = model.config.to_dict() | dict(overrides)
     if "convergence" in overrides:  # use the new policy in evaluation too, if no other is given

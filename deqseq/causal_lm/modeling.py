@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from deqseq.backbone import take_tokens
@@ -60,23 +59,6 @@ class ImplicitCausalLMOutput(ModelOutput):
         loss: mean cross-entropy of token t + 1 given the tokens up to t; ``None`` without labels.
         logits: (B, L, V), or (B, n, V) for n tokens in ``logits_to_keep``; ``None`` if a loss is
             computed with ``skip_logits``.
-        past_key_values, hidden_states, solution: as in :class:`ImplicitModelOutput`.
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: EquilibriumCache | None = None
-    hidden_states: tuple[Tensor, Tensor] | None = None
-    solution: Solution | None = None
-
-
-@dataclass
-class ImplicitSequenceClassifierOutput(ModelOutput):
-    """The output of the classification model.
-
-    Attributes:
-        loss: the loss of ``config.problem_type``; ``None`` without labels.
-        logits: (B, ``config.num_labels``).
         past_key_values, hidden_states, solution: as in :class:`ImplicitModelOutput`.
     """
 
@@ -346,7 +328,7 @@ def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) 
     return mask[:, -length:]
 
 
-def _last_real(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+def last_real(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     """The hidden state of each row's last real token: (B, 1, D).
 
     A row without real tokens gets the hidden state of its last column.
@@ -496,7 +478,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = out.last_hidden_state[:, keep]
         if isinstance(logits_to_keep, int) and logits_to_keep == 1 and attention_mask is not None:
-            hidden = _last_real(out.last_hidden_state, attention_mask)
+            hidden = last_real(out.last_hidden_state, attention_mask)
         logits, padded = self._logits(hidden)
         loss = None
         if labels is not None or shifted is not None:
@@ -561,57 +543,3 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             generation_config.use_cache = model_kwargs["use_cache"] = False
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = EquilibriumCache(self.model.layer.backbone.rewinds)
-
-
-class ImplicitForSequenceClassification(GenericForSequenceClassification, ImplicitPreTrainedModel):
-    """Classifies sequences: an :class:`ImplicitModel`, and a linear map ``score`` of the last real token.
-
-    ``config.num_labels`` is the number of classes; 1 makes a reward model. ``from_pretrained`` also takes a
-    checkpoint of :class:`ImplicitForCausalLM`. The weights of ``score`` then start at random values.
-    """
-
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 - the output layer
-    accepts_loss_kwargs = False  # the loss is a mean over the batch, so the Trainer averages micro-batches
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None, past_key_values: EquilibriumCache | None = None,
-        inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
-        **options: Any,
-    ) -> ImplicitSequenceClassifierOutput:  # fmt: skip
-        """Compute logits (B, ``num_labels``) of the last real token and, with ``labels`` (B,), the loss.
-
-        Padding may be anywhere. Without ``attention_mask``, the last token that is not
-        ``config.pad_token_id`` is classified, as in transformers.
-
-        Args:
-            labels: (B,) class ids, or numbers for a regression (``num_labels=1``), or (B, ``num_labels``)
-                floats for several labels per sequence.
-
-        The other arguments are those of :meth:`ImplicitModel.forward`.
-
-        Raises:
-            ValueError: ``labels`` of another number of sequences; see :meth:`ImplicitModel.forward`.
-        """
-        out = self.model(
-            input_ids, attention_mask=attention_mask, position_ids=position_ids,
-            past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **options,
-        )  # fmt: skip
-        hidden = out.last_hidden_state
-        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            attention_mask = input_ids != self.config.pad_token_id
-        last = hidden[:, -1:] if attention_mask is None else _last_real(hidden, attention_mask)
-        logits = self.score(last)[:, 0]
-        loss = None
-        if labels is not None:
-            check_tensor("labels", labels)
-            if labels.shape[:1] != logits.shape[:1]:
-                raise ValueError(
-                    f"labels must be those of {len(logits)} sequences, got the shape {tuple(labels.shape)}"
-                )
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return ImplicitSequenceClassifierOutput(
-            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states,
-            solution=out.solution,
-        )  # fmt: skip

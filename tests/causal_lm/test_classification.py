@@ -88,9 +88,26 @@ def test_losses(make: Make) -> None:
     several = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
     loss, logits = found(several)
     torch.testing.assert_close(loss, F.binary_cross_entropy_with_logits(logits, several))
-    for wrong in (torch.zeros(3), torch.zeros(1), torch.tensor(0.0)):
-        with pytest.raises(ValueError, match=r"labels must be those of 2 sequences, got the shape"):
+    again = make(problem_type=None)
+    again(ids(), labels=classes)
+    torch.testing.assert_close(again(ids(), labels=several).loss, loss)  # the first call decides nothing
+    for wrong in (torch.zeros(3), torch.zeros(1), torch.tensor(0.0), torch.zeros(2, 2), classes):
+        with pytest.raises(ValueError, match=r"labels of a regression must be floats of shape \(2,\) or"):
             found(wrong, num_labels=1)
+    for wrong in (classes[:1], torch.zeros(2, 3).long()):
+        with pytest.raises(ValueError, match="labels of a single_label_classification must be integers"):
+            found(wrong)
+    for wrong in (numbers, torch.zeros(2, 3).bool()):
+        with pytest.raises(ValueError, match=r"must be floats of shape \(2, 3\), got"):
+            found(wrong)
+    with pytest.raises(ValueError, match="labels must be class ids below num_labels = 3"):
+        found(torch.tensor([0, 3]))
+    for options, rule in (
+        ({"num_labels": 0}, "num_labels must be"),
+        ({"problem_type": "x"}, "regression, s"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            make(**options)
     with pytest.raises(ValueError, match="labels"):
         found([0, 1])  # type: ignore[arg-type]
 
@@ -127,3 +144,14 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(make: Make, tmp_path
         weights.append(model.score.weight.detach())
         assert (weights[-1] - before).abs().max() > 1e-3
     torch.testing.assert_close(weights[1], weights[0])
+
+
+@torch.no_grad()
+def test_the_last_real_token_must_be_known(make: Make) -> None:
+    model, rows = make(), ids(5)
+    with pytest.raises(ValueError, match="each sequence needs a real token"):
+        model(rows, attention_mask=torch.tensor([[1] * 5, [0] * 5]))
+    model.config.pad_token_id = None
+    assert model(rows[:1]).logits.shape == (1, 3)
+    with pytest.raises(ValueError, match="2 sequences need an attention_mask, or a pad_token_id"):
+        model(rows)

@@ -281,3 +281,17 @@ def test_an_injected_model_is_the_first_iteration_of_its_implicit_model(tmp_path
     injected.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.form == "injected" and torch.equal(logits(loaded, ids), logits(injected, ids))
+
+
+def test_the_flag_of_the_injection_is_checked() -> None:
+    backbone = {"name": "llama", "d_model": 16, "n_layer": 1, "n_head": 2, "injection": "no"}
+    with pytest.raises(ValueError, match="injection must be"):
+        ImplicitConfig(backbone=backbone, implicit=False)
+
+
+def test_adapters_are_not_converted() -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model = ImplicitForCausalLM.from_explicit(llama())
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["wq"], task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="to_implicit needs plain weights"):
+        model.to_implicit()

@@ -464,3 +464,8 @@ def test_softmax_loss_is_torchs() -> None:
     assert settings.loss == "softmax"
     logits, labels = torch.randn(6, 5), torch.randint(0, 5, (6,))
     assert stablemax_cross_entropy(logits, labels) != F.cross_entropy(logits, labels)
+
+
+def test_a_puzzle_must_be_able_to_leave_when_solved(puzzles: Path) -> None:
+    with pytest.raises(ValueError, match="solved_steps must be at most budget = 3, got 4"):
+        small(puzzles, solved_steps=4)

@@ -19,6 +19,8 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
         place = place / "tokenizer.json"
     if is_local(str(named)) and not place.exists():
         raise ValueError(f"no tokenizer in {named}: {hint}")
+    if (place / "config.json").is_file():  # the folder of a model
+        import deqseq.causal_lm  # noqa: F401 - registers our models; else transformers asks to run their code
     try:
         tokenizer: Any = (
             PreTrainedTokenizerFast(tokenizer_file=str(place))

@@ -12,8 +12,8 @@ from deqseq.tasks.pretraining.card import plot_curves, scores
 from deqseq.tasks.pretraining.settings import RunSettings
 
 _COLUMNS = (
-    column("run"), column("tokens", ","), column("minutes", ".2f"), column("perplexity", ".2f"),
-    column("iterations", ".2f"), column("tokens_per_second", ",.0f", "tokens/s"), column("mfu", ".3f", "MFU"),
+    column("run"), column("stage"), column("tokens", ","), column("minutes", ".2f"),
+    column("perplexity", ".2f"), column("iterations", ".2f"), column("tokens_per_second", ",.0f", "tokens/s"), column("mfu", ".3f", "MFU"),
     column("memory_gib", ".1f", "GiB"),
 )  # fmt: skip
 
@@ -49,14 +49,14 @@ def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> lis
     a GPU up to the end of the stage.
     """
     found, evaluated = [], scores(log, settings)
-    for first, end in pairwise([0, *settings.stage_ends]):
+    for stage, (first, end) in enumerate(pairwise([0, *settings.stage_ends]), 1):
         trained = [entry for entry in log if "loss" in entry and first < entry["step"] <= end]
         if not trained or end not in evaluated:
             continue
         columns = ("tokens_per_second", "mfu", "memory_gib")
         speeds, mfus, memory = ([entry[key] for entry in trained if key in entry] for key in columns)
         found.append(SimpleNamespace(
-            **vars(evaluated[end]), run=name, minutes=trained[-1]["train_seconds"] / 60,
+            **vars(evaluated[end]), run=name, stage=stage, minutes=trained[-1]["train_seconds"] / 60,
             tokens_per_second=statistics.median(speeds) if speeds else None,
             mfu=statistics.median(mfus) if mfus else None, memory_gib=max(memory, default=None),
         ))  # fmt: skip

@@ -99,6 +99,11 @@ class TrainSettings:
     def __post_init__(self) -> None:
         check_types(self)
         size_of(self.task, self.size**2)
+        if self.solved_steps > self.budget:
+            raise ValueError(
+                f"solved_steps must be at most budget = {self.budget}, got {self.solved_steps}: a puzzle "
+                "leaves when its budget is spent"
+            )
         with torch.device("meta"):  # checks the parts and sizes
             self.model()
 

@@ -13,7 +13,8 @@ from deqseq.tasks.pretraining.settings import RunSettings
 
 _COLUMNS = (
     column("run"), column("stage"), column("tokens", ","), column("minutes", ".2f"),
-    column("perplexity", ".2f"), column("iterations", ".2f"), column("tokens_per_second", ",.0f", "tokens/s"), column("mfu", ".3f", "MFU"),
+    column("perplexity", ".2f"), column("iterations", ".2f"),
+    column("tokens_per_second", ",.0f", "tokens/s"), column("mfu", ".3f", "MFU"),
     column("memory_gib", ".1f", "GiB"),
 )  # fmt: skip
 

@@ -11,19 +11,18 @@ from typing import Any
 
 from torch import Tensor
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.utils.generic import ModelOutput, can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.causal_lm.configuration import ImplicitConfig
-from deqseq.causal_lm.modeling import ImplicitPreTrainedModel, last_real
+from deqseq.causal_lm.modeling import ImplicitCausalLMOutput, ImplicitPreTrainedModel, last_real
 from deqseq.checks import check_count, check_tensor
-from deqseq.solution import Solution
 
 _KINDS = ("regression", "single_label_classification", "multi_label_classification")
 
 
 @dataclass
-class ImplicitSequenceClassifierOutput(ModelOutput):
+class ImplicitSequenceClassifierOutput(ImplicitCausalLMOutput):
     """The output of the classification model.
 
     Attributes:
@@ -31,12 +30,6 @@ class ImplicitSequenceClassifierOutput(ModelOutput):
         logits: (B, ``config.num_labels``).
         past_key_values, hidden_states, solution: as in :class:`ImplicitModelOutput`.
     """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: EquilibriumCache | None = None
-    hidden_states: tuple[Tensor, Tensor] | None = None
-    solution: Solution | None = None
 
 
 class ImplicitForSequenceClassification(GenericForSequenceClassification, ImplicitPreTrainedModel):

@@ -52,6 +52,9 @@ print(json.dumps({
     "converged": bool((out.solution.status == 1).all() and (adjoint.status == 1).all()),
 }))
 dist.barrier()
+# Threads of gloo live as long as the group, and the layer holds it. One that frees a tensor while Python ends
+# aborts the process (pytorch/pytorch#179291).
+del layer, out, adjoint
 dist.destroy_process_group()
 """
 

@@ -3,6 +3,7 @@
 On one device, ``python -m deqseq.tasks.pretrain RUN`` does the same.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -80,8 +81,11 @@ def _pretrain(
         model = pretrain(found, output)
     from accelerate import PartialState
 
-    if PartialState().is_main_process:
+    state = PartialState()
+    if state.is_main_process:
         print(f"the model is in {model}")
+    gc.collect()  # drop what still holds the process group, or its threads survive the next line
+    state.destroy_process_group()  # gloo threads that outlive Python abort it (pytorch/pytorch#179291)
 
 
 def _demo(

@@ -119,6 +119,20 @@ class Backbone(nn.Module, ABC):
             position_ids: (B, L) int64 position of every token; 0 … L-1 by default.
         """
 
+    def prepare_next(self, x: Tensor, position_ids: Tensor | None, context: Context) -> Context:
+        """Compute the context of other tokens. It equals ``prepare(x, position_ids)``.
+
+        A backbone may take everything that does not depend on the tokens from ``context``, such as weights
+        after weight normalisation. Generation then computes the weights once, and not once per token.
+
+        Args:
+            x: (B, L, D) the layer's input.
+            position_ids: (B, L) int64 position of every token.
+            context: the result of :meth:`prepare` for inputs of the same type on the same device. The weights
+                have not changed since.
+        """
+        return self.prepare(x, position_ids)
+
     @abstractmethod
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         """Evaluate f on the tokens that follow ``state``. Returns f(z) (B, W, D) and the trace.

@@ -213,14 +213,20 @@ def take_inputs(
     x = x.where(real, x.new_zeros(()))
     if z0 is None and guess is not None:
         z0 = propose(guess, x, number, previous)
-    if z0 is not None:  # replace non-finite tokens of the guess by zero
-        z0 = z0.to(x.dtype)
-        z0 = z0.where(real & torch.isfinite(z0).all(-1, keepdim=True), z0.new_zeros(()))
+    if z0 is not None:
+        z0 = finite_guess(z0, x)
+        z0 = z0.where(real, z0.new_zeros(()))
     if position_ids is None:
         position_ids = place.expand(x.shape[:2])
         if state is not None:
             position_ids = position_ids + state.seen[:, None]
     return Inputs(x, z0, position_ids, lengths, unsolvable, state), packing
+
+
+def finite_guess(z0: Tensor, x: Tensor) -> Tensor:
+    """The guess ``z0`` (B, L, D) in the type of ``x``. A token whose values are not all finite is zero."""
+    z0 = z0.to(x.dtype)
+    return z0.where(torch.isfinite(z0).all(-1, keepdim=True), z0.new_zeros(()))
 
 
 def check_tokens(x: Tensor, d_model: int | None, **per_token: Tensor | None) -> None:

@@ -16,11 +16,11 @@ from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State, backbones
 from deqseq.checks import check_flag, check_instance, check_not_sharded, check_tensor
 from deqseq.gradient import GradientStrategy, gradients, solve_with_gradient
-from deqseq.guess import Guess, guesses, modules_of
-from deqseq.inputs import Inputs, check_causal, take_inputs
+from deqseq.guess import Guess, guesses, modules_of, propose
+from deqseq.inputs import Inputs, check_causal, finite_guess, take_inputs
 from deqseq.loop import evaluate
 from deqseq.outputs import LayerOutput, finished, state_after
-from deqseq.policy import policies
+from deqseq.policy import FixedIterations, policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
 from deqseq.search import search
@@ -59,6 +59,30 @@ class SequenceLayer(nn.Module):
         super().__init__()
         self.backbone = backbones.create(backbone)
         self.gradient_checkpointing = False
+
+    def decode(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        state: State,
+        context: Context,
+        solve: SolveOptions | None = None,
+        previous: Tensor | None = None,
+    ) -> LayerOutput:
+        """Compute one more token of every sequence: what ``forward`` computes, with less work on the host.
+
+        The method does not check its arguments, and records no autograd graph. It never makes the host wait
+        for the device, except in a search that ends when all tokens have converged.
+
+        Args:
+            x: (B, 1, D) input.
+            position_ids: (B, 1) int64.
+            state: backbone state before the token, with contiguous tensors and capacity for the token; see
+                :meth:`~deqseq.Backbone.reserve`. The call may overwrite its tensors.
+            context: the result of ``backbone.prepare`` for an earlier token. Its weights are used.
+            solve, previous: arguments of the implicit layer's ``forward``; no effect in an explicit layer.
+        """
+        raise NotImplementedError
 
 
 class ImplicitSequenceLayer(SequenceLayer):
@@ -217,17 +241,48 @@ class ImplicitSequenceLayer(SequenceLayer):
             solution.status = packing.unpack(solution.status, int(Status.CONVERGED))
         return LayerOutput(solution.z, solution.state, solution)
 
+    @_on_its_device
+    @torch.no_grad()
+    def decode(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        state: State,
+        context: Context,
+        solve: SolveOptions | None = None,
+        previous: Tensor | None = None,
+    ) -> LayerOutput:
+        options = self.solve if solve is None else solve
+        count = torch.ones_like(state.seen)
+        z0 = propose(options.guess, x, None if self.training else 0, previous)
+        z0 = None if z0 is None else finite_guess(z0, x)
+        inputs = Inputs(x, z0, position_ids, count, torch.zeros_like(position_ids, dtype=torch.bool), state)
+        make = partial(self._problem, options=options, state_has_capacity=True, padded=False)
+        if kernels.on_tested_gpu(x) and not isinstance(options.convergence, FixedIterations):
+            solution = self._recordings.solve(self, options, inputs, make, finished)
+        else:
+            context = self.backbone.prepare_next(x, position_ids, context)
+            solution = search(make(inputs, context=context, overwrites_state=True))
+        return LayerOutput(solution.z, solution.state, solution)
+
     def _problem(
-        self, inputs: Inputs, options: SolveOptions, state_has_capacity: bool, padded: bool
+        self,
+        inputs: Inputs,
+        options: SolveOptions,
+        state_has_capacity: bool,
+        padded: bool,
+        context: Context | None = None,
+        overwrites_state: bool = False,
     ) -> Problem:
         return Problem(
             map=self.backbone,
-            context=_context(self.backbone, inputs, padded),
+            context=_context(self.backbone, inputs, padded) if context is None else context,
             z0=torch.zeros_like(inputs.x) if inputs.z0 is None else inputs.z0,
             options=options,
             lengths=inputs.lengths,
             state=inputs.state,
             state_has_capacity=state_has_capacity,
+            overwrites_state=overwrites_state,
             returns_state=True,
             compact=self.compact,
             checkpoint=self.gradient_checkpointing,
@@ -287,6 +342,22 @@ class ExplicitSequenceLayer(SequenceLayer):
         if packing is not None:
             z = packing.unpack(z)
         return LayerOutput(z, state_after(state, inputs.unsolvable))
+
+    @_on_its_device
+    @torch.no_grad()
+    def decode(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        state: State,
+        context: Context,
+        solve: SolveOptions | None = None,
+        previous: Tensor | None = None,
+    ) -> LayerOutput:
+        context = self.backbone.prepare_next(x, position_ids, context)
+        z = torch.zeros_like(x) if self.backbone.injects else x
+        z, trace = self.backbone.evaluate(z, context, state)
+        return LayerOutput(z, self.backbone.advance(trace, state, torch.ones_like(state.seen)))
 
 
 def _context(backbone: Backbone, inputs: Inputs, padded: bool) -> Context:

@@ -166,7 +166,8 @@ def finish(problem: Problem, carry: Carry, passes: int) -> Solution:
         if state is not None:
             backbone = cast(Backbone, problem.map)
             state = state if problem.state_has_capacity else backbone.reserve(state, z)
-            state = backbone.advance(carry.trace, state.copy(), problem.ends).detach()
+            state = state if problem.overwrites_state else state.copy()
+            state = backbone.advance(carry.trace, state, problem.ends).detach()
     else:
         z, iterations, residual, status = (result[:, : valid.shape[1]] for result in carry.results)
         state = None if state is None or carry.state is None else carry.state.detach()

@@ -80,10 +80,11 @@ class Problem:
         z0: (B, L, D) the initial guess.
         options: solver, convergence policy and window.
         lengths: (B,) int64 number of real tokens, which come first; ``None``: all tokens are real.
-        state: backbone state before the first token; ``None``: there are no earlier tokens. The solve
-            does not change the state.
+        state: backbone state before the first token; ``None``: there are no earlier tokens.
         state_has_capacity: true if the state already has capacity for all tokens. The solve then does not
             check the capacity. The check would make the host wait for the GPU.
+        overwrites_state: if true, the solve may overwrite the tensors of ``state``. Its tensors must then be
+            contiguous. If false, the solve works on a copy.
         returns_state: if true, the solution has the state after the last token, if ``state`` is given.
         compact: if true, remove settled sequences once at least half of the batch has settled.
         checkpoint: if true, evaluations store no activations, and the backward pass recomputes them.
@@ -99,6 +100,7 @@ class Problem:
     lengths: Tensor | None = None
     state: State | None = None
     state_has_capacity: bool = False
+    overwrites_state: bool = False
     returns_state: bool = False
     compact: bool = False
     checkpoint: bool = False

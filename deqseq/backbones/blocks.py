@@ -193,16 +193,20 @@ class Stack(Backbone):
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         check_not_sharded(self._parts())
         check_dtype(x, self.layers)
+        blocks: Any = self.layers
+        shared = Prepared(kernels.choose(x), [block.weights(x) for block in blocks])
+        return self.prepare_next(x, position_ids, Context(shared=shared))
+
+    def prepare_next(self, x: Tensor, position_ids: Tensor | None, context: Context) -> Context:
         tokens = () if self.injection is None else (self.injection(x),)
         if self.input_skip is not None:
             tokens = (*tokens, x)
-        blocks: Any = self.layers
-        return Context(tokens, Prepared(kernels.choose(x), [block.weights(x) for block in blocks]))
+        return Context(tokens, context.shared)
 
     def enter(self, z: Tensor, tokens: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         """The stream (B, W, D) before the first block, and the injection (``None`` if there is none).
 
-        ``tokens``: the tensors that ``Stack.prepare`` puts into ``Context.tokens``.
+        ``tokens``: the tensors that ``Stack.prepare_next`` puts into ``Context.tokens``.
         """
         injection = tokens[0] if tokens else None
         return z if self.input_skip is None else self.input_skip(z, tokens[1]), injection

@@ -196,11 +196,11 @@ class LlamaBackbone(Stack):
         self.causal = causal
         self.board = board
 
-    def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+    def prepare_next(self, x: Tensor, position_ids: Tensor | None, context: Context) -> Context:
         if position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         cos, sin = (table.to(x.dtype) for table in self._rotary(position_ids))
-        context = super().prepare(x)
+        context = super().prepare_next(x, position_ids, context)
         return Context((cos, sin, *context.tokens), context.shared)
 
     def hide_padding(self, context: Context, lengths: Tensor) -> Context:

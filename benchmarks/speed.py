@@ -27,6 +27,7 @@ import copy
 import gc
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
@@ -41,7 +42,7 @@ from torch import Tensor
 
 from deqseq import Backbone, Context, kernels
 from deqseq.backbone import backbones
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, stream
 
 Tables = dict[str, list[Row]]
 
@@ -356,11 +357,29 @@ def evaluate(bench: Bench, name: str, how: str, limit: float, reference: float |
 
 
 @torch.no_grad()
-def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
-    """Time greedy decoding after a prompt of 16 tokens."""
-    model = bench.model(bench.config(name, "-free")).bfloat16().eval()
+def decode(bench: Bench, name: str, form: str, batch: int, reference: float | None) -> Row:
+    """Time greedy decoding after a prompt of 16 tokens: calls of the model, ``generate`` and ``stream``.
+
+    The times of ``generate`` and ``stream`` include the prompt. The processor time is the time that the host
+    computes. Other programs on the machine hardly change it.
+    """
+    model = bench.model(bench.config(name, form)).bfloat16().eval()
     prompt = torch.randint(model.config.vocab_size, (batch, 16), device=bench.device)
-    count = 4 if bench.quick else 32
+    count = 16 if bench.quick else 32
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": count, "do_sample": False}
+    ways = {
+        "generate": lambda: model.generate(prompt, **options),
+        "stream": lambda: list(stream(model, prompt, **options)),
+    }
+    times: dict[str, list[float]] = {f"{way} {kind}": [] for way in ways for kind in ("ms", "processor ms")}
+    for repeat in range(bench.repeats + 1):  # the first repeat is a warm-up
+        for way, function in ways.items():
+            start = time.process_time()
+            passed = common.stopwatch(function, bench.device)
+            if repeat:
+                times[f"{way} ms"].append(1e3 * passed / count)
+                times[f"{way} processor ms"].append(1e3 * (time.process_time() - start) / count)
+    whole = {name: statistics.median(values) for name, values in times.items()}
     outs: list[Any] = []
 
     def read_prompt() -> None:
@@ -372,9 +391,10 @@ def decode(bench: Bench, name: str, batch: int, reference: float | None) -> Row:
             outs.append(model(token, past_key_values=cache, use_cache=True))
 
     ms = bench.milliseconds(go_on, read_prompt, warm_up=1) / count
-    mean = torch.cat([out.solution.iterations for out in outs[1:]]).float().mean().item()
+    solutions = [out.solution for out in outs[1:] if out.solution is not None]
+    mean = torch.cat([s.iterations for s in solutions]).float().mean().item() if solutions else 1
     speed = {"tokens/s": 1e3 * batch / ms, "iterations a token": mean}
-    return {"ms a token": ms, **bench.against(ms, reference), **speed}
+    return {"ms a token": ms, **whole, **bench.against(ms, reference), **speed}
 
 
 @torch.no_grad()
@@ -407,8 +427,9 @@ def section(bench: Bench, name: str) -> Tables:
     if name == "evaluation":
         return evaluation(bench)
     if name == "decode":
-        models = (LLAMA, 1, 110), (LLAMA, 16, None), (MAMBA2, 1, 236), (MAMBA2, 16, None)
-        return {name: bench.rows(decode, {f"{m[0]}-free, batch {m[1]}": m for m in models})}
+        models = [(LLAMA, "-free", 1, 110), (LLAMA, "-free", 16, None), (LLAMA, "-explicit", 1, None)]
+        models += [(MAMBA2, "-free", 1, 236), (MAMBA2, "-free", 16, None), (MAMBA2, "-explicit", 1, None)]
+        return {name: bench.rows(decode, {f"{m[0]}{m[1]}, batch {m[2]}": m for m in models})}
     if name == "sequential":
         return {name: bench.rows(one_by_one, {f"{TRACKING}, window 1": ()})}
     model = TRAINING[name]

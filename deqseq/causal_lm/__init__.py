@@ -20,6 +20,7 @@ from deqseq.causal_lm.modeling import (
     ImplicitModelOutput,
     ImplicitPreTrainedModel,
 )
+from deqseq.causal_lm.streaming import fast_generate, stream
 
 for _config in (ImplicitConfig, ReferenceMamba2Config, ReferenceLlamaConfig):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
@@ -33,5 +34,5 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ImplicitConfig.model_type] = ImplicitForCausal
 __all__ = [
     "EquilibriumCache", "ImplicitCausalLMOutput", "ImplicitConfig", "ImplicitForCausalLM",
     "ImplicitForSequenceClassification", "ImplicitModel", "ImplicitModelOutput", "ImplicitPreTrainedModel",
-    "ImplicitSequenceClassifierOutput",
+    "ImplicitSequenceClassifierOutput", "fast_generate", "stream",
 ]  # fmt: skip

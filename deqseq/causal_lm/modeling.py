@@ -5,6 +5,7 @@ Shapes: B sequences, L tokens, D width, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from copy import deepcopy
@@ -525,6 +526,21 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         if mask is None or mask.dim() != 2:
             return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)  # type: ignore[no-any-return, no-untyped-call]
         return (real_tokens(mask).long().cumsum(-1) - 1).clamp_min(0)
+
+    def _extract_generation_mode_kwargs(
+        self, custom_generate: Any, kwargs: dict[str, Any], *standard: Any
+    ) -> dict[str, Any]:
+        """The arguments of ``generate`` for the decoding method.
+
+        transformers drops some of them, such as ``streamer``, if ``custom_generate`` is a function. Here such
+        a function gets those that it has a parameter for.
+        """
+        usual = super()._extract_generation_mode_kwargs(None, dict(kwargs), *standard)
+        found = super()._extract_generation_mode_kwargs(custom_generate, kwargs, *standard)
+        if callable(custom_generate):
+            accepted = inspect.signature(custom_generate).parameters
+            found.update({name: value for name, value in usual.items() if name in accepted})
+        return found
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -17,9 +17,14 @@ line), parquet, or any dataset of the datasets library. Text and JSONL may be co
 .bz2, or .zip with one file in it) and remote (s3://, gs://, hf://). Every document ends with the tokenizer's
 end of text; a random share of them, chosen by a hash of their text, is held out for validation.
 
+A folder stands for the text files below it, each of which is one document. Hidden files, files that are not
+UTF-8 and repeated texts are dropped, and so are files that a machine has made (see --rules).
+
   python -m deqseq.tasks.prepare book.txt --output data/book --validation-share 0.01
   python -m deqseq.tasks.prepare pile/*.jsonl --output data/pile --tokenizer tokenizer.json
   python -m deqseq.tasks.prepare --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT --output data/web
+  python -m deqseq.tasks.prepare --files '*.py,*.md' ~/projects --output data/mine --tokenizer train:16000
+  python -m deqseq.tasks.prepare --installed --output data/python --tokenizer train:32000
 
 Run the same command again after an interruption: finished shards are kept. The result does not depend on
 interruptions or the number of workers. Several machines can prepare `--part 1/8`, `--part 2/8` ..., each into
@@ -42,6 +47,9 @@ def prepare(
     text: list[str] = [],  # noqa: B006
     *,
     output: Path,
+    files: str | None = None,
+    installed: bool = False,
+    rules: Literal["code", "none"] = "code",
     tokenizer: str = "EleutherAI/gpt-neox-20b",
     documents: Literal["file", "blank", "line"] = "file",
     column: str = "text",
@@ -59,11 +67,21 @@ def prepare(
     """Make all shards that are missing, and print the numbers of tokens and documents.
 
     Args:
-        text: text files; with --dataset, the data files of the dataset
+        text: text files or folders; with --dataset, the data files of the dataset
         output: folder for the shards
-        tokenizer: name on the hub, a tokenizer.json file or a folder
+        files: names of the files to read in folders, such as '*.py'; separate several patterns by commas. By
+            default all files (*), or *.py with --installed
+        installed: also read the packages and the standard library of the running Python; name folders of your
+            own before this option
+        rules: which files of folders to drop. code: files that are probably made by a machine (more than 1
+            MiB, fewer than 100 characters, a line of more than 1,000 characters, more than 100 characters a
+            line on average, or less than 25 % letters and digits). none: empty files and files of more than
+            10 MiB; use this for prose
+        tokenizer: name on the hub, a tokenizer.json file or a folder; train:32000 trains a tokenizer of
+            32,000 tokens on about 50 MB of the training documents and saves it in --output/tokenizer
         documents: where plain text is divided into documents: never (file), at blank lines (blank) or after
-            each line (line). With file, random pieces of about 1,000 tokens are held out
+            each line (line). With file, random pieces of about 1,000 tokens are held out. In folders, every
+            file is one document, which is held out as a whole
         column: column with the text, in JSONL, parquet and datasets
         dataset: name on the hub; or a file format such as json, which then reads the files TEXT
         subset: configuration of the dataset
@@ -78,32 +96,48 @@ def prepare(
     """
     # Import here, after the arguments are parsed: tokenizers and datasets take seconds to import.
     from deqseq.tasks.common.corpus import HoldOut, TokenFolder, parts, pipeline
-    from deqseq.tasks.common.corpus.documents import sources
-    from deqseq.tasks.common.tokenizer import load_tokenizer
+    from deqseq.tasks.common.corpus.folders import FolderFiles
+    from deqseq.tasks.common.corpus.sources import sources
+    from deqseq.tasks.common.corpus.vocabulary import trained_tokenizer
+    from deqseq.tasks.common.tokenizer import load_tokenizer, trained_size
 
+    leave_out = "leave out TEXT, --dataset and --installed"
     if verify:
-        if text or dataset:
-            raise ValueError("--verify reads the shards of --output alone: leave out TEXT and --dataset")
+        if text or dataset or installed:
+            raise ValueError(f"--verify reads the shards of --output alone: {leave_out}")
         TokenFolder(output).verify()
         print(f"{output}: all shards are as they were written")
         return
     command_line.check_folder(output)
     if merge:
-        if text or dataset:
-            raise ValueError("--merge reads the folders of parts alone: leave out TEXT and --dataset")
+        if text or dataset or installed:
+            raise ValueError(f"--merge reads the folders of parts alone: {leave_out}")
         parts.merge(output, merge, force)
         print(f"{output}: {_counts(output)}")
         return
     number = parts.parse_part(part)
-    read = sources(text, documents, column, dataset, subset, split)
-    vocabulary = load_tokenizer(tokenizer)
+    hold_out, train = HoldOut(validation_share), trained_size(tokenizer)
+    read = sources(
+        text, documents, column, dataset, subset, split, files, rules, installed, without=[str(output)]
+    )
+    for source in read:
+        if isinstance(source, FolderFiles):
+            print(f"{source.contents.tables()}\n", flush=True)
+            if source.rules == "code" and source.contents.mostly_dropped():
+                print("most of the text was dropped: --rules none keeps prose", file=sys.stderr)
+    if train:
+        vocabulary = trained_tokenizer(output, tokenizer, train, read, hold_out, force)
+        if len(vocabulary) < train:
+            print(f"the text is too short for {train:,} tokens: made {len(vocabulary):,}", file=sys.stderr)
+    else:
+        vocabulary = load_tokenizer(tokenizer)
     start = time.perf_counter()
     size = pipeline.prepare(
         output,
         read,
         vocabulary,
         tokenizer,
-        HoldOut(validation_share),
+        hold_out,
         shard_tokens,
         workers,
         force,

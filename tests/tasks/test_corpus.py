@@ -26,9 +26,10 @@ from transformers import PreTrainedTokenizerFast
 
 from deqseq.tasks.common.corpus import HoldOut, StreamedRows, TokenFolder, parts, pipeline, shards
 from deqseq.tasks.common.corpus import encoder as encoder_module
-from deqseq.tasks.common.corpus.documents import JsonLines, Source, TextFile, sources
+from deqseq.tasks.common.corpus.documents import JsonLines, TextFile
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.rows import TokenRows
+from deqseq.tasks.common.corpus.sources import Source, sources
 
 WORDS = ("the", "cat", "saw", "a", "dog", "near", "river", "and", "old king", "naïve", "猫", "über", "🙂")
 END = "<|endoftext|>"
@@ -172,8 +173,8 @@ def test_what_is_not_a_document_is_named(
 def test_sources_that_cannot_be_opened(tmp_path: Path, book: Path) -> None:
     with pytest.raises(ValueError, match=r"no file .*none.txt"):
         sources([str(tmp_path / "none.txt")])
-    with pytest.raises(ValueError, match="is a folder"):
-        sources([str(tmp_path)])
+    with pytest.raises(ValueError, match="is not a folder: name files or folders"):
+        sources([str(tmp_path), str(book)])
     with pytest.raises(ValueError, match="named twice"):
         sources([str(book), str(book)])
     with pytest.raises(ValueError, match="nothing to read"):

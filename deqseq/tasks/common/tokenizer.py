@@ -1,8 +1,10 @@
-"""Loads tokenizers from a file, a folder or the Hugging Face Hub."""
+"""Loads tokenizers from a file, a folder or the Hugging Face Hub, and trains new ones."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
@@ -35,6 +37,37 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
         known = tokenizer.get_vocab()
         tokenizer.eos_token = next((token for token in _END_OF_TEXT if token in known), None)
     return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer. Its end of text is ``<|endoftext|>``.
+
+    Args:
+        vocab_size: the largest number of tokens: 256 bytes, the end of text, and merged pairs.
+    """
+    made: Any = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[_END_OF_TEXT[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+def trained_size(name: str) -> int | None:
+    """The SIZE in ``train:SIZE``, the name of a tokenizer to be trained; ``None`` for other names.
+
+    Raises:
+        ValueError: SIZE is not a whole number of at least 257: the 256 bytes and the end of text.
+    """
+    verb, colon, size = name.partition(":")
+    if verb != "train" or not colon:
+        return None
+    if not size.isdecimal() or int(size) < 257:
+        raise ValueError(f"a tokenizer to train is train:SIZE with a size of at least 257, got {name!r}")
+    return int(size)
 
 
 def is_local(name: str) -> bool:

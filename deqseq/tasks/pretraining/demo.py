@@ -3,17 +3,16 @@
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from deqseq.tasks.common.corpus import TokenFolder
 from deqseq.tasks.common.results import column, table
 from deqseq.tasks.common.runs import read_record
+from deqseq.tasks.common.tokenizer import train_bpe
 from deqseq.tasks.pretraining.card import plot_curves
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.train import pretrain
@@ -94,16 +93,15 @@ def train_tokenizer(texts: Sequence[str], path: Path) -> Path:
     """Train a byte-level tokenizer of 1024 tokens on the texts and save it. An existing file is kept."""
     if path.exists():
         return path
-    made: Any = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )  # fmt: skip
     try:
-        made.train(list(texts), trainer)
-    except Exception as error:  # the tokenizers library raises plain Exception
+        made = train_bpe(_lines(texts), 1024)
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"no tokenizer can be trained on {', '.join(texts)}: {error}") from error
     made.save(str(path))
     return path
+
+
+def _lines(texts: Sequence[str]) -> Iterator[str]:
+    for text in texts:
+        with open(text, encoding="utf-8", newline="\n") as file:
+            yield from file

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from deqseq.tasks.common.corpus.storage import expanded, is_compressed, is_remote, local_stamp, opened, stamp
+from deqseq.tasks.common.corpus.storage import is_compressed, is_remote, local_stamp, opened, stamp
 from deqseq.tasks.common.tokenizer import first_line
 
 # A file that is one document is read in pieces of _PIECE to 2 * _PIECE bytes (1000 tokens or more). A piece
@@ -41,15 +41,16 @@ class TextFile:
     Attributes:
         size: number of bytes of text; ``None`` if the file is compressed or remote.
         stored: number of bytes of the stored file, before it is unpacked.
+        checked: whether all documents have been read already, without an error.
 
     Raises:
-        ValueError: the file does not exist, is empty, or is a folder.
+        ValueError: the file does not exist or is empty.
     """
+
+    checked = False
 
     def __init__(self, path: str, documents: str = "file") -> None:
         self.path, self.kind = path if is_remote(path) else str(Path(path)), documents
-        if Path(path).is_dir():
-            raise ValueError(f"{path} is a folder: name the files in it, such as {self.path}/*.txt")
         self._stamp = stamp(self.path)
         self.stored: int = self._stamp.get("bytes", -1)
         if self.stored < 0:
@@ -147,10 +148,12 @@ class DatasetRows:
 
     Attributes:
         stored: number of bytes of the files; 0 if unknown.
+        checked: whether all documents have been read already, without an error.
     """
 
     size = None
     stored = 0
+    checked = False
 
     def __init__(
         self, name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = (),
@@ -199,46 +202,6 @@ class DatasetRows:
                     yield Document(text, True, number, len(text.encode()))
         except Exception as error:  # datasets raises many classes of errors
             raise ValueError(f"row {number} of {self.name} cannot be read: {first_line(error)}") from error
-
-
-Source = TextFile | DatasetRows
-"""A source of documents, in a fixed order."""
-
-
-def sources(
-    paths: Sequence[str], documents: str = "file", column: str = "text", dataset: str | None = None,
-    subset: str | None = None, split: str = "train",
-) -> list[Source]:  # fmt: skip
-    """Make the sources of documents that the user has named.
-
-    With ``dataset``, the only source is this dataset, and ``paths`` are its data files. Without ``dataset``,
-    every file in ``paths`` is a source; the suffix of a file determines its format.
-
-    Raises:
-        ValueError: nothing is named; a file is named twice or does not exist; the dataset cannot be loaded;
-            ``subset`` or ``split`` is given without ``dataset``.
-    """
-    if not paths and dataset is None:
-        raise ValueError("nothing to read: name text files, or a --dataset")
-    paths = [file for path in paths for file in expanded(path)]
-    real = [path if is_remote(path) else Path(path).resolve() for path in paths]
-    if twice := [path for i, path in enumerate(paths) if real[i] in real[:i]]:
-        raise ValueError(f"{twice[0]} is named twice")
-    if dataset is not None:
-        return [DatasetRows(dataset, subset, split, paths, column)]
-    if subset is not None or split != "train":
-        raise ValueError("subset and split need a --dataset, but none is named")
-    return [_file(path, documents, column) for path in paths]
-
-
-def _file(path: str, documents: str, column: str) -> Source:
-    plain = TextFile(path, documents)  # checks that the file exists
-    ending = (Path(path).with_suffix("") if is_compressed(path) else Path(path)).suffix.lower()
-    if ending == ".parquet":
-        rows = DatasetRows("parquet", files=[path], column=column)
-        rows.stored = plain.stored
-        return rows
-    return JsonLines(path, column) if ending in (".jsonl", ".ndjson", ".json") else plain
 
 
 def stream(name: str, subset: str | None = None, split: str = "train", files: Sequence[str] = ()) -> Any:

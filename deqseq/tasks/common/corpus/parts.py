@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deqseq.tasks.common.corpus.documents import DatasetRows, Source
+from deqseq.tasks.common.corpus.documents import DatasetRows
 from deqseq.tasks.common.corpus.holdout import SPLITS
 from deqseq.tasks.common.corpus.rows import TokenFolder
 from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest, Place, Preparation, flat_head, shard_name
+from deqseq.tasks.common.corpus.sources import Source
 from deqseq.tasks.common.files import locked
 from deqseq.tasks.common.results import changes
 

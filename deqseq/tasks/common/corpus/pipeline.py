@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from deqseq.tasks.common.corpus.documents import Document, Source
+from deqseq.tasks.common.corpus.documents import Document
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.holdout import SALT, SPLITS, HoldOut, Split
 from deqseq.tasks.common.corpus.parts import WHOLE, divide
 from deqseq.tasks.common.corpus.shards import Place, Preparation
+from deqseq.tasks.common.corpus.sources import Source
 from deqseq.tasks.common.files import locked
 
 # Minimum bytes of text in a batch. A worker tokenises a batch of this size in a tenth of a second.
@@ -108,8 +109,11 @@ def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
     """Read the documents once before they are tokenised, to find errors early.
 
     Reading takes about a hundredth of the time of tokenising. Datasets, compressed files and remote files are
-    read only up to the first document. Returns whether there is at least one document.
+    read only up to the first document. The files of folders are not read again, because they have been read
+    when they were selected. Returns whether there is at least one document.
     """
+    if all(source.checked for source in sources):
+        return True
     found = False
     with _bar("check", sources, begin, begin, end) as bar:
         for number, documents in _between(sources, begin, end):

@@ -1,0 +1,65 @@
+"""Trains a tokenizer on the training documents of a corpus."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from deqseq.tasks.common.corpus.holdout import HoldOut
+from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest
+from deqseq.tasks.common.corpus.sources import Source
+from deqseq.tasks.common.tokenizer import load_tokenizer, train_bpe
+
+_SAMPLE = 50_000_000  # bytes of text for the training of a tokenizer
+
+
+def trained_tokenizer(
+    output: Path, name: str, size: int, sources: Sequence[Source], hold_out: HoldOut, force: bool = False
+) -> Any:
+    """A tokenizer with ``size`` tokens, trained on the training documents of ``sources``.
+
+    If an earlier preparation of folder ``output`` has trained such a tokenizer, this tokenizer is loaded.
+    Otherwise it is trained. Training is deterministic: on the same texts it gives the same tokenizer.
+
+    Args:
+        name: the name of such a tokenizer in the manifest of ``output``.
+        size: the largest number of tokens; a small corpus may give fewer.
+        force: train in any case.
+
+    Raises:
+        ValueError: a document cannot be read.
+    """
+    saved = output / TOKENIZER / "tokenizer.json"
+    if not force and saved.is_file():
+        with suppress(ValueError):  # no manifest, or a damaged one: Preparation reports this
+            if Manifest.read(output).head["tokenizer"]["name"] == name:
+                return load_tokenizer(str(saved))
+    trained = train_bpe(sample(sources, hold_out), size)
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "tokenizer.json")
+        trained.save(str(file))
+        return load_tokenizer(str(file))
+
+
+def sample(sources: Sequence[Source], hold_out: HoldOut, size: int = _SAMPLE) -> Iterator[str]:
+    """About ``size`` bytes of training documents, the same in each call.
+
+    A hash of the text chooses the documents, so they come from all sources. If the size of a source is
+    unknown, as for compressed files and datasets, the first documents are chosen.
+    """
+    known = [source.size for source in sources if source.size is not None]
+    share = size / max(sum(known), 1) if len(known) == len(sources) else 1
+    # A larger share holds out the same documents and some more. The sample consists of these further ones.
+    wider = HoldOut(hold_out.share + share) if hold_out.share + share < 1 else None
+    with tqdm(desc="read for the tokenizer", total=size, unit="B", unit_scale=True, disable=None) as bar:
+        for document in (document for source in sources for document in source.documents()):
+            if hold_out.split(document.text) == "validation":
+                continue
+            if wider is None or wider.split(document.text) == "validation":
+                yield document.text
+                bar.update(document.size)
+                if bar.n >= size:
+                    return

@@ -1,5 +1,6 @@
 """Folders as a source of documents: what is kept, what is dropped, and tokenizers trained on the text."""
 
+import gzip
 import json
 import os
 import random
@@ -367,6 +368,16 @@ def test_a_tokenizer_is_trained_on_training_documents_alone(
     size = sum(len(text.encode()) for text in texts)
     some = list(vocabulary.sample(read, hold_out, size // 3))
     assert 5 < len(some) < len(train) and set(some) < set(train) and some != train[: len(some)]
+
+
+def test_the_sample_of_a_source_of_unknown_size_is_its_beginning(tmp_path: Path) -> None:
+    lines = [make_code(seed, 1) for seed in range(200)]
+    file = tmp_path / "a.txt.gz"
+    file.write_bytes(gzip.compress("".join(lines).encode()))
+    found = list(vocabulary.sample(sources([str(file)], "line"), HoldOut(0.2), 1000))
+    train = [line[:-1] for line in lines if HoldOut(0.2).split(line[:-1]) == "train"]
+    assert found == train[: len(found)] and len(found) < len(train)
+    assert 1000 <= sum(len(text.encode()) + 1 for text in found) < 1100
 
 
 def test_training_is_deterministic() -> None:

@@ -51,15 +51,18 @@ def sample(sources: Sequence[Source], hold_out: HoldOut, size: int = _SAMPLE) ->
     unknown, as for compressed files and datasets, the first documents are chosen.
     """
     known = [source.size for source in sources if source.size is not None]
-    share = size / max(sum(known), 1) if len(known) == len(sources) else 1
+    whole = sum(known) if len(known) == len(sources) else None
+    share = 1.0 if whole is None else size / max(whole, 1)
     # A larger share holds out the same documents and some more. The sample consists of these further ones.
     wider = HoldOut(hold_out.share + share) if hold_out.share + share < 1 else None
-    with tqdm(desc="read for the tokenizer", total=size, unit="B", unit_scale=True, disable=None) as bar:
+    total, read = size if whole is None else min(size, whole), 0
+    with tqdm(desc="sample", total=total, unit="B", unit_scale=True, disable=None) as bar:
         for document in (document for source in sources for document in source.documents()):
             if hold_out.split(document.text) == "validation":
                 continue
             if wider is None or wider.split(document.text) == "validation":
                 yield document.text
                 bar.update(document.size)
-                if bar.n >= size:
+                read += document.size
+                if whole is None and read >= size:
                     return

@@ -165,10 +165,15 @@ def test_another_text_is_refused(tmp_path: Path, tree: Path, capsys: pytest.Capt
     assert run(tmp_path / "out", tree) == 0
     assert run(tmp_path / "out", tree) == 0
     assert "finished before" in capsys.readouterr().out
+    (tree / ".hidden.py").write_text("a file that is dropped changes nothing")
+    (tree / "z.py").write_text((tree / "a" / "m0.py").read_text())
+    assert run(tmp_path / "out", tree) == 0
+    assert "finished before" in capsys.readouterr().out
     file = tree / "a" / "m0.py"
     file.write_text(file.read_text().upper())
     assert run(tmp_path / "out", tree) == 2
-    assert "was prepared with other settings" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "was prepared with other settings" in said and f"{tree} sha256" in said
     assert run(tmp_path / "out", tree, "--force") == 0
 
 
@@ -228,7 +233,7 @@ def test_what_is_dropped_is_counted(tmp_path: Path) -> None:
     assert {name: amount.files for name, amount in found.kept.items()} == {".": 1, "package": 1}
     said = found.tables()
     assert all(reason in said for reason in found.dropped) and "hidden: 1" in said and "100.0%" in said
-    every = FolderFiles([str(root)], "*.py,*.txt", "none").contents
+    every = FolderFiles([str(root)], "*.py, *.txt", "none").contents
     assert {reason: amount.files for reason, amount in every.dropped.items()} == {
         "duplicate": 3,
         "hidden": 1,

@@ -85,13 +85,18 @@ class FolderFiles:
         self.size = self.stored = int(self._ends[-1])
 
     def describe(self) -> dict[str, Any]:
-        """Describe the source, for the manifest. The description changes when a kept text changes."""
+        """Describe the source, for the manifest. The description changes when a kept text changes.
+
+        ``contents`` may also change without that, when files change that are dropped.
+        """
         return {
             "path": ", ".join(self.folders),
             "files": self.pattern,
             "rules": self.rules,
-            "contents": self.contents.plain(),
+            "texts": len(self._files),
+            "bytes": self.size,
             "sha256": hashlib.sha256(self._digests.tobytes()).hexdigest(),
+            "contents": self.contents.plain(),
         }
 
     def documents(self, start: int = 0) -> Iterator[Document]:
@@ -121,7 +126,8 @@ class FolderFiles:
     def _below(self, folder: str, without: Sequence[str]) -> list[_Found]:
         """The files below a folder that match the pattern and are not hidden, sorted by path."""
         others = {os.path.realpath(other) for other in (*self.folders, *without)}
-        skipped, patterns = self.contents.skip_folder, self.pattern.split(",")
+        skipped = self.contents.skip_folder
+        patterns = [pattern.strip() for pattern in self.pattern.split(",")]
         found = []
         for place, inner, names in os.walk(folder, onerror=lambda _: skipped("cannot be listed")):
             searched = []

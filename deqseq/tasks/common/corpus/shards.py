@@ -308,10 +308,16 @@ class ShardWriter:
 def flat_head(head: dict[str, Any], times: bool = True) -> dict[str, Any]:
     """``Manifest.head`` as a flat dictionary. Keys of a source's settings begin with the source's path.
 
+    Left out is what does not change the shards: the tokenizer's name, and the contents of folders.
+
     ``times``: false leaves out the modification times of the sources.
     """
     sources = head["sources"]
-    own = {f"{source['path']} {name}": value for source in sources for name, value in flat(source)}
+    own = {
+        f"{source['path']} {name}": value
+        for source in sources
+        for name, value in flat({key: value for key, value in source.items() if key != "contents"})
+    }
     found = {**dict(flat({**head, "sources": [source["path"] for source in sources]})), **own}
     found.pop("tokenizer.name")  # not needed: the sha256 identifies the tokenizer
     return {name: value for name, value in found.items() if times or not name.endswith(_TIMES)}

@@ -87,7 +87,7 @@ class FolderFiles:
     def describe(self) -> dict[str, Any]:
         """Describe the source, for the manifest. The description changes when a kept text changes.
 
-        ``contents`` may also change without that, when files change that are dropped.
+        The entry ``contents`` also changes when a dropped file changes.
         """
         return {
             "path": ", ".join(self.folders),
@@ -124,7 +124,7 @@ class FolderFiles:
         return int(self._ends[number]) if number < len(self._files) - 1 else None
 
     def _below(self, folder: str, without: Sequence[str]) -> list[_Found]:
-        """The files below a folder that match the pattern and are not hidden, sorted by path."""
+        """The matching files below a folder, sorted by path. Also counts the folders that are skipped."""
         others = {os.path.realpath(other) for other in (*self.folders, *without)}
         skipped = self.contents.skip_folder
         patterns = [pattern.strip() for pattern in self.pattern.split(",")]

@@ -211,8 +211,8 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 without ``solve``, of the configuration.
             z0: (B, L, D) initial guess, instead of the guess of ``solve`` or of the configuration.
             unused: arguments that tokenizers, collators and ``generate`` may add. They have no effect here:
-                ``token_type_ids``, ``cache_position``, ``output_attentions=False``, and the sequence
-                boundaries of flattened batches (``position_ids`` also contains these boundaries).
+                ``token_type_ids``, ``cache_position``, ``tokenizer``, ``output_attentions=False``, and the
+                sequence boundaries of flattened batches (``position_ids`` also contains these boundaries).
 
         Raises:
             ValueError: ``input_ids`` and ``inputs_embeds`` are both given or both missing; on the CPU, ids
@@ -371,7 +371,7 @@ def aligned_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 _UNUSED_ARGUMENTS = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx",
-    "output_attentions", "token_type_ids",
+    "output_attentions", "token_type_ids", "tokenizer",
 }  # fmt: skip
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TextIteratorStreamer
+from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
 from deqseq import Backbone, SolveOptions, State, graphs, kernels
 from deqseq.causal_lm import (
@@ -313,6 +314,18 @@ def test_fast_generate_takes_the_arguments_of_generate(make: Make) -> None:
     assert "".join(streamer).split() == [str(int(i)) for i in out.sequences[0, 9:]]
     assert torch.equal(torch.cat(out.scores).argmax(-1), out.sequences[0, 9:])
     assert out.past_key_values.get_seq_length() == 9 + 4
+
+
+def test_strings_that_stop(make: Make) -> None:
+    model, ids, letters = make("mamba2", "explicit"), prompts(1), [chr(65 + i) for i in range(V)]
+    plain = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    plain.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain)
+    whole = generated(model, ids, max_new_tokens=12)
+    options = {"stop_strings": [letters[whole[0, 12]]], "tokenizer": tokenizer, "max_new_tokens": 12}
+    stopped = generated(model, ids, **options)
+    assert stopped.shape[1] < whole.shape[1]
+    assert torch.equal(generated(model, ids, custom_generate=fast_generate, **options), stopped)
 
 
 @pytest.mark.parametrize(

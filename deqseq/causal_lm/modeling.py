@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -26,6 +27,7 @@ from deqseq.backbones.weights import is_quantised
 from deqseq.causal_lm import conversion, reference
 from deqseq.causal_lm.cache import EquilibriumCache, StateLayer
 from deqseq.causal_lm.configuration import ImplicitConfig
+from deqseq.causal_lm.wavefront import wavefront_generate
 from deqseq.checks import check_count, check_flag, check_integers, check_tensor
 from deqseq.inputs import packs_rows, real_tokens
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
@@ -438,6 +440,25 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             ValueError: this model is implicit; ``config_overrides`` has a setting that must stay the same.
         """
         return conversion.to_implicit(self, config_overrides)
+
+    def generate(self, *args: Any, wavefront: int | None = None, **options: Any) -> Any:
+        """Generate tokens: transformers' ``generate``, with one more argument.
+
+        Args:
+            wavefront: solve up to this number of new tokens at once. The tokens are those of ordinary greedy
+                decoding, up to the tolerance of the search, but the search takes fewer evaluations of f one
+                after the other. For greedy decoding with implicit models; best for small batches.
+
+        Raises:
+            ValueError: ``wavefront`` is below 1, or is combined with features that it does not support, such
+                as sampling and beams.
+        """
+        if wavefront is not None:
+            check_count("wavefront", wavefront)
+            if options.get("custom_generate") is not None:
+                raise ValueError("give either wavefront or custom_generate")
+            options["custom_generate"] = partial(wavefront_generate, window=wavefront)
+        return super().generate(*args, **options)  # type: ignore[misc]
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(

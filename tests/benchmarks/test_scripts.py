@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.solvers import Broyden, Picard
 from deqseq.tasks.common.seals import seal
 from deqseq.tasks.state_tracking.settings import TrainSettings
@@ -175,6 +176,27 @@ def test_warm_start(trained: Path, tmp_path: Path) -> None:
     zero, previous = json.loads(output.read_text())["rows"]
     assert zero["accuracy"] == previous["accuracy"]
     assert zero["evaluations a token"] != previous["evaluations a token"]
+
+
+def test_wavefront(tmp_path: Path, token_folder: Path) -> None:
+    torch.manual_seed(0)
+    backbone = {"name": "llama", "d_model": 16, "n_layer": 1, "n_head": 2}
+    model = ImplicitForCausalLM(ImplicitConfig(vocab_size=300, backbone=backbone, initializer_range=0.5))
+    model.save_pretrained(tmp_path / "model")
+    shutil.copy(token_folder.parent / "tokenizer.json", tmp_path / "model")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 4)
+    output = tmp_path / "out.json"
+    few = ["--prompts", "2", "--prompt-tokens", "8", "--tokens", "6", "--windows", "3", "--rtol", "1e-4"]
+    arguments = [str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--device", "cpu"]
+    done = run("wavefront.py", *arguments, *few, "--output", str(output))
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(output.read_text())
+    plain, wave = found["rows"]
+    assert plain["equal tokens"] == wave["equal tokens"] == 1
+    assert wave["passes a token"] < plain["passes a token"]
+    assert found["agreement"][-1] >= found["agreement"][0]
+    wrong = run("wavefront.py", *arguments, *few, "--windows", "8")
+    assert wrong.returncode == 2 and "prompt-tokens must differ" in wrong.stderr
 
 
 def test_speed(tmp_path: Path) -> None:

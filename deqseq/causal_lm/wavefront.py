@@ -1,0 +1,229 @@
+"""Wavefront decoding: greedy generation that solves several tokens at once.
+
+Ordinary generation solves a token until it has settled, and only then begins with the next one. But a token's
+iterates propose the next token long before they settle. Wavefront decoding solves a window of tokens. After
+every evaluation, the likeliest token after token t becomes the input of token t + 1. If this input changes,
+token t + 1 begins anew. A token settles only after the tokens before it, so the input of a settled token is
+final. The tokens are therefore those of ordinary generation, up to the tolerance of the search.
+
+Shapes: B sequences, L tokens to solve, W tokens in the window, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from deqseq import kernels
+from deqseq.backbone import Backbone, Context, State
+from deqseq.guesses import Zero
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.loop import Runner, drive
+from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
+from deqseq.problem import Problem, SolveOptions
+
+
+class _UntilChosen(ConvergencePolicy):
+    """A token may settle when ``policy`` lets it, and its input is the choice of the token before it.
+
+    Attributes:
+        inputs: (B, W) int64, ids of the tokens in the window. Set before each evaluation.
+        choices: (B, W) int64, the likeliest id after each token of the window, from the last evaluation.
+    """
+
+    inputs: Tensor
+    choices: Tensor
+
+    def __init__(self, policy: ConvergencePolicy, choose: Callable[[Tensor], Tensor]) -> None:
+        self._policy, self._choose = policy, choose
+        self.max_iter, self.check_every = policy.max_iter, policy.check_every
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
+        verdict = self._policy.judge(z, fz, iterations, active)
+        self.choices = self._choose(fz)
+        right = F.pad(self.inputs[:, 1:] == self.choices[:, :-1], (1, 0), value=True)
+        # The residual 1 stands for a token that can still change, also if its evaluation is not finite.
+        residual = verdict.residual.where(right, 1.0)
+        return Judgement(residual, verdict.converged & right, verdict.stops & right)
+
+
+class _Wavefront(Runner):
+    """Runs a search with a window whose inputs are chosen during the search.
+
+    Attributes:
+        ids: (B, L + W + 1) int64, ids of the input tokens. The first is given; the others are choices.
+    """
+
+    def __init__(
+        self, problem: Problem, first: Tensor, prepare: Callable[[Tensor, Tensor], Context], ends: Tensor
+    ) -> None:
+        super().__init__(problem)
+        assert isinstance(problem.policy, _UntilChosen)
+        self._policy, self._prepare, self._eos = problem.policy, prepare, ends
+        self.ids = first[:, None].repeat(1, problem.z0.shape[1] + len(problem.offsets) + 1)
+
+    def proceed(self) -> None:
+        assert self.carry.start is not None
+        place = self.carry.start[:, None] + self.problem.offsets
+        self._policy.inputs = self.ids.gather(1, place)
+        super().proceed()
+        self._draft(place + 1)
+
+    def _draft(self, after: Tensor) -> None:
+        """Make the choices the inputs of the tokens at the places ``after`` (B, W)."""
+        choices = self._policy.choices
+        changed = F.pad(self.ids.gather(1, after) != choices, (1, 0))[:, :-1, None]
+        self.ids.scatter_(1, after, choices)
+        for all_tokens, new in zip(
+            self.problem.context.tokens, self._prepare(choices, after).tokens, strict=True
+        ):
+            index = after.view(*after.shape, *[1] * (new.dim() - 2)).expand_as(new)
+            all_tokens.scatter_(1, index, new)
+        carry, tokens = self.carry, self.carry.tokens
+        zero = carry.z.new_zeros(())
+        changed_tokens = changed[..., 0]
+        iterations = tokens.iterations.masked_fill(changed_tokens, 0)
+        # Only the first token of the window may use up its budget: the input of all others may still change.
+        iterations[:, 1:].clamp_max_(self._policy.max_iter - 2)
+        self.carry = carry._replace(
+            z=carry.z.where(~changed, zero),
+            proposal=carry.proposal.where(~changed, zero),
+            tokens=tokens._replace(iterations=iterations, frozen=tokens.frozen & ~changed_tokens),
+        )
+
+    def settled(self) -> Tensor:
+        assert self.carry.start is not None
+        place = torch.arange(self.ids.shape[1], device=self.ids.device)
+        final = place <= self.carry.start[:, None]
+        ended = (torch.isin(self.ids, self._eos) & final).any(1)
+        return (ended | (self.carry.start >= self.problem.ends)).all()
+
+
+def wavefront(
+    backbone: Backbone,
+    embed: Callable[[Tensor], Tensor],
+    choose: Callable[[Tensor], Tensor],
+    first: Tensor,
+    state: State,
+    position: Tensor,
+    options: SolveOptions,
+    most: int,
+    ends: Tensor,
+) -> tuple[Tensor, int]:
+    """Continue sequences greedily. Returns the new ids after ``first``, (B, L) int64, and the evaluations.
+
+    A sequence that has an id of ``ends`` is meaningless after this id.
+
+    Args:
+        backbone: the map f. It keeps a state.
+        embed: ids (B, W) -> the layer's input (B, W, D).
+        choose: f(z) (B, W, D) -> the id of the next token after each token, (B, W).
+        first: (B,) int64, the first token to solve.
+        state: the state before this token.
+        position: (B, 1) int64, the position of this token.
+        options: solver, policy and window W. The search begins at zero.
+        most: the number L of tokens to solve.
+        ends: int64, ids that end a sequence.
+    """
+    assert options.window is not None
+    length = max(most, options.window + 1)  # a window of the size of the input would not slide
+    x = embed(first[:, None])
+    fixed = backbone.prepare(x, position)
+
+    def prepare(ids: Tensor, place: Tensor) -> Context:
+        return backbone.prepare_next(embed(ids), position + place, fixed)
+
+    places = torch.arange(length + options.window + 1, device=first.device)
+    context = backbone.prepare_next(x.expand(-1, len(places), -1), position + places, fixed)
+    context = replace(context, tokens=tuple(t.contiguous() for t in context.tokens))
+    policy = _UntilChosen(options.convergence, choose)
+    problem = Problem(
+        backbone, context, torch.zeros_like(x).repeat(1, length, 1),
+        SolveOptions(options.solver, policy, options.window),
+        lengths=torch.full_like(first, most), state=state, training=False,
+    )  # fmt: skip
+    runner = _Wavefront(problem, first, prepare, ends)
+    found = drive(runner)
+    return runner.ids[:, 1 : most + 1], found.nfe
+
+
+@torch.no_grad()
+def wavefront_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    window: int,
+    **model_options: Any,
+) -> Tensor:
+    """The decoding method of ``generate(..., wavefront=window)``. Do not call this function yourself.
+
+    ``model`` is an ImplicitForCausalLM. The other arguments are those of transformers' decoding methods.
+
+    Returns:
+        (B, L + new) int64 prompts and new tokens.
+
+    Raises:
+        ValueError: the model or the arguments of ``generate`` do not allow wavefront decoding.
+    """
+    layer, config = model.model.layer, generation_config
+    if not isinstance(layer, ImplicitSequenceLayer):
+        raise ValueError("wavefront is for implicit models: this model evaluates its layer once")
+    options = model_options.get("solve") or layer.solve
+    _check(options, logits_processor, stopping_criteria, config, model_options)
+    out = model._prefill(input_ids, config, model_options)
+    first = out.logits[:, -1].argmax(-1)
+    state, positions = out.past_key_values.state, model_options.get("position_ids")
+    position = state.seen[:, None] if positions is None else positions[:, -1:] + 1
+    eos = config._eos_token_tensor
+    ends = first.new_empty(0) if eos is None else eos.reshape(-1)
+
+    def choose(z: Tensor) -> Tensor:
+        logits: Tensor = model._logits(z)[0]
+        return logits.argmax(-1)
+
+    position, most = position.expand(len(first), 1), config.max_length - input_ids.shape[1] - 1
+    with kernels.device_of(input_ids):
+        rest, _ = wavefront(
+            layer.backbone, model.model.embed_tokens, choose, first, state, position,
+            replace(options, window=window), most, ends,
+        )  # fmt: skip
+    new = torch.cat([first[:, None], rest], 1)
+    is_end = torch.isin(new, ends)
+    after = is_end.cumsum(1) > is_end.long()
+    new = new.masked_fill(after, 0 if eos is None else int(config._pad_token_tensor))
+    return torch.cat([input_ids, new[:, : int((~after).sum(1).max())]], 1)
+
+
+def _check(
+    options: SolveOptions, processors: LogitsProcessorList, criteria: Any, config: Any, model_options: Any
+) -> None:
+    """Raise ``ValueError`` if a call of ``generate`` uses a feature that wavefront decoding lacks."""
+    refused = {
+        "sampling": config.do_sample,
+        "beams": config.num_beams != 1,
+        "a streamer": model_options.get("streamer") is not None,
+        "an assistant model": model_options.get("assistant_model") is not None,
+        "return_dict_in_generate": config.return_dict_in_generate,
+        "use_cache=False": model_options.get("past_key_values") is None,
+        **{type(processor).__name__: True for processor in processors},
+        **{type(c).__name__: not isinstance(c, MaxLengthCriteria | EosTokenCriteria) for c in criteria},
+        f"the solver {options.solver}": not options.solver.windowed,
+        f"the policy {options.convergence}": isinstance(options.convergence, FixedIterations)
+        or options.convergence.max_iter < 2,
+        f"the guess {options.guess}": not isinstance(options.guess, Zero),
+    }
+    if found := [name for name, is_used in refused.items() if is_used]:
+        raise ValueError(
+            f"wavefront decoding does not support {', '.join(found)}: it needs greedy decoding with a cache, "
+            "a policy with a tolerance and the guess 'zero'; call generate without wavefront"
+        )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from deqseq.budget import check_target
 from deqseq.checks import check_not_negative, shown
 from deqseq.gradient import gradients
 from deqseq.layer import ImplicitSequenceLayer
@@ -23,11 +24,16 @@ class Stage:
     Attributes:
         until: share of all training steps after which the stage ends, in (0, 1].
         gradient: gradient strategy, as a name or mapping.
-        convergence: convergence policy in training, as a name or mapping. ``None`` keeps the previous stage's
-            policy; in the first stage, ``None`` keeps the layer's policy.
+        convergence: convergence policy in training, as a name or mapping.
         window: number of tokens solved together. ``None`` solves all tokens of a sequence together.
-        eval_convergence: convergence policy in evaluation. ``None`` keeps the previous stage's evaluation
-            policy; in the first stage, ``None`` keeps the layer's evaluation policy.
+        eval_convergence: convergence policy in evaluation, as a name or mapping.
+        solver: solver in training and evaluation, as a name or mapping.
+        adaptive_budget: mean residual that searches in training should reach. After every step, ``max_iter``
+            of the training policy grows or falls by one (:class:`~deqseq.budget.AdaptiveBudget`). ``None``:
+            ``max_iter`` is constant.
+
+    If ``convergence``, ``eval_convergence`` or ``solver`` is ``None``, the stage keeps that of the previous
+    stage. The first stage keeps that of the layer.
     """
 
     until: float
@@ -35,6 +41,8 @@ class Stage:
     convergence: str | Mapping[str, Any] | None = None
     window: int | None = None
     eval_convergence: str | Mapping[str, Any] | None = None
+    solver: str | Mapping[str, Any] | None = None
+    adaptive_budget: float | None = None
 
 
 class Curriculum:
@@ -42,7 +50,8 @@ class Curriculum:
 
     Raises:
         ValueError: ``stages`` is empty or not a list of :class:`Stage`; ``until`` does not increase from
-            stage to stage, or is not 1 in the last stage; a name or option is unknown.
+            stage to stage, or is not 1 in the last stage; a name or option is unknown; a policy has no
+            ``max_iter`` that an adaptive budget could change.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -56,15 +65,18 @@ class Curriculum:
         for stage in stages:
             gradients.create(stage.gradient)
             for policy in (stage.convergence, stage.eval_convergence):
-                SolveOptions(convergence=policy, window=stage.window)
+                SolveOptions(stage.solver or "picard", policy, stage.window)
         self.stages: list[Stage] = []
-        policies_now: dict[str, Any] = {"convergence": None, "eval_convergence": None}
-        # If a policy is None, use the previous stage's policy. Training may resume in any stage, so each
-        # stage must contain its policies.
+        parts: dict[str, Any] = dict.fromkeys(("convergence", "eval_convergence", "solver"))
+        # If a part is None, use the previous stage's part. Training may resume in any stage, so each stage
+        # must contain its parts.
         for stage in stages:
-            own = {name: getattr(stage, name) for name in policies_now}
-            policies_now |= {name: policy for name, policy in own.items() if policy is not None}
-            self.stages.append(replace(stage, **policies_now))
+            own = {name: getattr(stage, name) for name in parts}
+            parts |= {name: part for name, part in own.items() if part is not None}
+            self.stages.append(replace(stage, **parts))
+        for stage in self.stages:
+            if stage.adaptive_budget is not None:
+                check_target(stage.adaptive_budget, SolveOptions(convergence=stage.convergence).convergence)
 
     def at(self, step: int, steps: int) -> Stage:
         """The stage of step number ``step``, counted from 0, in a training of ``steps`` steps."""
@@ -77,18 +89,16 @@ class Curriculum:
 
     @staticmethod
     def apply(stage: Stage, layer: ImplicitSequenceLayer) -> None:
-        """Give ``layer`` the gradient strategy, the convergence policies and the window of ``stage``."""
+        """Give ``layer`` the gradient strategy, the solver, the policies and the window of ``stage``."""
         layer.gradient = gradients.create(stage.gradient)
-        layer.train_solve = _options(layer.train_solve, stage.convergence, stage.window)
-        layer.eval_solve = _options(layer.eval_solve, stage.eval_convergence, stage.window)
+        layer.train_solve = _options(layer.train_solve, stage, stage.convergence)
+        layer.eval_solve = _options(layer.eval_solve, stage, stage.eval_convergence)
 
     def to_list(self) -> list[dict[str, Any]]:
         """The stages as plain data, for checkpoints and configurations."""
         return [asdict(stage) for stage in self.stages]
 
 
-def _options(
-    before: SolveOptions, convergence: str | Mapping[str, Any] | None, window: int | None
-) -> SolveOptions:
-    policy = before.convergence if convergence is None else convergence
-    return SolveOptions(before.solver, policy, window, before.guess)
+def _options(before: SolveOptions, stage: Stage, policy: str | Mapping[str, Any] | None) -> SolveOptions:
+    solver = before.solver if stage.solver is None else stage.solver
+    return SolveOptions(solver, before.convergence if policy is None else policy, stage.window, before.guess)

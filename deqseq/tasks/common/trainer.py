@@ -14,13 +14,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from deqseq.curriculum import Curriculum
+from deqseq.budget import AdaptiveBudget
+from deqseq.curriculum import Curriculum, Stage
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.solution import Solution
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.processes import lost
 from deqseq.tasks.common.runs import RunFolder, copy_settings
@@ -50,34 +53,58 @@ class CurriculumCallback(TrainerCallback, ExportableState):
 
     The stage depends only on the step, so a resumed run starts in the right stage. Resuming raises
     ``ValueError`` if the checkpoint was trained with another curriculum.
+
+    Attributes:
+        budget: the adaptive budget of the current stage; ``None`` if the stage has none. Checkpoints save it.
     """
 
     def __init__(self, curriculum: Curriculum) -> None:
         self.curriculum = curriculum
+        self.budget: AdaptiveBudget | None = None
         self._stage: object = None
+        self._resumed: int | None = None  # the budget in the checkpoint from which the run resumes
 
     def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"stages": self.curriculum.to_list()}}
+        budget = None if self.budget is None else self.budget.max_iter
+        return {"args": {}, "attributes": {"stages": self.curriculum.to_list(), "budget": budget}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         saved = state.stateful_callbacks.get(type(self).__name__)
-        stages, now = saved and saved["attributes"]["stages"], self.curriculum.to_list()
-        if state.global_step and saved and stages != now:
-            raise ValueError(f"the checkpoint was trained with another curriculum: {stages}, now it is {now}")
+        if not (state.global_step and saved):
+            return
+        # Checkpoints of older versions lack newer fields of Stage, so compare stages and not plain data.
+        stages = Curriculum([Stage(**stage) for stage in saved["attributes"]["stages"]]).stages
+        if stages != self.curriculum.stages:
+            raise ValueError(
+                f"the checkpoint was trained with another curriculum: {stages}, now it is "
+                f"{self.curriculum.stages}"
+            )
+        step, steps = state.global_step, state.max_steps
+        same = self.curriculum.at(step - 1, steps) is self.curriculum.at(step, steps)
+        self._resumed = saved["attributes"].get("budget") if same else None  # every stage has its own budget
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         stage = self.curriculum.at(state.global_step, state.max_steps)
         if stage is self._stage or model is None:
             return
-        self._stage = stage
+        self._stage, self.budget = stage, None
         for module in model.modules():
             if isinstance(module, ImplicitSequenceLayer):
                 self.curriculum.apply(stage, module)
+                if stage.adaptive_budget is not None:
+                    self.budget = AdaptiveBudget(module, stage.adaptive_budget)
+                    if self._resumed is not None:
+                        self.budget.set(self._resumed)
+        self._resumed = None
         # Update the configuration too, so that a saved model loads with the settings of its last stage.
-        for name in ("gradient", "convergence", "eval_convergence", "window"):
+        for name in ("gradient", "convergence", "eval_convergence", "solver", "window"):
             value = getattr(stage, name)
             if hasattr(model, "config") and (value is not None or name == "window"):
                 setattr(model.config, name, value)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.budget is not None:
+            self.budget.step(reduce)
 
 
 class Totals(TrainerCallback, ExportableState):
@@ -118,8 +145,9 @@ class CurriculumTrainer(Trainer):
     """
 
     def __init__(self, curriculum: Curriculum | None = None, **options: Any) -> None:
-        if curriculum is not None:
-            options["callbacks"] = [*(options.get("callbacks") or []), CurriculumCallback(curriculum)]
+        self.schedule = None if curriculum is None else CurriculumCallback(curriculum)
+        if self.schedule is not None:
+            options["callbacks"] = [*(options.get("callbacks") or []), self.schedule]
         super().__init__(**options)
         # Keep transformers from removing checkpoints: the method ``complete`` removes them.
         self.keep, self.args.save_total_limit = self.args.save_total_limit, None
@@ -136,6 +164,17 @@ class CurriculumTrainer(Trainer):
         """
         found = model.named_parameters()
         return [name for name, p in found if p.dim() > 1 and not name.endswith("original0")]
+
+    @property
+    def budget(self) -> AdaptiveBudget | None:
+        """The adaptive budget of the current stage; ``None`` if the stage has none."""
+        return None if self.schedule is None else self.schedule.budget
+
+    def solved(self, solution: Solution) -> None:
+        """Add a solve of a training step to the statistics in the log, and to the adaptive budget."""
+        self.solves.add(solution)
+        if self.budget is not None:
+            self.budget.add(solution)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -242,7 +281,7 @@ class AlignedTrainer(CurriculumTrainer):
         labels = inputs["labels"]
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         if outputs.solution is not None:
-            self.solves.add(outputs.solution)
+            self.solved(outputs.solution)
         loss = self.cross_entropy(outputs.logits.flatten(0, 1).float(), labels.flatten())
         return (loss, outputs) if return_outputs else loss
 

@@ -9,10 +9,11 @@ from deqseq.tasks.common.results import column, table
 from deqseq.tasks.common.runs import read_record, read_settings
 from deqseq.tasks.common.settings import build
 from deqseq.tasks.pretraining.card import plot_curves, scores
+from deqseq.tasks.pretraining.plan import evaluation_budget
 from deqseq.tasks.pretraining.settings import RunSettings
 
 _COLUMNS = (
-    column("run"), column("stage"), column("tokens", ","), column("minutes", ".2f"),
+    column("run"), column("stage"), column("budget"), column("tokens", ","), column("minutes", ".2f"),
     column("perplexity", ".2f"), column("iterations", ".2f"),
     column("tokens_per_second", ",.0f", "tokens/s"), column("mfu", ".3f", "MFU"),
     column("memory_gib", ".1f", "GiB"),
@@ -22,6 +23,7 @@ _COLUMNS = (
 def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> None:
     """Print every run's held-out perplexity, tokens, time and iterations at the end of each stage.
 
+    The budget 4+1 means: at most 4 evaluations in the search, then 1 with a gradient. 0+1 means: no search.
     Plots the runs' losses and iterations against tokens and against time.
 
     Args:
@@ -43,21 +45,25 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
 
 
 def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> list[SimpleNamespace]:
-    """A table row for each stage: tokens, time, speed, memory, and the scores on held-out data.
+    """A table row for each stage: budget, tokens, time, speed, memory, and the scores on held-out data.
 
     Tokens and minutes count from the beginning of the run. Minutes exclude evaluations and checkpoints.
     Tokens/s and MFU (model FLOPs utilisation) are medians over the stage. GiB is the peak memory allocated on
     a GPU up to the end of the stage.
     """
-    found, evaluated = [], scores(log, settings)
-    for stage, (first, end) in enumerate(pairwise([0, *settings.stage_ends]), 1):
+    found, evaluated, config, curriculum = [], scores(log, settings), settings.config(), settings.curriculum()
+    stages = [None] if curriculum is None else curriculum.stages
+    spans = zip(stages, pairwise([0, *settings.stage_ends]), strict=True)
+    for number, (stage, (first, end)) in enumerate(spans, 1):
         trained = [entry for entry in log if "loss" in entry and first < entry["step"] <= end]
         if not trained or end not in evaluated:
             continue
         columns = ("tokens_per_second", "mfu", "memory_gib")
         speeds, mfus, memory = ([entry[key] for entry in trained if key in entry] for key in columns)
+        searched, with_graph = evaluation_budget(config, stage)
         found.append(SimpleNamespace(
-            **vars(evaluated[end]), run=name, stage=stage, minutes=trained[-1]["train_seconds"] / 60,
+            **vars(evaluated[end]), run=name, stage=number, budget=f"{searched}+{with_graph}",
+            minutes=trained[-1]["train_seconds"] / 60,
             tokens_per_second=statistics.median(speeds) if speeds else None,
             mfu=statistics.median(mfus) if mfus else None, memory_gib=max(memory, default=None),
         ))  # fmt: skip

@@ -55,7 +55,7 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
     stages = [None] if curriculum is None else curriculum.stages
     found = []
     for stage, (before, last) in zip(stages, pairwise([0, *settings.stage_ends]), strict=True):
-        searched, with_graph = _evaluations(config, stage)
+        searched, with_graph = evaluation_budget(config, stage)
         rows = (last - before) * settings.rows_per_step
         kept = 1 if settings.recompute else with_graph
         found.append(StagePlan(
@@ -66,11 +66,14 @@ def plan_stages(settings: RunSettings) -> list[StagePlan]:
     return found
 
 
-def _evaluations(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]:
-    """Returns two numbers of evaluations of f in one forward pass.
+def evaluation_budget(config: ImplicitConfig, stage: Stage | None) -> tuple[int, int]:
+    """Returns two numbers of evaluations of f in one forward pass of training.
 
     The first is the maximum in the search. The second is the number of evaluations that record an autograd
     graph.
+
+    Args:
+        stage: the stage of training; ``None`` if the run has no stages.
     """
     if not config.implicit:
         return 0, 1

@@ -5,6 +5,7 @@ changes any field by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,37 @@ from deqseq.tasks.common.settings import Tree, build_changed, read_yaml
 from deqseq.tasks.pretraining.settings import RunSettings, merged, model_options
 
 RUNS = Path(__file__).parent / "runs"
+_FORMS = ("explicit", "injected", "growth")
+
+
+def _fixed(iterations: int) -> Tree:
+    return {"name": "fixed", "iterations": iterations}
+
+
+_PHANTOM = {"name": "phantom", "steps": 1, "damping": 0.8}
+_GROWTH: list[Tree] = [
+    # One evaluation of f at z = 0, as in the injected form. A damped solver would return a multiple of f(0).
+    {
+        "until": 0.6, "gradient": {"name": "unrolled", "iterations": 1}, "solver": "picard",
+        "convergence": _fixed(1), "eval_convergence": _fixed(1),
+    },
+    {"until": 0.7, "gradient": _PHANTOM, "convergence": _fixed(1), "eval_convergence": _fixed(2)},
+    {"until": 0.8, "gradient": _PHANTOM, "convergence": _fixed(2), "eval_convergence": _fixed(3)},
+]  # fmt: skip
+"""The stages of the form *growth* before the last stage. They do 1, 1+1 and 2+1 evaluations."""
 
 
 def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettings:
     """Load the settings of a run file. ``source``: its path, or the name of a run file in this package.
 
-    ``NAME-explicit`` means the run file NAME of this package with ``explicit: true``. ``NAME-injected`` also
-    sets ``injection: true`` in the model's backbone. ``changes`` maps dotted field names to new values. Wrong
-    names and values raise ``ValueError``.
+    Each run file NAME of this package has three forms:
+
+    - ``NAME-explicit`` sets ``explicit: true``.
+    - ``NAME-injected`` sets ``explicit: true``, and ``injection: true`` in the model's backbone.
+    - ``NAME-growth`` replaces all stages but the last. Training begins with one evaluation of f, and the next
+      two stages add iterations.
+
+    ``changes`` maps dotted field names to new values. Wrong names and values raise ``ValueError``.
     """
     changes = dict(changes or {})
     tree = _steps_or_tokens(_read(source), changes)
@@ -38,19 +62,22 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
     if source in above:
         raise ValueError(f"run files must not be their own base: {' -> '.join((*above, source))}")
     name, _, form = source.rpartition("-")
-    single = form in ("explicit", "injected") and name in shipped()  # evaluates f once
-    tree = read_yaml(name if single else source, RUNS)
+    if form not in _FORMS or name not in shipped():
+        name, form = source, ""
+    tree = read_yaml(name, RUNS)
     if base := tree.pop("base", None):
         under = _steps_or_tokens(_read(str(base), (*above, source)), tree)
         if isinstance(tree.get("model"), dict) and "preset" not in tree["model"] and "model" in under:
             tree["model"] = merged(model_options(under["model"]), tree["model"])
         tree = {**under, **tree}
-    if single:
+    if form in ("explicit", "injected"):
         tree["explicit"] = True
-    if single and form == "injected":
+    if form == "injected":
         model = tree["model"]
         model = {"preset": model} if isinstance(model, str) else model
         tree["model"] = merged(model, {"backbone": {"injection": True}})
+    if form == "growth":
+        tree["stages"] = [*deepcopy(_GROWTH), tree["stages"][-1]]
     return tree
 
 

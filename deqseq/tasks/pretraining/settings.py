@@ -55,8 +55,10 @@ class RunSettings:
         beta1: beta1 of AdamW
         beta2: beta2 of AdamW
         max_grad_norm: gradients are clipped to this norm
-        stages: list of {until, gradient, convergence, eval_convergence, window}; until is the end of a stage,
-            as a share of the training such as 0.8, or as {tokens: N} or {steps: N}
+        stages: list of {until, gradient, convergence, eval_convergence, solver, window, adaptive_budget};
+            until is the end of a stage, as a share of the training such as 0.8, or as {tokens: N} or
+            {steps: N}; solver is model.solver by default; adaptive_budget is the mean residual that searches
+            should reach, and changes max_iter by one after every step
         start_from: model folder or checkpoint with the initial weights; the optimiser starts anew
         bf16: autocast to bfloat16; weights stay float32
         compile: compile the blocks with torch.compile; not for Mamba2
@@ -214,7 +216,7 @@ class RunSettings:
         if curriculum is not None:
             last = curriculum.stages[-1]
             options |= {"gradient": last.gradient, "window": last.window}
-            for name in ("convergence", "eval_convergence"):
+            for name in ("convergence", "eval_convergence", "solver"):
                 if getattr(last, name) is not None:
                     options[name] = getattr(last, name)
         try:
@@ -226,13 +228,19 @@ class RunSettings:
         """The stages of training, whose ends are shares of all steps. ``None`` if the run has no stages."""
         from deqseq.curriculum import Curriculum, Stage
 
-        if self.explicit or not self.stages or not model_options(self.model).get("implicit", True):
+        model = model_options(self.model)
+        if self.explicit or not self.stages or not model.get("implicit", True):
             return None
-        stages = []
+        # If a stage has its own solver, the other stages need the model's solver, to undo the change.
+        own_solver = any(entry.get("solver") is not None for entry in self.stages)
+        solver, stages = model.get("solver", "picard") if own_solver else None, []
         for number, entry in enumerate(self.stages):
             until = {"until": self._share(entry["until"], number)} if "until" in entry else {}
             stage = build(Stage, entry | until, f"stages.{number}.")
-            stages.append(replace(stage, eval_convergence=stage.eval_convergence or stage.convergence))
+            stages.append(replace(
+                stage, eval_convergence=stage.eval_convergence or stage.convergence,
+                solver=stage.solver or solver,
+            ))  # fmt: skip
         return Curriculum(stages)
 
     @property

@@ -19,6 +19,7 @@ from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
 from deqseq.curriculum import Curriculum
 from deqseq.policies import Residual
+from deqseq.policy import ConvergencePolicy
 from deqseq.solution import Status
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.corpus.rows import Row
@@ -109,7 +110,7 @@ class PretrainTrainer(CurriculumTrainer):
             outputs = model(**inputs, skip_logits=True, use_cache=False)
         solution, loss = outputs.solution, outputs.loss
         if solution is not None:
-            (self.solves if model.training else self.eval_solves).add(solution)
+            (self.solved if model.training else self.eval_solves.add)(solution)
         if model.training:
             self._faults[0] += loss.detach()
             if solution is not None:
@@ -166,21 +167,29 @@ class PretrainTrainer(CurriculumTrainer):
             logs = {**logs, **self.read(self.solves)}
             gradient = None if self.layer is None else self.layer.gradient
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
+            if self.budget is not None:
+                logs["max_iter"] = self.budget.max_iter
             if self.args.device.type == "cuda":
                 logs["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             line = self.state.global_step // self.args.logging_steps  # counts lines from the start of the run
             if line and self.spectral_every and line % self.spectral_every == 0:
                 logs |= self._radius()
             if self.layer is not None:
-                policy = self.layer.train_solve.convergence
-                tolerance = policy.rtol if isinstance(policy, Residual) else None
-                for text in self.advice.read(logs, tolerance):
-                    if self.is_world_process_zero():
-                        logger.warning("step %d: %s", self.state.global_step, text)
+                self._advise(logs, self.layer.train_solve.convergence)
         if "eval_loss" in logs:
             logs = {**logs, "eval_perplexity": round(math.exp(min(logs["eval_loss"], 700)), 4)}
             logs |= {f"eval_{name}": value for name, value in self.read(self.eval_solves).items()}
         super().log({**logs, "train_seconds": round(self.speed.elapsed, 2)}, start_time)
+
+    def _advise(self, logs: dict[str, float], policy: ConvergencePolicy) -> None:
+        if policy.max_iter == 1:
+            return  # the residual of one iteration from z = 0 is always 1
+        if self.budget is not None:
+            logs = {**logs, "share_budget_exhausted": 0.0}  # the budget leaves tokens unsettled on purpose
+        tolerance = policy.rtol if isinstance(policy, Residual) else None
+        for text in self.advice.read(logs, tolerance):
+            if self.is_world_process_zero():
+                logger.warning("step %d: %s", self.state.global_step, text)
 
     def _radius(self) -> dict[str, float]:
         if self._last is None or self.is_fsdp_enabled:  # FSDP gathers all weights only in a forward pass

@@ -177,13 +177,13 @@ def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
     converted: Any = type(model)(ImplicitConfig.from_dict(settings))
     converted.to(device=model.device, dtype=model.dtype)
     if not injected:
-        _inject_nothing(converted.model.layer.backbone)
+        inject_nothing(converted.model.layer.backbone)
     converted.load_state_dict({**converted.state_dict(), **model.state_dict()})
     converted.generation_config = deepcopy(model.generation_config)
     return cast(Model, converted.train(model.training))
 
 
-def _inject_nothing(backbone: Any) -> None:
+def inject_nothing(backbone: Any) -> None:
     """Set the injection to 0, so that the map equals the stack without injection.
 
     The first block then gets gain * z + x, which equals x already, because the gain is initialised to 0.

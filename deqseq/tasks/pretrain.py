@@ -23,7 +23,8 @@ Pretrain a language model, implicit or not, stage by stage, with checkpoints, sc
 
 RUN is a run file (YAML) or the name of one of the paper's models: mamba2-130m, llama-1.3b, ... NAME-explicit
 is the explicit twin of NAME. NAME-injected evaluates the map of NAME once: the control that shows what
-iterating contributes. Options override any field of the run; nested fields have dotted names:
+iterating contributes. NAME-growth begins training with one evaluation of this map, and adds iterations in
+later stages. Options override any field of the run; nested fields have dotted names:
 
   python -m deqseq.tasks.prepare books/*.txt --output data/books
   python -m deqseq.tasks.pretrain llama-130m --data data/books --tokens 1e9 --dry-run

@@ -8,7 +8,7 @@ loader reads them. It refuses everything except tensors, plain values and metada
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -73,14 +73,18 @@ def wait_for(saving: Future[Any], checkpoint: str | Path) -> None:
     _call(saving.result, OSError, f"{Path(checkpoint) / _FOLDER} cannot be written")
 
 
-def load_weights(model: nn.Module, checkpoint: str | Path) -> None:
+def load_weights(model: nn.Module, checkpoint: str | Path, skip: Collection[str] = ()) -> None:
     """Read all weights into a model that is not sharded. Each process reads all weights by itself.
+
+    Args:
+        skip: names of weights that the checkpoint does not have. They keep their values.
 
     Raises:
         ValueError: the weights are damaged, or belong to another model.
     """
     folder = Path(checkpoint) / _FOLDER
-    state = {"model": model.state_dict()}  # ``load`` copies into these tensors
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in skip}
+    state = {"model": weights}  # ``load`` copies into these tensors
     _load(state, folder, no_dist=True)
 
 

@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from safetensors import SafetensorError
 from torch.utils.data import Subset
-from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainingArguments
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.files import PART
-from deqseq.tasks.common.models import check_fits
 from deqseq.tasks.common.processes import everywhere, on_every_node, on_first
 from deqseq.tasks.common.runs import RunFolder, check_model, read_settings
 from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
-from deqseq.tasks.pretraining.shards import is_sharded, load_weights
+from deqseq.tasks.pretraining.start import make_model
 from deqseq.tasks.pretraining.trainer import PretrainTrainer, Progress
 from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
 
@@ -119,33 +117,11 @@ def _check_shared(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def _model(settings: RunSettings, data: Data, checkpoint: Path | None) -> ImplicitForCausalLM:
-    """The model in float32, with weights from ``checkpoint``, else ``settings.start_from``, else random."""
-    set_seed(settings.seed)
-    config = data.fitted(settings.config())
-    check_fits(config)
-    source = checkpoint or settings.start_from
-    if source is None:
-        return ImplicitForCausalLM(config)
-    if not (Path(source) / "config.json").is_file():
-        raise ValueError(f"no model to start from in {source}: it needs a config.json and weights")
-    try:
-        if is_sharded(source):
-            model = ImplicitForCausalLM(config)
-            load_weights(model, source)
-        else:
-            model = ImplicitForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"the model in {source} cannot be loaded: {error}") from error
-    logger.info("weights from %s", source)
-    return model
-
-
 def make_trainer(
     settings: RunSettings, data: Data, args: TrainingArguments, checkpoint: Path | None = None
 ) -> PretrainTrainer:
     """The trainer of a run, with its model. Raises ``ValueError`` if weights are missing or do not fit."""
-    model = _model(settings, data, checkpoint)
+    model = make_model(settings, data, checkpoint)
     model.model.layer.gradient_checkpointing = settings.recompute
     if settings.compile and args.device.type != "cpu":
         _compile_blocks(model, settings.activation_budget)

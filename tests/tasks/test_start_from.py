@@ -1,0 +1,90 @@
+"""Runs start from the models of runs with other forms, or refuse and say what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deqseq import FixedIterations, SolveOptions
+from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.tasks.pretraining.data import open_data
+from deqseq.tasks.pretraining.run_files import load_run
+from deqseq.tasks.pretraining.settings import RunSettings
+from deqseq.tasks.pretraining.start import make_model
+
+LLAMA = {"name": "llama", "d_model": 16, "n_layer": 2, "n_head": 2}
+MAMBA2 = {"name": "mamba2", "d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8, "chunk_size": 8}
+FORMS = ("injected", "explicit", "bounded", "free", "growth")
+IDS = torch.arange(24).view(2, 12)
+
+
+def settings(form: str, data: Path, backbone: dict[str, Any] = LLAMA, **changes: Any) -> RunSettings:
+    """A small run of a form. *Bounded* and *free* are the first or the last stage of llama-tiny alone."""
+    name = f"llama-tiny-{form}" if form in ("injected", "explicit", "growth") else "llama-tiny"
+    run = load_run(name)
+    if form in ("bounded", "free"):
+        assert run.stages is not None
+        changes["stages"] = [{**run.stages[0 if form == "bounded" else -1], "until": 1.0}]
+    model = {**run.model, "backbone": backbone, "vocab_size": 300}  # type: ignore[dict-item]
+    if form == "injected":
+        model["backbone"] = {**backbone, "injection": True}
+    return load_run(name, {"model": model, "data": str(data), "length": 16, "batch_tokens": 64, **changes})
+
+
+def made(form: str, data: Path, **options: Any) -> ImplicitForCausalLM:
+    run = settings(form, data, **options)
+    return make_model(run, open_data(run))
+
+
+def logits(model: ImplicitForCausalLM, **options: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(IDS, **options).logits
+    return found
+
+
+@pytest.mark.parametrize("start", FORMS)
+def test_every_form_starts_from_every_form(start: str, token_folder: Path, tmp_path: Path) -> None:
+    source = made(start, token_folder, seed=1)
+    source.save_pretrained(tmp_path)
+    for form in FORMS:
+        if (start == "explicit") == (form == "explicit"):
+            weights = made(form, token_folder, start_from=str(tmp_path)).state_dict()
+            assert weights.keys() == source.state_dict().keys()
+            for name, weight in source.state_dict().items():
+                assert torch.equal(weight, weights[name]), (form, name)
+            continue
+        with pytest.raises(ValueError) as error:
+            made(form, token_folder, start_from=str(tmp_path))
+        advice = "input_skip true" if start == "explicit" else "the injected form"
+        assert advice in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("backbone", [LLAMA, MAMBA2], ids=["llama", "mamba2"])
+@pytest.mark.parametrize("form", ["injected", "bounded", "free", "growth"])
+def test_from_an_explicit_model_with_an_injection_of_zero(
+    form: str, backbone: dict[str, Any], token_folder: Path, tmp_path: Path
+) -> None:
+    """With ``input_skip``, the model computes what the explicit model computes, and its injection trains."""
+    source = made("explicit", token_folder, backbone=backbone, seed=1)
+    source.save_pretrained(tmp_path)
+    skipping = {**backbone, "input_skip": True}
+    model = made(form, token_folder, backbone=skipping, start_from=str(tmp_path))
+    solve = {} if form == "injected" else {"solve": SolveOptions(convergence=FixedIterations(2))}
+    torch.testing.assert_close(logits(model, **solve), logits(source), atol=1e-5, rtol=0)
+    assert not source.model.layer.backbone.injects and model.model.layer.backbone.injects
+    model.train()(IDS, labels=IDS).loss.backward()
+    linear: Any = model.model.layer.backbone.injection.linear  # type: ignore[union-attr]
+    for weight in (linear.bias, linear.parametrizations.weight.original0):
+        assert not weight.any() and weight.grad.any()
+
+
+def test_the_input_skip_must_be_equal(token_folder: Path, tmp_path: Path) -> None:
+    made("free", token_folder).save_pretrained(tmp_path / "without")
+    skipping = {**LLAMA, "input_skip": True}
+    made("free", token_folder, backbone=skipping).save_pretrained(tmp_path / "with")
+    with pytest.raises(ValueError, match=r"set --model\.backbone\.input_skip false"):
+        made("injected", token_folder, backbone=skipping, start_from=str(tmp_path / "without"))
+    with pytest.raises(ValueError, match=r"set --model\.backbone\.input_skip true"):
+        made("growth", token_folder, start_from=str(tmp_path / "with"))

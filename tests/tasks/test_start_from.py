@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from deqseq import FixedIterations, SolveOptions
 from deqseq.causal_lm import ImplicitForCausalLM
@@ -88,3 +89,20 @@ def test_the_input_skip_must_be_equal(token_folder: Path, tmp_path: Path) -> Non
         made("injected", token_folder, backbone=skipping, start_from=str(tmp_path / "without"))
     with pytest.raises(ValueError, match=r"set --model\.backbone\.input_skip true"):
         made("growth", token_folder, start_from=str(tmp_path / "with"))
+
+
+def test_sharded_checkpoints_follow_the_same_rules(token_folder: Path, tmp_path: Path) -> None:
+    for form in ("explicit", "injected"):
+        source = made(form, token_folder, seed=1)
+        source.config.save_pretrained(tmp_path / form)
+        save({"model": source.state_dict()}, checkpoint_id=tmp_path / form / "shards", no_dist=True)
+        same = made(form, token_folder, start_from=str(tmp_path / form))
+        torch.testing.assert_close(logits(same), logits(source), atol=0, rtol=0)
+    with pytest.raises(ValueError, match=r"input_skip true"):
+        made("growth", token_folder, start_from=str(tmp_path / "explicit"))
+    with pytest.raises(ValueError, match="the injected form"):
+        made("explicit", token_folder, start_from=str(tmp_path / "injected"))
+    skipping = {**LLAMA, "input_skip": True}
+    model = made("injected", token_folder, backbone=skipping, start_from=str(tmp_path / "explicit"))
+    explicit = made("explicit", token_folder, start_from=str(tmp_path / "explicit"))
+    torch.testing.assert_close(logits(model), logits(explicit), atol=1e-5, rtol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -44,8 +45,8 @@ class AdaptiveBudget:
         max_iter: the budget of the next step.
 
     Raises:
-        ValueError: ``residual`` is not positive; the layer's policy is not a dataclass with a field
-            ``max_iter``, as :class:`~deqseq.Residual` is.
+        ValueError: ``residual`` is not positive; ``max_iter`` of the layer's policy cannot change, as
+            that of :class:`~deqseq.FixedIterations`.
     """
 
     def __init__(self, layer: ImplicitSequenceLayer, residual: float) -> None:
@@ -78,7 +79,8 @@ class AdaptiveBudget:
         """Set the budget, for example to that of a checkpoint. It is limited to 1 ... the policy's own."""
         self.max_iter = min(self.most, max(1, max_iter))
         options = self.layer.train_solve
-        policy = replace(options.convergence, max_iter=self.max_iter)  # type: ignore[type-var]
+        policy = copy(options.convergence)  # policies may be frozen, and other solves may use this one
+        object.__setattr__(policy, "max_iter", self.max_iter)
         self.layer.train_solve = replace(options, convergence=policy)
 
 
@@ -87,5 +89,8 @@ def check_target(residual: float, policy: ConvergencePolicy) -> None:
     check_not_negative("adaptive_budget", residual)
     if residual == 0:
         raise ValueError("adaptive_budget must be a positive mean residual, got 0")
-    if "max_iter" not in getattr(policy, "__dataclass_fields__", {}):
-        raise ValueError(f"adaptive_budget needs a policy with the option max_iter, got {policy}")
+    if "max_iter" not in getattr(policy, "__dict__", {}):
+        raise ValueError(
+            f"adaptive_budget needs a policy whose max_iter can change, such as residual, got {policy}: "
+            "choose another policy, or set adaptive_budget to null"
+        )

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import runpy
 import shutil
 import subprocess
@@ -16,7 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.solvers import Broyden, Picard
+from deqseq.tasks import prepare
 from deqseq.tasks.common.seals import seal
+from deqseq.tasks.pretraining.data import open_data
+from deqseq.tasks.pretraining.train import arguments, make_trainer
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
@@ -134,14 +138,14 @@ def test_rows_are_of_one_model(trained: Path, tmp_path: Path) -> None:
     one += ["--solvers", "picard-0.7", "--output", str(tmp_path / "out")]
     two = [*small, "--gradients", "phantom-1-1.0", "--train-steps", "0", "--output", str(tmp_path / "two")]
     scripts = [("solvers.py", one), ("gradients.py", two)]
-    for script, arguments in scripts:
-        done = run(script, "--model", str(mine), *arguments)
+    for script, words in scripts:
+        done = run(script, "--model", str(mine), *words)
         assert done.returncode == 0, done.stderr
     weights = load_file(mine / "model.safetensors")
     changed = {name: 1.01 * values for name, values in weights.items()}
     save_file(changed, mine / "model.safetensors", metadata={"format": "pt"})
     seal(mine)
-    anew, refused = (run(script, "--model", str(mine), *arguments) for script, arguments in scripts)
+    anew, refused = (run(script, "--model", str(mine), *words) for script, words in scripts)
     assert anew.returncode == 0, anew.stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert len({row["checksum"] for row in rows}) == len(rows) == 2
@@ -217,3 +221,93 @@ def test_speed(tmp_path: Path) -> None:
     for case in {row["case"] for row in limits}:
         *counted, total = [row["GB"] for row in limits if row["case"] == case]
         assert total == pytest.approx(sum(counted)) and min(counted) > 0
+
+
+@pytest.fixture(scope="module")
+def text_folder(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared data folder with one token per byte, whose held-out text fills some rows of 128 tokens."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("".join(f"The square of {i} is {i * i}.\n" for i in range(400)))
+    made = ["--output", str(folder / "data"), "--tokenizer", str(token_folder.parent / "tokenizer.json")]
+    options = ["--documents", "line", "--validation-share", "0.1", "--workers", "1"]
+    assert prepare.main([str(folder / "text.txt"), *made, *options]) == 0
+    return folder / "data"
+
+
+def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
+    study = ["--data", str(text_folder), "--output", str(tmp_path / "study"), "--size", "tiny"]
+    train = ["train", *study, "--timed-steps", "1", "--eval-rows", "1", "--points", "2"]
+    forms = ["--forms", "transformers", "growth"]
+    done = run("what_iteration_buys.py", *train, *forms, "--budget-tokens", "5120")
+    assert done.returncode == 0, done.stderr
+    speed = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "study" / "speed").iterdir()}
+    assert set(speed) == {"transformers", "1", "1+1", "2+1", "free"}
+    # The budget of seconds follows from the measured times. Set them, so that the test knows the steps.
+    for stage, seconds in (("1", 1), ("1+1", 2), ("2+1", 3), ("free", 10)):
+        file = tmp_path / "study" / "speed" / f"{stage}.json"
+        file.write_text(json.dumps({**speed[stage], "seconds": seconds}))
+    done = run("what_iteration_buys.py", *train, "--forms", "growth", "--budget-seconds", "20")
+    assert done.returncode == 0, done.stderr
+
+    written = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
+    done = run("what_iteration_buys.py", *train, *forms, "--budget-tokens", "5120")
+    assert done.returncode == 0, done.stderr
+    assert written == {file: file.stat().st_mtime_ns for file in written}  # nothing was trained again
+    assert not list(tmp_path.rglob("*.safetensors"))  # models of finished runs are removed
+    done = run("what_iteration_buys.py", *train, *forms, "--budget-tokens", "5120", "--model", "mamba2")
+    assert done.returncode == 2 and "measured with other settings" in done.stderr
+
+    done = run("what_iteration_buys.py", "report", str(tmp_path / "study"), "--output", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "r.json").read_text())
+    seconds, *tokens = found["runs"]
+    assert [r["form"] for r in tokens] == ["growth", "transformers"] and {r["steps"] for r in tokens} == {5}
+    assert all(math.isfinite(r["perplexity"]) for r in found["runs"])
+    # A step takes 0.25 * 1 + 0.25 * 2 + 0.3 * 3 + 0.2 * 10 = 3.65 s on average. Stages end at whole steps.
+    assert seconds["steps"] == 5 and seconds["seconds"] == 1 * 1 + 1 * 2 + 2 * 3 + 1 * 10
+    for title, text in found["tables"].items():
+        assert title in done.stdout and text in done.stdout
+    assert (tmp_path / "r.png").stat().st_size > 0
+
+
+def test_budgets_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from iteration.forms import Budget
+
+    ends, times = [0.25, 0.5, 0.8, 1.0], [1.0, 2.0, 3.0, 10.0]
+    plan = Budget("seconds", 3650).plan(ends, times, batch_tokens=64, points=4)
+    assert plan["steps"] == 1000
+
+    def spent(step: int) -> float:
+        return sum(
+            t * (min(step, 1000 * e) - 1000 * b)
+            for b, e, t in zip([0, *ends], ends, times, strict=False)
+            if step > 1000 * b
+        )
+
+    assert [spent(step) for step in plan["eval_at"]] == pytest.approx([912.5, 1825, 2737.5, 3650], abs=10)
+    assert spent(round(1000 * (1 - plan["decay_share"]))) == pytest.approx(3650 / 2, abs=10)
+    plan = Budget("tokens", 64_000).plan(ends, times, batch_tokens=64, points=4)
+    assert plan == {"steps": 1000, "decay_share": 0.5, "eval_at": [250, 500, 750, 1000]}
+    with pytest.raises(ValueError, match="3 steps, too few for 4 stages"):
+        Budget("tokens", 192).plan(ends, times, batch_tokens=64, points=4)
+
+
+@pytest.mark.parametrize("model", ["llama", "mamba2"])
+def test_transformers_model_starts_as_itself(
+    model: str, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form transformers computes what transformers' model of the same seed computes."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from iteration.forms import Study
+    from iteration.training import initialise
+
+    study = Study(data=str(text_folder), output=str(tmp_path), model=model, size="tiny")  # type: ignore[arg-type]
+    fields = {"steps": 8, "seed": 3, "learning_rate": 1e-3}
+    settings = study.settings(study.stages("transformers"), **fields, start_from=str(tmp_path / "start"))
+    theirs = initialise(settings, tmp_path / "start").eval()
+    args = arguments(settings, tmp_path / "run", progress=False)
+    ours = make_trainer(settings, open_data(settings), args).model.eval()
+    ids = torch.randint(257, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.tasks import prepare
 from deqseq.tasks.common.corpus import TokenFolder
 from deqseq.tasks.common.settings import yaml_value
@@ -50,7 +50,7 @@ def flags(*pairs: tuple[str, str]) -> list[str]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("pretrained") / "run"
-    pretrain(small(("data", str(token_folder))), folder, progress=False)
+    pretrain(small(("data", str(token_folder)), ("eval_at", "[7]")), folder, progress=False)
     return folder
 
 
@@ -215,6 +215,10 @@ def test_flops_are_those_of_the_matrices() -> None:
     attention = 2 * length * d
     assert Flops(config, length).evaluation == 2 * length * (matrices + attention)
     assert Flops(config, length).rest == 2 * length * (3 * d * d + d * 300)
+    plain = {"name": "mamba2", "d_model": d, "n_layer": 1, "d_state": 4, "headdim": 8, "injection": False}
+    options = {"vocab_size": 300, "implicit": False}
+    normed, other = (ImplicitConfig(backbone={**plain, "weight_norm": w}, **options) for w in (True, False))
+    assert Flops(normed, length).evaluation == Flops(other, length).evaluation > 0
     assert saved_bytes(config, 64) == pytest.approx(2 * saved_bytes(config, 32), rel=0.5)
 
 
@@ -442,7 +446,7 @@ def test_run_leaves_a_model_a_card_and_a_log(run: Path) -> None:
     } <= set(lines[-1])
     assert any("spectral_radius" in line for line in lines)
     evaluated = {line["step"]: line for line in record["log"] if "eval_loss" in line}
-    assert set(evaluated) == {5, 8, 10}  # every 5 steps and at the ends of the stages
+    assert set(evaluated) == {5, 7, 8, 10}  # every 5 steps, eval_at and the ends of the stages
     assert evaluated[5]["eval_iterations"] == 5  # the first stage's ``eval_convergence``: 5 iterations
     card = (run / "model" / "README.md").read_text()
     assert "perplexity" in card and "batch_tokens: 64" in card and "curves.png" in card

@@ -236,7 +236,8 @@ def _checked(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Tree:
         if tree.get(name) is not None and _item_type(hint) and not isinstance(tree[name], list):
             raise ValueError(f"{prefix}{name} must be a list, got {tree[name]!r}")
     try:
-        found = _parser(kind).parse_object(dict(tree), defaults=False).as_dict()
+        # A copy, because jsonargparse converts the entries of lists in place.
+        found = _parser(kind).parse_object(deepcopy(dict(tree)), defaults=False).as_dict()
     except (ArgumentError, TypeError) as error:
         raise ValueError(prefix + one_line(error)) from error
     return {name: plain(value) for name, value in found.items()}

@@ -69,6 +69,7 @@ class RunSettings:
         workers: number of processes that load rows
         log_steps: write a line to the log every N steps
         eval_steps: evaluate every N steps, and at the end of every stage
+        eval_at: also evaluate after these steps
         eval_rows: held-out rows in an evaluation during training; null means all
         save_steps: save a checkpoint every N steps, and at the end of every stage
         keep: number of checkpoints to keep, at least 2
@@ -107,6 +108,7 @@ class RunSettings:
     workers: NonNegativeInt = 2
     log_steps: PositiveInt = 10
     eval_steps: PositiveInt = 1000
+    eval_at: list[PositiveInt] = field(default_factory=list)
     eval_rows: PositiveInt | None = 512
     save_steps: PositiveInt = 500
     keep: PositiveInt = 2
@@ -272,7 +274,7 @@ class RunSettings:
 RESUMES = {
     "data",  # the folder of the data may move, but its fingerprint must stay the same
     "per_device_batch_size", "compile", "activation_budget", "recompute", "workers", "log_steps",
-    "eval_steps", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
+    "eval_steps", "eval_at", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
 }  # fmt: skip
 """Settings that a resumed run may change."""
 

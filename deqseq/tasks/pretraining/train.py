@@ -130,8 +130,8 @@ def make_trainer(
     speed = Speed(flops, rows, settings.length, args.world_size, peak)
     few = range(len(data.validation))[: settings.eval_rows]
     trainer = PretrainTrainer(
-        model, args, settings.curriculum(), speed, settings.spectral_every, train_dataset=data.train,
-        eval_dataset=Subset(data.validation, few), processing_class=data.tokenizer,
+        model, args, settings.curriculum(), speed, settings.spectral_every, settings.eval_at,
+        train_dataset=data.train, eval_dataset=Subset(data.validation, few), processing_class=data.tokenizer,
     )  # fmt: skip
     # Do not print the log. It goes to the folder of the run and to ``report_to``.
     trainer.remove_callback(PrinterCallback)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class PretrainTrainer(CurriculumTrainer):
         speed: callback that measures the speed.
         spectral_every: number of lines of the log between two estimates of the spectral radius of df/dz; 0
             means no estimates.
+        eval_at: steps after which to evaluate, in addition to every ``args.eval_steps``.
         options: passed to transformers' ``Trainer``.
     """
 
@@ -69,7 +70,7 @@ class PretrainTrainer(CurriculumTrainer):
 
     def __init__(
         self, model: nn.Module, args: TrainingArguments, curriculum: Curriculum | None, speed: Speed,
-        spectral_every: int = 0, **options: Any,
+        spectral_every: int = 0, eval_at: Collection[int] = (), **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(curriculum, model=model, args=args, data_collator=batch_of, **options)
         self.layer = implicit_layer(model)
@@ -78,7 +79,7 @@ class PretrainTrainer(CurriculumTrainer):
         self.spectral_every = spectral_every
         self.eval_solves = SolveStatistics(tail=True)
         self.add_callback(speed)
-        self.add_callback(_Schedule(self, curriculum))
+        self.add_callback(_Schedule(self, curriculum, eval_at))
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, count of non-finite tokens
         # From the last training batch: ids and z of the first row, and position ids of all rows.
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -286,12 +287,17 @@ class PretrainTrainer(CurriculumTrainer):
 class _Schedule(TrainerCallback):
     """Trains for the number of steps in this run's settings, and ignores the number of steps in a checkpoint.
 
+    Evaluates after the steps in ``eval_at``.
+
     At the end of every stage, logs, evaluates and saves a checkpoint. At the end of every stage except the
     last, also saves the model in the folder ``stage-N`` (N counts from 1).
     """
 
-    def __init__(self, trainer: PretrainTrainer, curriculum: Curriculum | None) -> None:
+    def __init__(
+        self, trainer: PretrainTrainer, curriculum: Curriculum | None, eval_at: Collection[int]
+    ) -> None:
         self.trainer = trainer
+        self.eval_at = frozenset(eval_at)
         self.stages = [] if curriculum is None else curriculum.stages
         steps = trainer.args.max_steps
         self.ends = [Curriculum.end(stage, steps) for stage in self.stages] or [steps]
@@ -305,6 +311,8 @@ class _Schedule(TrainerCallback):
                 logger.info("stage %d: %s", number, stage)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in self.eval_at:
+            control.should_evaluate = True
         if state.global_step in self.ends:
             control.should_log = control.should_evaluate = control.should_save = True
 

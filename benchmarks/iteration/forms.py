@@ -1,0 +1,140 @@
+"""The forms of benchmarks/what_iteration_buys.py: their stages, their settings and their budgets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from deqseq.tasks.common.settings import PositiveInt, check_types
+from deqseq.tasks.pretraining.run_files import load_run
+from deqseq.tasks.pretraining.settings import RunSettings
+
+Form = Literal["transformers", "explicit", "injected", "1+1", "2+1", "4+1", "free", "growth"]
+FORMS: list[Form] = list(get_args(Form))
+_SINGLE = ("transformers", "explicit", "injected")  # forms that evaluate f once and have no stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What all runs of a study share.
+
+    Args:
+        data: folder made by deqseq.tasks.prepare, or by the command data
+        output: folder of the study
+        model: llama or mamba2
+        size: 130m, 370m, 760m or 1.3b, in steps of 16 rows of 1,024 tokens; or tiny, for CPUs
+        growth: shares of the steps after which the stages 1, 1+1 and 2+1 of the form growth end
+        rows: rows in one forward pass, which limits the memory; by default all rows of a step
+        eval_rows: held-out rows in the evaluations during training; the last evaluation takes all rows
+        timed_steps: steps over which the time of a step is measured, as a median
+
+    Raises:
+        ValueError: a value is out of range, or there is no such model.
+    """
+
+    data: str
+    output: str
+    model: Literal["llama", "mamba2"] = "llama"
+    size: str = "130m"
+    growth: list[float] = field(default_factory=lambda: [0.25, 0.5, 0.8])
+    rows: PositiveInt | None = None
+    eval_rows: PositiveInt = 128
+    timed_steps: PositiveInt = 20
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if len(self.growth) != 3 or [0, *self.growth, 1] != sorted({0, *self.growth, 1}):
+            raise ValueError(f"growth must be three increasing numbers in (0, 1), got {self.growth}")
+        assert self.base  # raises ValueError if there is no such run file
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.size}"
+
+    @cached_property
+    def base(self) -> RunSettings:
+        """The run file of the model: its size, solver, batch and free stage."""
+        batch = {"length": 1024, "batch_tokens": 16 * 1024, "activation_budget": 1.0}
+        return load_run(self.name, {} if self.size == "tiny" else batch)
+
+    def stages(self, form: Form) -> list[tuple[str, float]]:
+        """The stages of a form: their names, and the shares of the steps after which they end."""
+        if form == "free":
+            return [("4+1", 0.8), ("free", 1.0)]
+        if form == "growth":
+            return list(zip(("1", "1+1", "2+1", "free"), (*self.growth, 1.0), strict=True))
+        return [(form, 1.0)]
+
+    def settings(self, stages: Sequence[tuple[str, float]], **fields: Any) -> RunSettings:
+        """The settings of a run. ``fields`` has the fields that the study does not set."""
+        first = stages[0][0]
+        shared: dict[str, Any] = {
+            "data": self.data, "passes": 1000, "length": self.base.length,
+            "batch_tokens": self.base.batch_tokens, "activation_budget": self.base.activation_budget,
+            "per_device_batch_size": self.rows or self.base.rows_per_step, "warmup_share": 0.05,
+            "spectral_every": 0, "report_to": "none", "eval_rows": self.eval_rows,
+        }  # fmt: skip
+        if first == "transformers":
+            shared["model.backbone.weight_norm"] = False
+        if first not in _SINGLE:
+            shared["stages"] = [{"until": until, **self._stage(name)} for name, until in stages]
+        form = {"transformers": "-explicit", "explicit": "-explicit", "injected": "-injected"}.get(first, "")
+        return load_run(self.name + form, shared | fields)
+
+    def _stage(self, name: str) -> dict[str, Any]:
+        """A stage of a run file, without its end."""
+        if name == "free":
+            last = (self.base.stages or [])[-1]
+            return {key: value for key, value in last.items() if key != "until"}
+        if name == "1":
+            once = {"name": "fixed", "iterations": 1}
+            return {"gradient": {"name": "unrolled", "iterations": 1}, "convergence": once}
+        search, steps = map(int, name.split("+"))
+        return {
+            "gradient": {"name": "phantom", "steps": steps, "damping": 0.8},
+            "convergence": {"name": "fixed", "iterations": search},
+            "eval_convergence": {"name": "fixed", "iterations": search + steps},
+        }
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An amount of training: a number of ``tokens`` or of ``seconds``."""
+
+    unit: Literal["tokens", "seconds"]
+    amount: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.unit}-{self.amount:.10g}"
+
+    def plan(
+        self, ends: Sequence[float], times: Sequence[float], batch_tokens: int, points: int
+    ) -> dict[str, Any]:
+        """The fields ``steps``, ``decay_share`` and ``eval_at`` of a run that uses up this budget.
+
+        Args:
+            ends: shares of the steps after which the stages end.
+            times: seconds of a step in every stage.
+            batch_tokens: tokens of a step.
+            points: number of evaluations, at equal shares of the budget.
+
+        Raises:
+            ValueError: the budget is too small for one step in every stage.
+        """
+        if self.unit == "tokens":  # every step costs the same number of tokens
+            times = [float(batch_tokens)] * len(ends)
+        spent = np.cumsum(np.diff([0, *ends]) * times)  # per step of the run, at the end of every stage
+        steps = int(self.amount / spent[-1] + 1e-9)
+        if any(round(end * steps) <= round(begin * steps) for begin, end in pairwise([0, *ends])):
+            raise ValueError(f"{self.amount:g} {self.unit} are {steps} steps, too few for {len(ends)} stages")
+
+        def share_of_steps(part: float) -> float:
+            """The share of the steps that are done when this part of the budget is used up."""
+            return float(np.interp(part * spent[-1], [0, *spent], [0, *ends]))
+
+        at = [max(1, round(steps * share_of_steps(k / points))) for k in range(1, points + 1)]
+        return {"steps": steps, "decay_share": 1 - share_of_steps(0.5), "eval_at": sorted(set(at))}

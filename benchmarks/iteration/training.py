@@ -1,0 +1,217 @@
+"""Trains the models of benchmarks/what_iteration_buys.py, and measures the time of a training step."""
+
+import gc
+import json
+import logging
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from iteration import results
+from iteration.forms import Budget, Form, Study
+from iteration.results import Result
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Mamba2Config,
+    PreTrainedModel,
+    TrainerCallback,
+    set_seed,
+)
+
+from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.policy import policies
+from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.results import changes, describe_machine, provenance
+from deqseq.tasks.common.runs import RunFolder, read_record
+from deqseq.tasks.pretraining.card import scores
+from deqseq.tasks.pretraining.data import open_data
+from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
+from deqseq.tasks.pretraining.train import arguments, make_trainer, pretrain
+
+logger = logging.getLogger(__name__)
+
+_TIMES_IN_A_RUN = {"log_steps": 50, "save_steps": 4, "eval_steps": 1}  # how often a run logs, ...
+_NO_MATTER = {"data", "eval_rows", "steps"}  # settings that do not change the time of a step
+_WARM_UP = 5  # steps that are not timed: the first ones compile
+
+
+def train_one(
+    study: Study, form: Form, budget: Budget, learning_rate: float, seed: int, points: int, keep: bool = False
+) -> Result:
+    """Train one model in the folder of the study, or read its result if the run has finished already.
+
+    Args:
+        points: number of evaluations during training, at equal shares of the budget.
+        keep: keep the model and the last checkpoints.
+
+    Raises:
+        ValueError: the folder holds a run with other settings; the budget is too small; the data is missing.
+    """
+    stages = study.stages(form)
+    times = [seconds_of_a_step(study, name) for name, _ in stages]
+    fields = budget.plan([end for _, end in stages], times, study.base.batch_tokens, points)
+    fields |= {"learning_rate": learning_rate, "min_learning_rate": learning_rate / 100, "seed": seed}
+    fields |= {name: math.ceil(fields["steps"] / n) for name, n in _TIMES_IN_A_RUN.items()}
+    folder = Path(study.output, budget.name, form, f"lr-{learning_rate:g}", f"seed-{seed}")
+    start = folder.with_name(f"{folder.name}-start")
+    if form == "transformers":
+        fields["start_from"] = str(start)
+    settings = study.settings(stages, **fields)
+    data = open_data(settings)
+    kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
+    RunFolder(folder, kept, RESUMES)  # raises ValueError if the folder holds another run
+    file = folder / results.FILE
+    if file.exists():
+        return results.read(file)
+    logger.info("%s", folder)
+    if form == "transformers":
+        initialise(settings, start)
+    _forget_compiled(settings)
+    pretrain(settings, folder)
+    result = _result(study, form, budget, settings, times, folder, data.fingerprint)
+    write_json(file, asdict(result))
+    if not keep:
+        for made in (start, folder / "model", *folder.glob("checkpoint-*"), *folder.glob("stage-*")):
+            shutil.rmtree(made, ignore_errors=True)
+    gc.collect()
+    return result
+
+
+def _result(
+    study: Study, form: Form, budget: Budget, settings: RunSettings, times: Sequence[float], folder: Path,
+    fingerprint: str,
+) -> Result:  # fmt: skip
+    """The result of the finished run in ``folder``. ``times``: seconds of a step in every stage."""
+    record = read_record(folder)
+    log, device = record["log"], torch.device(record["device"])
+    last = [entry for entry in log if "eval_loss" in entry][-1]  # after training, on all held-out rows
+    ends = [0, *settings.stage_ends]
+    spent = np.cumsum([0.0, *np.diff(ends) * times])  # seconds at the end of every stage
+    curve = [
+        {"tokens": point.tokens, "seconds": round(float(np.interp(point.step, ends, spent)), 3),
+         "perplexity": point.perplexity}
+        for point in scores(log, settings).values()
+    ]  # fmt: skip
+    return Result(
+        model=study.name, form=form, unit=budget.unit, amount=budget.amount, seed=settings.seed,
+        learning_rate=settings.learning_rate, parameters=record["parameters"], steps=settings.total_steps,
+        tokens=settings.total_steps * settings.batch_tokens, seconds=round(float(spent[-1]), 2),
+        run_seconds=None if device.type == "cpu" else round(_run_seconds(log, settings), 2),
+        perplexity=math.exp(last["eval_loss"]), iterations=last.get("eval_iterations"), curve=curve,
+        data=fingerprint, **provenance(device),
+    )  # fmt: skip
+
+
+def _forget_compiled(settings: RunSettings) -> None:
+    """Drop what earlier runs of this process have compiled: many runs would exceed PyTorch's limit."""
+    if settings.compile:
+        torch.compiler.reset()
+
+
+def _run_seconds(log: Sequence[dict[str, float]], settings: RunSettings) -> float:
+    """The training time of a run by its log: the median speed of every stage leaves out compilation."""
+    seconds = 0.0
+    for first, end in pairwise([0, *settings.stage_ends]):
+        lines = [e for e in log if "tokens_per_second" in e and first < e["step"] <= end]
+        speed = statistics.median(line["tokens_per_second"] for line in lines)
+        seconds += (end - first) * settings.batch_tokens / speed
+    return seconds
+
+
+def initialise(settings: RunSettings, folder: Path) -> PreTrainedModel:
+    """Make a new model of transformers, and write it to ``folder`` as an explicit model of this library."""
+    ours = open_data(settings).fitted(settings.config())
+    with torch.device("meta"):
+        body: Any = ImplicitForCausalLM(ours).model.layer.backbone
+    shared = {
+        "vocab_size": ours.vocab_size, "hidden_size": ours.hidden_size, "tie_word_embeddings": True,
+        "num_hidden_layers": ours.num_hidden_layers, "bos_token_id": ours.bos_token_id,
+        "eos_token_id": ours.eos_token_id, "pad_token_id": None,
+    }  # fmt: skip
+    config: Any
+    if ours.backbone["name"] == "llama":
+        config = LlamaConfig(
+            **shared, intermediate_size=body.layers[0].mlp.w1.out_features, rms_norm_eps=1e-5,
+            num_attention_heads=ours.num_attention_heads,
+            rope_parameters={"rope_type": "default", "rope_theta": body.rope_theta},
+        )  # fmt: skip
+    else:
+        sizes = body.layers[0].mixer.sizes
+        config = Mamba2Config(
+            **shared, state_size=sizes.d_state, expand=sizes.inner // ours.hidden_size,
+            head_dim=sizes.headdim, num_heads=sizes.heads, n_groups=sizes.n_groups, chunk_size=sizes.chunk,
+        )  # fmt: skip
+    set_seed(settings.seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    ImplicitForCausalLM.from_explicit(model, weight_norm=False).save_pretrained(folder)
+    return model
+
+
+def seconds_of_a_step(study: Study, stage: str) -> float:
+    """The median time of a training step in a stage. Measures it, unless the study's folder has it already.
+
+    Raises:
+        ValueError: it was measured with other settings or on another machine.
+    """
+    settings = study.settings(
+        [(stage, 1.0)], steps=_WARM_UP + study.timed_steps, learning_rate=1e-5, min_learning_rate=1e-5,
+        seed=0, log_steps=10**6, eval_steps=10**6, save_steps=10**6,
+    )  # fmt: skip
+    if stage == "free":  # the search of a trained model uses most of its evaluations, that of a new one few
+        (free,) = settings.stages or []
+        longest = {"name": "fixed", "iterations": policies.create(free["convergence"]).max_iter}
+        settings = replace(settings, stages=[{**free, "convergence": longest}])
+    file = Path(study.output, "speed", f"{stage}.json")
+    device = arguments(settings, file.parent, progress=False).device
+    known = {name: value for name, value in settings.to_dict().items() if name not in _NO_MATTER}
+    setting = json.loads(json.dumps({**known, "machine": describe_machine(device)}))
+    if file.exists():
+        found = results.load(file)
+        if different := changes(found["setting"], setting):
+            raise ValueError(
+                f"{file} was measured with other settings ({'; '.join(different)}): name another output"
+            )
+        return float(found["seconds"])
+    logger.info("measuring the time of a step in stage %s", stage)
+    _forget_compiled(settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        args = arguments(settings, Path(scratch), progress=False)
+        trainer = make_trainer(settings, open_data(settings), args)
+        clock = _Clock(time.process_time if device.type == "cpu" else time.perf_counter)
+        trainer.add_callback(clock)
+        trainer.train()
+    seconds = statistics.median(clock.seconds[_WARM_UP:])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"seconds": seconds, "steps": clock.seconds, "setting": setting})
+    del trainer, clock
+    gc.collect()
+    return seconds
+
+
+class _Clock(TrainerCallback):
+    """Records the seconds of every step, from its end to the next end. Prevents evaluations and checkpoints.
+
+    ``read``: function that reads a clock, in seconds.
+    """
+
+    def __init__(self, read: Callable[[], float]) -> None:
+        self.read, self.seconds = read, list[float]()
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.since = self.read()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = self.read()
+        self.seconds.append(now - self.since)
+        self.since = now
+        control.should_evaluate = control.should_save = False

@@ -1,6 +1,7 @@
 """Python code in the README and docs/ runs as printed. Links in the root folder's pages have targets."""
 
 import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -78,3 +79,28 @@ def test_one_version_everywhere() -> None:
     newest = re.search(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert citation and newest
     assert deqseq.__version__ == project["version"] == citation[1] == newest[1]
+
+
+def test_no_claim_without_its_control() -> None:
+    """Where a table compares perplexities of implicit and explicit models, its section names the control."""
+    compared = 0
+    for page in PAGES:
+        for section in re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE):
+            table = " ".join(line for line in section.splitlines() if line.startswith("|"))
+            if all(re.search(rf"\b{word}\b", table, re.I) for word in ("perplexity", "implicit", "explicit")):
+                compared += 1
+                assert re.search(r"\b(injected|control)\b", section, re.I), f"{page}: {section[:60]}"
+    assert compared
+
+
+def test_the_tables_of_the_study_are_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page and JSON file of benchmarks/what_iteration_buys.py have the same tables."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from iteration.results import Result, tables
+
+    results = json.loads((ROOT / "docs/results/what-iteration-buys.json").read_text())
+    found = tables([Result(**run) for run in results["runs"]])
+    assert found == results["tables"]
+    page = (ROOT / "docs/what-iteration-buys.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert rows == [line for text in found.values() for line in text.splitlines()]

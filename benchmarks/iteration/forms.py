@@ -14,7 +14,8 @@ from deqseq.tasks.pretraining.settings import RunSettings
 
 Form = Literal["transformers", "explicit", "injected", "1+1", "2+1", "4+1", "free", "growth"]
 FORMS: list[Form] = list(get_args(Form))
-_SINGLE = ("transformers", "explicit", "injected")  # forms that evaluate f once and have no stages
+# Forms that have no stages, because they evaluate f once, and the suffix of their run files.
+_SINGLE = {"transformers": "-explicit", "explicit": "-explicit", "injected": "-injected"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class Study:
 
     @property
     def name(self) -> str:
+        """The name of the model's run file."""
         return f"{self.model}-{self.size}"
 
     @cached_property
@@ -69,7 +71,7 @@ class Study:
         return [(form, 1.0)]
 
     def settings(self, stages: Sequence[tuple[str, float]], **fields: Any) -> RunSettings:
-        """The settings of a run. ``fields`` has the fields that the study does not set."""
+        """The settings of a run with these stages. ``fields`` has the fields that the study does not set."""
         first = stages[0][0]
         shared: dict[str, Any] = {
             "data": self.data, "passes": 1000, "length": self.base.length,
@@ -81,8 +83,7 @@ class Study:
             shared["model.backbone.weight_norm"] = False
         if first not in _SINGLE:
             shared["stages"] = [{"until": until, **self._stage(name)} for name, until in stages]
-        form = {"transformers": "-explicit", "explicit": "-explicit", "injected": "-injected"}.get(first, "")
-        return load_run(self.name + form, shared | fields)
+        return load_run(self.name + _SINGLE.get(first, ""), shared | fields)
 
     def _stage(self, name: str) -> dict[str, Any]:
         """A stage of a run file, without its end."""
@@ -109,6 +110,7 @@ class Budget:
 
     @property
     def name(self) -> str:
+        """The name of the budget's folder."""
         return f"{self.unit}-{self.amount:.10g}"
 
     def plan(

@@ -116,9 +116,7 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
     for budget in dict.fromkeys((r.model, r.unit, r.amount) for r in results):
         model, unit, amount = budget
         rows = [r for r in results if (r.model, r.unit, r.amount) == budget]
-        title = (
-            f"{model}, {amount / 1e6:.10g}M tokens" if unit == "tokens" else f"{model}, {amount:g} seconds"
-        )
+        title = f"{model}, {amount:,.10g} {unit}"
         found[title] = table(_COLUMNS, _rows(rows), "github")
     return found
 
@@ -126,19 +124,16 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
 def _rows(results: Sequence[Result]) -> list[SimpleNamespace]:
     """The rows of a table, one for each form and learning rate, with the lowest perplexity last."""
     rows = []
-
-    def mean(values: list[float | None]) -> float | None:
-        return None if None in values else fmean(values)
-
     for form, rate in dict.fromkeys((r.form, r.learning_rate) for r in results):
         runs = [r for r in results if (r.form, r.learning_rate) == (form, rate)]
         perplexities = [r.perplexity for r in runs]
         iterations = [1.0 if r.iterations is None else r.iterations for r in runs]
+        timed = [r.run_seconds for r in runs if r.run_seconds is not None]
         several = f"{min(perplexities):.3f} to {max(perplexities):.3f}" if len(runs) > 1 else None
         rows.append(SimpleNamespace(
             form=form, learning_rate=rate, seeds=len(runs), steps=round(fmean(r.steps for r in runs)),
             tokens=fmean(r.tokens for r in runs) / 1e6, seconds=fmean(r.seconds for r in runs),
-            run_seconds=mean([r.run_seconds for r in runs]), iterations=fmean(iterations),
+            run_seconds=fmean(timed) if timed else None, iterations=fmean(iterations),
             perplexity=fmean(perplexities), range=several,
         ))  # fmt: skip
     return sorted(rows, key=lambda row: -row.perplexity)

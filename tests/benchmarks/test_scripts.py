@@ -268,6 +268,9 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     for title, text in found["tables"].items():
         assert title in done.stdout and text in done.stdout
     assert (tmp_path / "r.png").stat().st_size > 0
+    shutil.copytree(tmp_path / "study", tmp_path / "copy")
+    done = run("what_iteration_buys.py", "report", str(tmp_path / "study"), str(tmp_path / "copy"))
+    assert done.returncode == 2 and "hold the same run" in done.stderr
 
 
 def test_budgets_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:

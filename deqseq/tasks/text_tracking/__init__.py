@@ -1,0 +1,1 @@
+"""State tracking in text: generated documents whose answers follow from many earlier sentences."""

@@ -2,21 +2,34 @@
 
 A token has settled when its iteration has ended, for example because the token has converged or has used up
 its budget of evaluations. A sequence has settled when all its tokens have settled.
+
+Shapes: B sequences, L tokens of the longest, D width.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from deqseq.loop import Runner, finish
+from deqseq.loop import Carry, Runner, finish
 from deqseq.problem import Problem
 from deqseq.solution import Solution
-from deqseq.trees import map_tensors, take, tensors
+from deqseq.status import Status
+from deqseq.trees import map_tensors
+
+SHARE = 1 / 8
+"""Settled sequences are removed once they cause this share of the cost of an evaluation. If they cause less,
+removing them costs more than it saves."""
 
 
 class CompactingRunner(Runner):
-    """Runs a search. Whenever at least half of the batch has settled, removes the settled sequences."""
+    """Runs a search. Removes settled sequences once they cause a ``SHARE`` of the cost of an evaluation.
+
+    If the map has a method ``select``, a sequence costs as much as its number of real tokens. Other maps also
+    evaluate padding, so all sequences cost the same.
+    """
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -26,29 +39,57 @@ class CompactingRunner(Runner):
     def proceed(self) -> None:
         if self.passes and self.passes % self.check_every == 0:
             settled = self.carry.tokens.settled.all(1)
-            if 2 * int(settled.sum()) >= len(settled):  # removing fewer rows costs more than it saves
+            flat = hasattr(self.problem.map, "select")
+            cost = self.problem.ends if flat else torch.ones_like(self.problem.ends)
+            if (cost * settled).sum() >= SHARE * cost.sum():
                 self._remove(settled)
         super().proceed()
 
     def _remove(self, settled: Tensor) -> None:
-        problem, carry = self.problem, self.carry._replace(trace=None)
         gone, stay = settled.nonzero()[:, 0], (~settled).nonzero()[:, 0]
-        self._left.append((self._rows[gone], take(finish(problem, carry, self.passes), gone)))
-        z0, lengths, per_token, self._rows, self.carry = take(
-            (problem.z0, problem.lengths, problem.context.tokens, self._rows, carry), stay
-        )
-        context = replace(problem.context, tokens=per_token)
-        self.problem = replace(problem, context=context, z0=z0, lengths=lengths)
+        problem, carry = _part(self.problem, self.carry, gone)
+        self._left.append((self._rows[gone], finish(problem, carry, self.passes)))
+        select = getattr(self.problem.map, "select", None)
+        self.problem, self.carry = _part(self.problem, self.carry, stay)
+        if select is not None:
+            self.problem = replace(self.problem, map=select(stay))
+        self._rows = self._rows[stay]
 
     def finish(self) -> Solution:
         last = super().finish()
         if not self._left:
             return last
-        parts = [*self._left, (self._rows, last)]
-        order = torch.cat([rows for rows, _ in parts]).argsort()
-        pieces = zip(*(tensors(solution) for _, solution in parts), strict=True)
-        joined: Solution = map_tensors(lambda _: torch.cat(next(pieces))[order], last)
-        return joined
+        rows, solutions = zip(*self._left, (self._rows, last), strict=True)
+        order = torch.cat(rows).argsort()
+        length = max(solution.z.shape[1] for solution in solutions)
+
+        def joined(name: str, padding: float = 0) -> Tensor:
+            values = [getattr(solution, name) for solution in solutions]
+            sizes = [(0, 0) * (value.dim() - 2) + (0, length - value.shape[1]) for value in values]
+            padded = [F.pad(value, size, value=padding) for value, size in zip(values, sizes, strict=True)]
+            return torch.cat(padded)[order]
+
+        status = joined("status", int(Status.CONVERGED))
+        return Solution(joined("z"), joined("residual"), joined("iterations"), status, last.nfe)
+
+
+def _part(problem: Problem, carry: Carry, rows: Tensor) -> tuple[Problem, Carry]:
+    """The problem and the carry of the sequences ``rows`` only, without padding that they all have.
+
+    The map stays the same. The trace is dropped.
+    """
+    length, lengths = problem.z0.shape[1], None
+    if problem.lengths is not None:
+        lengths = problem.lengths[rows]
+        # The context of a map that is not causal may have tensors of another form than (B, L, ...).
+        length = int(lengths.max()) if problem.causal else length
+
+    def part(value: Any) -> Any:
+        return map_tensors(lambda t: t[rows, :length], value)
+
+    context = replace(problem.context, tokens=part(problem.context.tokens))
+    problem = replace(problem, context=context, z0=part(problem.z0), lengths=lengths)
+    return problem, part(carry._replace(trace=None))
 
 
 def compactable(problem: Problem) -> bool:

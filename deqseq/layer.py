@@ -108,12 +108,12 @@ class ImplicitSequenceLayer(SequenceLayer):
             autograd records always run on all tokens at once.
         causal: if true, training refuses parts that let a token's value depend on later tokens. By default
             true if the backbone is causal.
-        compact: once at least half of the sequences have settled, remove the settled sequences from the
+        compact: once at least an eighth of the sequences have settled, remove the settled sequences from the
             batch. A sequence has settled when each of its tokens has converged or used up its iterations.
             Later evaluations are then cheaper. Results differ by rounding errors, because smaller matrix
             products round differently. Searches with a window, a state or a group ignore this option. If you
-            write your own backbone or solver, the batch must be the first dimension of every tensor in
-            ``Context.tokens`` and in the solver's state.
+            write your own backbone or solver, every tensor in ``Context.tokens`` and in the solver's state
+            must have the shape (B, L, ...).
         group: process group whose ranks all do the same number of evaluations, as FSDP requires.
         guess: decides where the search starts; ``"zero"``, ``"noise"``, ``"previous"``, ``Proposal(module)``.
 

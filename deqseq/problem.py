@@ -63,6 +63,10 @@ class Map(Protocol):
     """The interface of a fixed-point map f. Every :class:`~deqseq.Backbone` is such a map.
 
     For a solve with a window or a state, the map must be a :class:`~deqseq.Backbone` that keeps state.
+
+    A map that has inputs of its own for each sequence, outside the context, needs a method ``select`` if
+    ``Problem.compact`` is true: ``select(rows)`` returns the map of the sequences ``rows`` (int64 indices).
+    Such a map evaluates real tokens only.
     """
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
@@ -86,7 +90,7 @@ class Problem:
         overwrites_state: if true, the solve may overwrite the tensors of ``state``. Its tensors must then be
             contiguous. If false, the solve works on a copy.
         returns_state: if true, the solution has the state after the last token, if ``state`` is given.
-        compact: if true, remove settled sequences once at least half of the batch has settled.
+        compact: if true, remove settled sequences once they are at least an eighth of the batch.
         checkpoint: if true, evaluations store no activations, and the backward pass recomputes them.
         group: process group whose ranks all stop after the same pass; ``None``: every rank stops on its own.
         training: false: :func:`~deqseq.steps` after a search returns the value of the search, so that

@@ -6,11 +6,14 @@ every request becomes a row, and requests do not influence each other's iteratio
 Shapes: T tokens in the flat batch, R requests, W tokens of the longest request, D width.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from deqseq.backbone import Context, State, Trace
@@ -18,6 +21,23 @@ from deqseq.guess import propose
 from deqseq.inputs import Packing
 from deqseq.problem import Problem, SolveOptions
 from deqseq.search import search
+from deqseq.solution import Solution
+
+
+class FlatFunction(Protocol):
+    """The map f of a flat batch, (T, D) -> (T, D)."""
+
+    def __call__(self, z: Tensor) -> Tensor: ...
+
+    def select(self, rows: Tensor, tokens: Tensor, starts: Tensor) -> FlatFunction:
+        """The map of a flat batch with some of the requests.
+
+        Args:
+            rows: (r,) int64 ascending indices of these requests, among the requests that have tokens.
+            tokens: (t,) int64 ascending indices of their tokens in this map's flat batch.
+            starts: (r + 1,) int64, ``query_start_loc`` of the new flat batch.
+        """
+        ...
 
 
 def rows_of(starts: Tensor, tokens: int) -> Packing:
@@ -35,28 +55,37 @@ def rows_of(starts: Tensor, tokens: int) -> Packing:
 class FlatMap:
     """A map of the flat batch, (T, D) -> (T, D), as a map of rows, (R, W, D) -> (R, W, D)."""
 
-    function: Callable[[Tensor], Tensor]
+    function: FlatFunction
     rows: Packing
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         return self.rows.pack(self.function(self.rows.unpack(z)[0])[None]), None
 
+    def select(self, rows: Tensor) -> FlatMap:
+        """The map of the requests ``rows`` (r,) int64. It evaluates only their tokens."""
+        lengths, source = self.rows.lengths[rows], self.rows.source[rows]
+        tokens = source[torch.arange(source.shape[1], device=rows.device) < lengths[:, None]]
+        starts = F.pad(lengths.cumsum(0), (1, 0))
+        return FlatMap(self.function.select(rows, tokens, starts), rows_of(starts, len(tokens)))
+
 
 def solve(
-    function: Callable[[Tensor], Tensor],
+    function: FlatFunction,
     x: Tensor,
     starts: Tensor,
     options: SolveOptions,
     group: dist.ProcessGroup | None,
-) -> Tensor:
-    """The equilibria (T, D) of a flat batch.
+    compact: bool,
+) -> tuple[Tensor, Solution]:
+    """The equilibria (T, D) of a flat batch, and the solution of its rows, whose tensors are (R, W, ...).
 
     Args:
-        function: the map f of the flat batch, (T, D) -> (T, D).
+        function: the map f of the flat batch.
         x: (T, D) the layer's input, from which the guess is made.
         starts: (R + 1,) vLLM's ``query_start_loc``.
         options: solver, policy and guess.
         group: processes that evaluate f together, and must stop after the same evaluation.
+        compact: whether requests that have settled leave the batch. With a group they always stay.
     """
     rows = rows_of(starts, len(x))
     padded = rows.pack(x[None])
@@ -64,5 +93,8 @@ def solve(
     padded = padded.where(real[..., None], 0)
     guess = propose(options.guess, padded, number=0, previous=None)
     z0 = torch.zeros_like(padded) if guess is None else guess.to(x.dtype).where(real[..., None], 0)
-    problem = Problem(FlatMap(function, rows), Context(), z0, options, lengths=rows.lengths, group=group)
-    return rows.unpack(search(problem).z)[0]
+    problem = Problem(
+        FlatMap(function, rows), Context(), z0, options, lengths=rows.lengths, compact=compact, group=group
+    )
+    solution = search(problem)
+    return rows.unpack(solution.z)[0], solution

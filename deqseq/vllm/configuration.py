@@ -8,6 +8,7 @@ from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigC
 from deqseq.backbone import Backbone, backbones
 from deqseq.backbones import LlamaBackbone
 from deqseq.causal_lm import ImplicitConfig
+from deqseq.checks import check_flag
 from deqseq.guesses import Previous
 from deqseq.problem import SolveOptions
 
@@ -40,6 +41,18 @@ def solve_options(config: ImplicitConfig) -> SolveOptions:
             "hf_overrides={'guess': 'zero'}, which changes no fixed point"
         )
     return options
+
+
+def compacts(vllm_config: VllmConfig) -> bool:
+    """Whether requests leave a step once their tokens have settled: ``additional_config={"compact": ...}``.
+
+    Raises:
+        ValueError: the value is not true or false.
+    """
+    settings = vllm_config.additional_config
+    compact = settings.get("compact", True) if isinstance(settings, dict) else True
+    check_flag("additional_config['compact']", compact)
+    return bool(compact)
 
 
 class Architecture(ModelArchConfigConvertorBase):
@@ -112,6 +125,7 @@ def _check(vllm_config: VllmConfig, refused: dict[str, bool]) -> None:
     for sentence, wrong in refused.items():
         if wrong:
             raise ValueError(sentence)
+    compacts(vllm_config)
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode is None or compilation.cudagraph_mode.has_full_cudagraphs():
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE

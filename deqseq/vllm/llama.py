@@ -6,7 +6,10 @@ before. The cache keeps those of the last evaluation, as in generation without v
 Shapes: T tokens in the flat batch, D width, H query heads, J key/value heads, P = D / H head dim.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -24,12 +27,11 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
+from deqseq.vllm.attention import WITH_STARTS, Selector
 from deqseq.vllm.batch import solve
-from deqseq.vllm.configuration import backbone_of, solve_options
+from deqseq.vllm.configuration import backbone_of, compacts, solve_options
+from deqseq.vllm.metrics import IterationCounters
 from deqseq.vllm.weights import folded
-
-_WITH_STARTS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-"""Attention backends whose metadata say where each request begins."""
 
 
 class Block(nn.Module):
@@ -124,6 +126,40 @@ class Injection(nn.Module):
         return self.linear(self.norm(x))[0]
 
 
+@dataclass(frozen=True)
+class Step:
+    """The map f of the requests of one step.
+
+    Attributes:
+        requests: (R,) int64 indices of the requests in the metadata of vLLM's step.
+        positions, injection, x: (T, ...) arguments of :class:`Evaluation`.
+        context: where vLLM's attention layers find the requests' keys and values.
+    """
+
+    evaluation: Evaluation
+    selector: Selector
+    requests: Tensor
+    positions: Tensor
+    injection: Tensor
+    x: Tensor
+    context: ForwardContext
+
+    def __call__(self, z: Tensor) -> Tensor:
+        with override_forward_context(self.context):
+            return self.evaluation(z, self.positions, self.injection, self.x)
+
+    def select(self, rows: Tensor, tokens: Tensor, starts: Tensor) -> Step:
+        context = self.selector.select(self.context, self.requests[rows], tokens, starts)
+        return replace(
+            self,
+            requests=torch.arange(len(rows), device=rows.device),
+            positions=self.positions[tokens],
+            injection=self.injection[tokens],
+            x=self.x[tokens],
+            context=context,
+        )
+
+
 class ImplicitLlamaForCausalLM(nn.Module):
     """The language model.
 
@@ -161,15 +197,18 @@ class ImplicitLlamaForCausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embed_tokens)
         self.logits_processor = LogitsProcessor(config.vocab_size)
-        attention = next(part for part in self.modules() if isinstance(part, Attention))
-        self.layer_name = attention.layer_name
+        layers = {part.layer_name: part for part in self.modules() if isinstance(part, Attention)}
+        self.layer_name, attention = next(iter(layers.items()))
+        self.selector = Selector(layers, vllm_config)
+        self.compact = compacts(vllm_config)
         backend = attention.attn_backend.get_name()
-        if config.implicit and backend not in _WITH_STARTS:
+        if config.implicit and backend not in WITH_STARTS:
             raise ValueError(
                 f"implicit models need an attention backend that says where requests begin, one of "
-                f"{', '.join(_WITH_STARTS)}, got {backend}: set attention_backend"
+                f"{', '.join(WITH_STARTS)}, got {backend}: set attention_backend"
             )
-        devices = get_tp_group()
+        devices = get_tp_group()  # all count the same iterations, so that only the first one counts them
+        self.counters = IterationCounters(vllm_config) if devices.is_first_rank else None
         self.group = devices.device_group if devices.world_size > 1 else None
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -183,16 +222,17 @@ class ImplicitLlamaForCausalLM(nn.Module):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.injection is None:
             return self.evaluation(x, positions, None, None)
-        injection = self.injection(x)
-
-        def function(z: Tensor) -> Tensor:
-            return self.evaluation(z, positions, injection, x)
-
-        metadata = get_forward_context().attn_metadata
-        if self.options is None or metadata is None:  # without metadata, vLLM measures memory or compiles
-            return function(torch.zeros_like(x))
-        starts = metadata[self.layer_name].query_start_loc
-        return solve(function, x, starts, self.options, self.group)
+        injection, context = self.injection(x), get_forward_context()
+        if self.options is None or context.attn_metadata is None:  # no metadata: vLLM measures or compiles
+            return self.evaluation(torch.zeros_like(x), positions, injection, x)
+        starts = context.attn_metadata[self.layer_name].query_start_loc
+        requests = (starts[1:] > starts[:-1]).nonzero()[:, 0]  # vLLM may list requests without tokens
+        step = Step(self.evaluation, self.selector, requests, positions, injection, x, context)
+        compact = self.compact and self.selector.possible(context)
+        z, solution = solve(step, x, starts, self.options, self.group, compact)
+        if self.counters is not None:
+            self.counters.add(solution)
+        return z
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states)

@@ -28,7 +28,9 @@ from deqseq.backbone import State
 from deqseq.backbones import fold_weight_norm
 from deqseq.backbones.blocks import Stack
 from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.solution import Solution
 from deqseq.vllm.batch import rows_of
+from deqseq.vllm.metrics import IterationCounters
 
 
 class MetadataBuilder(BaseMambaAttentionMetadataBuilder[BaseMambaAttentionMetadata]):
@@ -104,6 +106,7 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
         self.inner = ImplicitForCausalLM(vllm_config.model_config.hf_config)
         self.inner.train(False)
         backbone = self.inner.model.layer.backbone
+        self.counters = IterationCounters(vllm_config)
         self.slots = Slots(backbone.initial_state(1), vllm_config, maybe_prefix(prefix, "slots.0"))
 
     def get_mamba_state_copy_funcs(self, mamba_types: set[MambaAttentionBackendEnum]) -> dict[Any, Any]:
@@ -129,19 +132,29 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
             return x
         parts = metadata[self.slots.name]
         out = torch.zeros_like(x)
+        solutions = []
         running, prompts = parts.num_decode_tokens, parts.num_prefill_tokens
         if running:
             starts = torch.arange(running + 1, device=x.device)
             slots = parts.state_indices_tensor_d[:running, 0]
-            out[:running] = self._solve(x[:running], positions[:running], starts, slots)
+            out[:running], solution = self._solve(x[:running], positions[:running], starts, slots)
+            solutions.append(solution)
         if prompts:
             tokens = slice(running, running + prompts)
             starts, slots = parts.query_start_loc_p, parts.state_indices_tensor_p
-            out[tokens] = self._solve(x[tokens], positions[tokens], starts, slots)
+            out[tokens], solution = self._solve(x[tokens], positions[tokens], starts, slots)
+            solutions.append(solution)
+        if found := [solution for solution in solutions if solution is not None]:
+            self.counters.add(*found)
         return out
 
-    def _solve(self, x: Tensor, positions: Tensor, starts: Tensor, slots: Tensor) -> Tensor:
-        """The equilibria (T, D) of a flat batch. Moves the states in ``slots`` (R,) past its tokens."""
+    def _solve(
+        self, x: Tensor, positions: Tensor, starts: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Solution | None]:
+        """The equilibria (T, D) of a flat batch, and the solution; ``None`` if the layer is explicit.
+
+        Moves the states in ``slots`` (R,) past the tokens.
+        """
         rows, slots = rows_of(starts, len(x)), slots.long()
         padded = rows.pack(x[None])
         mask = torch.arange(padded.shape[1], device=x.device) < rows.lengths[:, None]
@@ -150,7 +163,7 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
         state = self.slots.load(slots, initial, positions[starts[:-1].long()])
         out = layer(padded, mask if padded.shape[1] > 1 else None, state=state)
         self.slots.store(slots, out.state)
-        return rows.unpack(out.z)[0]
+        return rows.unpack(out.z)[0], out.solution
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.inner.lm_head(hidden_states)

@@ -1,6 +1,6 @@
 """Solves of flat batches, and folded checkpoints. These tests do not need vLLM."""
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -23,40 +23,72 @@ def starts_of(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def map_of(x: Tensor, *lengths: int) -> Callable[[Tensor], Tensor]:
-    """f(z)_t = tanh(x_t + 0.7 mean(z_1, ..., z_t)), for each request on its own. x and z are (T, D)."""
+@dataclass
+class Means:
+    """f(z)_t = tanh(x_t + 0.7 mean(z_1, ..., z_t)), for each request on its own. x and z are (T, D).
 
-    def function(z: Tensor) -> Tensor:
+    ``sizes``: the number of tokens of every evaluation.
+    """
+
+    x: Tensor
+    lengths: tuple[int, ...]
+    sizes: list[int] = field(default_factory=list)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        self.sizes.append(len(z))
+        tokens = sum(self.lengths)
         means = [
             part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None]
-            for part in z[: sum(lengths)].split(lengths)
+            for part in z[:tokens].split(self.lengths)
         ]
         out = torch.full_like(z, torch.nan)  # padding may hold anything
-        out[: sum(lengths)] = torch.tanh(x[: sum(lengths)] + 0.7 * torch.cat(means))
+        out[:tokens] = torch.tanh(self.x[:tokens] + 0.7 * torch.cat(means))
         return out
 
-    return function
+    def select(self, rows: Tensor, tokens: Tensor, starts: Tensor) -> "Means":
+        lengths = tuple(self.lengths[row] for row in rows.tolist())
+        assert starts.tolist() == starts_of(*lengths).tolist()
+        return Means(self.x[tokens], lengths, self.sizes)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["loose", "sequence", "fixed"])
 @pytest.mark.parametrize("padding", [0, 4])
-def test_requests_are_solved_as_if_alone(options: SolveOptions, padding: int) -> None:
+@pytest.mark.parametrize("compact", [False, True])
+def test_requests_are_solved_as_if_alone(
+    options: SolveOptions, padding: int, compact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deqseq.compact.SHARE", 1e-9)  # every request leaves at once
     x = torch.randn(sum(LENGTHS) + padding, 6)
     x[3] *= 20  # one request needs other numbers of evaluations than the others
-    found = solve(map_of(x, *LENGTHS), x, starts_of(*LENGTHS), options, None)
-    alone = [
-        solve(map_of(part, len(part)), part, starts_of(len(part)), options, None)
-        for part in x[: sum(LENGTHS)].split(LENGTHS)
-    ]
+    together, starts = Means(x, LENGTHS), starts_of(*LENGTHS)
+    found = solve(together, x, starts, options, None, compact)[0]
+    parts = [Means(part, (len(part),)) for part in x[: sum(LENGTHS)].split(LENGTHS)]
+    alone = [solve(f, f.x, starts_of(*f.lengths), options, None, compact)[0] for f in parts]
     torch.testing.assert_close(found[: sum(LENGTHS)], torch.cat(alone), rtol=1e-5, atol=1e-6)
     assert not found[sum(LENGTHS) :].any()
+    if compact and not isinstance(options.convergence, FixedIterations):
+        # Each request takes as many evaluations as alone. The first evaluation has the padding too.
+        assert sum(together.sizes) < len(x) * len(together.sizes)
+        first, needed = len(x) - sum(LENGTHS), sum(sum(f.sizes) for f in parts)
+        still = min(count for count in range(len(together.sizes)) if together.sizes[count] < len(x))
+        assert sum(together.sizes) == needed + still * first
+
+
+def test_the_request_that_needs_most_leaves_last() -> None:
+    """A long request that has settled leaves even if all the others still run."""
+    lengths = (40, 1, 1)
+    x = torch.randn(sum(lengths), 6)
+    x[:40] *= 50
+    f = Means(x, lengths)
+    solve(f, x, starts_of(*lengths), SolveOptions("picard", Residual(rtol=1e-5, max_iter=99)), None, True)
+    assert f.sizes[-1] <= 2 and f.sizes == sorted(f.sizes, reverse=True)
 
 
 def test_a_request_that_is_not_finite_leaves_the_others_alone() -> None:
     x = torch.randn(sum(LENGTHS), 6)
-    good = solve(map_of(x, *LENGTHS), x, starts_of(*LENGTHS), OPTIONS[0], None)
+    good = solve(Means(x, LENGTHS), x, starts_of(*LENGTHS), OPTIONS[0], None, True)[0]
     x[3] = torch.nan
-    found = solve(map_of(x, *LENGTHS), x, starts_of(*LENGTHS), OPTIONS[0], None)
+    found = solve(Means(x, LENGTHS), x, starts_of(*LENGTHS), OPTIONS[0], None, True)[0]
     assert found[3].isnan().all()
     torch.testing.assert_close(found[:3], good[:3])
     torch.testing.assert_close(found[4:], good[4:])

@@ -5,7 +5,9 @@
 
 import gc
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 vllm = pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-vllm")
 
+from prometheus_client import REGISTRY  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 
 from deqseq.backbone import Backbone  # noqa: E402
@@ -133,6 +136,46 @@ def test_llama(model: MakeModel, engine: Callable[..., Engine], settings: dict[s
     assert engine(folder, settings)(prompts) == expected(folder, prompts, **settings)
 
 
+def test_settled_requests_leave(
+    model: MakeModel, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then f is evaluated for fewer tokens, and the results are the same."""
+    monkeypatch.setattr("deqseq.compact.SHARE", 1e-9)  # every request leaves at once
+    folder, prompts = model(LLAMA), make_prompts(*LENGTHS)
+    served, sizes = engine(folder), list[int]()
+
+    def count(model: Any) -> None:
+        linear = model.evaluation.layers[0].qkv_proj
+        linear.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+
+    served.llm.apply_model(count)
+    found, evaluated = {}, {}
+    for compact in (True, False):
+        sizes.clear()
+        served.llm.apply_model(lambda model, compact=compact: setattr(model, "compact", compact))
+        found[compact], evaluated[compact] = served(prompts), sum(sizes)
+    assert found[True] == found[False] == expected(folder, prompts)
+    assert evaluated[True] < 0.95 * evaluated[False]
+
+
+@pytest.mark.parametrize("backbone", [LLAMA, MAMBA2], ids=["llama", "mamba2"])
+def test_iterations_are_counted(
+    model: MakeModel, engine: Callable[..., Engine], backbone: dict[str, Any], tmp_path: Path
+) -> None:
+    """With three evaluations and a tight tolerance, no token converges."""
+    folder, prompts = shutil.copytree(model(backbone), tmp_path / "model"), make_prompts(*LENGTHS)
+    policy = {"name": "residual", "rtol": 1e-6, "max_iter": 3}
+    engine(str(folder), {"eval_convergence": policy})(prompts, new=4)
+    names = ("tokens", "token_evaluations", "unconverged_tokens", "evaluations", "steps")
+    tokens, token_evaluations, unconverged, evaluations, steps = (
+        REGISTRY.get_sample_value(f"deqseq:{name}_total", {"model_name": str(folder)}) for name in names
+    )
+    assert tokens == unconverged == sum(LENGTHS) + 3 * len(LENGTHS)  # the last token is not read
+    assert token_evaluations == 3 * tokens
+    assert evaluations == 3 * steps if backbone == LLAMA else evaluations >= 3 * steps
+    assert 0 < steps < tokens
+
+
 PATHS = {
     "compiled": {"enforce_eager": False},
     "chunks": {"max_num_batched_tokens": 16},
@@ -235,6 +278,6 @@ def test_two_ranks(model: MakeModel, engine: Callable[..., Engine], monkeypatch:
 def test_an_unknown_attention_backend(
     model: MakeModel, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deqseq.vllm.llama._WITH_STARTS", ("FLASH_ATTN",))
+    monkeypatch.setattr("deqseq.vllm.llama.WITH_STARTS", ("FLASH_ATTN",))
     with pytest.raises(ValueError, match="one of FLASH_ATTN, got CPU_ATTN"):
         engine(model(LLAMA))

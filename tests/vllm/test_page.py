@@ -63,8 +63,10 @@ def server(folder: Path, model: ImplicitForCausalLM) -> Iterator[str]:
     command = [*shlex.split(SERVER), "--port", str(port), "--max-model-len", "256", "--max-num-seqs", "4"]
     assert command[0] == "python"
     log = (folder / "log").open("w")
+    (folder / "metrics").mkdir()
+    environment = {**ENVIRONMENT, "PROMETHEUS_MULTIPROC_DIR": str(folder / "metrics")}
     process = subprocess.Popen(
-        [sys.executable, *command[1:]], cwd=folder, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT
+        [sys.executable, *command[1:]], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
     )
     try:
         for _ in range(240):
@@ -108,5 +110,16 @@ def test_sixteen_clients(model: ImplicitForCausalLM, server: str, capsys: pytest
         for prompt in prompts
     ]
     assert together == alone
+    metrics = urllib.request.urlopen(server.removesuffix("v1") + "metrics").read().decode()
+    found = {
+        name: float(value)
+        for name, value in re.findall(
+            r'^deqseq:(\w+)_total{model_name="model"} (\S+)$', metrics, re.MULTILINE
+        )
+    }
+    assert found.keys() == {"steps", "evaluations", "tokens", "token_evaluations", "unconverged_tokens"}
+    assert found["tokens"] == sum(map(len, prompts)) + 11 * len(prompts)  # the last token is not read
+    assert found["evaluations"] > found["steps"] and found["unconverged_tokens"] == 0
+    assert "vllm:generation_tokens_total" in metrics
     exec(CLIENT.replace("http://localhost:8000/v1", server), {})
     assert capsys.readouterr().out

@@ -49,6 +49,13 @@ def test_models_that_are_served(configure: Configure) -> None:
     assert configure(MAMBA2).model_config.architecture == "ImplicitRecurrentForCausalLM"
 
 
+def test_requests_leave_by_default(configure: Configure) -> None:
+    from deqseq.vllm.configuration import compacts
+
+    assert compacts(configure(LLAMA))
+    assert not compacts(configure(LLAMA, additional_config={"compact": False}))
+
+
 @pytest.mark.parametrize("backbone", [LLAMA, MAMBA2], ids=["llama", "mamba2"])
 @pytest.mark.parametrize(
     ("sentence", "settings", "options"),
@@ -60,6 +67,11 @@ def test_models_that_are_served(configure: Configure) -> None:
         ),
         ("without a window of 4 tokens: set hf_overrides={'window': None}", {"window": 4}, {}),
         ("the guess 'previous' starts: set hf_overrides={'guess': 'zero'}", {"guess": "previous"}, {}),
+        (
+            "additional_config['compact'] must be true or false, got 'no'",
+            {},
+            {"additional_config": {"compact": "no"}},
+        ),
         ("take no LoRA adapters in vLLM: merge the adapter", {}, {"enable_lora": True}),
         ("take no quantised weights in vLLM", {}, {"quantization": "fp8"}),
         ("take no quantised keys and values in vLLM", {}, {"kv_cache_dtype": "fp8"}),

@@ -1,0 +1,49 @@
+"""Counters of iterations for Prometheus.
+
+Every process that runs a model counts. The counters reach ``/metrics`` of vLLM's server, which is another
+process, if ``PROMETHEUS_MULTIPROC_DIR`` names an empty folder when the server starts.
+"""
+
+from functools import cache
+
+import torch
+from prometheus_client import Counter
+from vllm.config import VllmConfig
+
+from deqseq.solution import Solution, Status
+
+_COUNTERS = {
+    "deqseq:steps": "Steps in which tokens were solved.",
+    "deqseq:evaluations": "Evaluations of f. Each evaluates all tokens of a step that have not left it.",
+    "deqseq:tokens": "Tokens that were solved, in prompts and in answers.",
+    "deqseq:token_evaluations": "Evaluations that tokens needed, summed over the tokens.",
+    "deqseq:unconverged_tokens": "Tokens that used up their evaluations, or became non-finite.",
+}
+
+
+@cache
+def _counter(name: str) -> Counter:
+    """The counter ``name`` of this process. Prometheus appends ``_total`` to the name."""
+    return Counter(name, _COUNTERS[name], labelnames=["model_name"])
+
+
+class IterationCounters:
+    """Counts the iterations of a model's steps. The label ``model_name`` is that of vLLM's own metrics."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        model = vllm_config.model_config.served_model_name
+        self._counters = [_counter(name).labels(model) for name in _COUNTERS]
+
+    def add(self, *solutions: Solution) -> None:
+        """Count the solves of one step. The host waits for the device."""
+        evaluations = sum(solution.nfe for solution in solutions)
+        sums = torch.stack([_sums(solution) for solution in solutions]).sum(0).tolist()
+        for counter, value in zip(self._counters, (1, evaluations, *sums), strict=True):
+            counter.inc(value)
+
+
+def _sums(solution: Solution) -> torch.Tensor:
+    """(3,) int64: the number of tokens, of their iterations, and of tokens that did not converge."""
+    failed = (solution.status == Status.BUDGET_EXHAUSTED) | (solution.status == Status.NON_FINITE)
+    tokens = failed | (solution.iterations > 0)  # false at padding
+    return torch.stack([tokens.sum(), solution.iterations.sum(), failed.sum()])

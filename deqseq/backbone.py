@@ -78,7 +78,7 @@ class State:
 
 Trace = Any
 """Data from ``evaluate`` from which ``advance`` computes the next state. Each backbone has its own type of
-trace."""
+trace. Its tensors are (B, ...), because sequences may leave the batch (``compact=True``)."""
 
 
 class Backbone(nn.Module, ABC):

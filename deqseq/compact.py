@@ -7,17 +7,18 @@ Shapes: B sequences, L tokens of the longest, D width.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deqseq.backbone import Backbone
 from deqseq.loop import Carry, Runner, finish
 from deqseq.problem import Problem
 from deqseq.solution import Solution
 from deqseq.status import Status
-from deqseq.trees import map_tensors
+from deqseq.trees import map_tensors, take, tensors
 
 SHARE = 1 / 8
 """Settled sequences are removed once they cause this share of the cost of an evaluation. If they cause less,
@@ -48,6 +49,8 @@ class CompactingRunner(Runner):
     def _remove(self, settled: Tensor) -> None:
         gone, stay = settled.nonzero()[:, 0], (~settled).nonzero()[:, 0]
         problem, carry = _part(self.problem, self.carry, gone)
+        if self.problem.state is not None:  # the trace leads to the state after the tokens
+            carry = carry._replace(trace=take(self.carry.trace, gone))
         self._left.append((self._rows[gone], finish(problem, carry, self.passes)))
         select = getattr(self.problem.map, "select", None)
         self.problem, self.carry = _part(self.problem, self.carry, stay)
@@ -70,13 +73,15 @@ class CompactingRunner(Runner):
             return torch.cat(padded)[order]
 
         status = joined("status", int(Status.CONVERGED))
-        return Solution(joined("z"), joined("residual"), joined("iterations"), status, last.nfe)
+        pieces = zip(*(tensors(solution.state) for solution in solutions), strict=True)
+        state = map_tensors(lambda _: torch.cat(next(pieces))[order], last.state)
+        return Solution(joined("z"), joined("residual"), joined("iterations"), status, last.nfe, state)
 
 
 def _part(problem: Problem, carry: Carry, rows: Tensor) -> tuple[Problem, Carry]:
     """The problem and the carry of the sequences ``rows`` only, without padding that they all have.
 
-    The map stays the same. The trace is dropped.
+    The map stays the same, and there is no trace.
     """
     length, lengths = problem.z0.shape[1], None
     if problem.lengths is not None:
@@ -88,13 +93,16 @@ def _part(problem: Problem, carry: Carry, rows: Tensor) -> tuple[Problem, Carry]
         return map_tensors(lambda t: t[rows, :length], value)
 
     context = replace(problem.context, tokens=part(problem.context.tokens))
-    problem = replace(problem, context=context, z0=part(problem.z0), lengths=lengths)
+    state = None if problem.state is None else problem.state.select(rows)
+    problem = replace(problem, context=context, z0=part(problem.z0), lengths=lengths, state=state)
     return problem, part(carry._replace(trace=None))
 
 
 def compactable(problem: Problem) -> bool:
-    """Whether settled sequences may be removed from the batch of ``problem``."""
-    alone = problem.state is None and problem.group is None
-    return (
-        problem.compact and problem.solver.windowed and problem.window is None and alone and not problem.fixed
-    )
+    """Whether settled sequences may be removed from the batch of ``problem``.
+
+    Copying the rows of a state that grows, such as keys and values, would cost more than it saves.
+    """
+    small = problem.state is None or not cast(Backbone, problem.map).rewinds
+    together = problem.window is None and problem.solver.windowed and not problem.fixed
+    return problem.compact and together and small and problem.group is None

@@ -111,9 +111,9 @@ class ImplicitSequenceLayer(SequenceLayer):
         compact: once at least an eighth of the sequences have settled, remove the settled sequences from the
             batch. A sequence has settled when each of its tokens has converged or used up its iterations.
             Later evaluations are then cheaper. Results differ by rounding errors, because smaller matrix
-            products round differently. Searches with a window, a state or a group ignore this option. If you
-            write your own backbone or solver, every tensor in ``Context.tokens`` and in the solver's state
-            must have the shape (B, L, ...).
+            products round differently. Searches with a window, a group, or keys and values as their state
+            ignore this option. If you write your own backbone or solver, every tensor in ``Context.tokens``
+            and in the solver's state must have the shape (B, L, ...), and every tensor in a trace (B, ...).
         group: process group whose ranks all do the same number of evaluations, as FSDP requires.
         guess: decides where the search starts; ``"zero"``, ``"noise"``, ``"previous"``, ``Proposal(module)``.
 

@@ -221,6 +221,30 @@ def test_sequences_that_have_settled_leave_the_batch(
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), equal_nan=True)
 
 
+@pytest.mark.parametrize(("backbone", "leave"), [("mamba2", True), ("llama", False)])
+def test_sequences_leave_with_their_state(
+    make_layer: MakeLayer, backbone: str, leave: bool, count_calls: CountCalls
+) -> None:
+    """A recurrent state leaves with its sequence. With keys and values, all sequences stay."""
+    policy = Residual(rtol=1e-6, max_iter=200, check_every=1)
+    layer = make_layer(backbone, dtype=torch.float64, solver="anderson", convergence=policy).eval()
+    calls = count_calls(layer.backbone)
+    first, x = torch.randn(2, 5, 6, 16, dtype=torch.float64)
+    mask = torch.arange(6) < torch.tensor([6, 1, 3, 2, 6])[:, None]
+    before = layer.backbone.initial_state(5, dtype=torch.float64)
+    with torch.no_grad():
+        state = layer(first, state=before).state
+        expected = layer(x, attention_mask=mask, state=state)
+        layer.compact = True
+        calls.clear()
+        found = layer(x, attention_mask=mask, state=state)
+    assert (calls[-1][0] < 5) == leave
+    torch.testing.assert_close(found.z, expected.z)
+    assert found.state is not None and expected.state is not None
+    torch.testing.assert_close(found.state.tensors(), expected.state.tensors())
+    assert torch.equal(found.solution.iterations, expected.solution.iterations)
+
+
 @pytest.mark.passes_of_a_cpu
 @pytest.mark.parametrize("check_every", [3, 50])
 @pytest.mark.parametrize("window", WINDOWS)

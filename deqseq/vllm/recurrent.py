@@ -30,6 +30,7 @@ from deqseq.backbones.blocks import Stack
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.solution import Solution
 from deqseq.vllm.batch import rows_of
+from deqseq.vllm.configuration import compacts
 from deqseq.vllm.metrics import IterationCounters
 
 
@@ -106,6 +107,8 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
         self.inner = ImplicitForCausalLM(vllm_config.model_config.hf_config)
         self.inner.train(False)
         backbone = self.inner.model.layer.backbone
+        if vllm_config.model_config.hf_config.implicit:
+            self.inner.model.layer.compact = compacts(vllm_config)
         self.counters = IterationCounters(vllm_config)
         self.slots = Slots(backbone.initial_state(1), vllm_config, maybe_prefix(prefix, "slots.0"))
 

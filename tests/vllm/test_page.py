@@ -69,13 +69,15 @@ def server(folder: Path, model: ImplicitForCausalLM) -> Iterator[str]:
         [sys.executable, *command[1:]], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
     )
     try:
-        for _ in range(240):
+        for _ in range(600):
             try:
                 urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5)
                 break
             except OSError:
                 assert process.poll() is None, (folder / "log").read_text()[-2000:]
                 time.sleep(1)
+        else:
+            pytest.fail("the server did not start in ten minutes")
         yield f"http://localhost:{port}/v1"
     finally:
         process.terminate()

@@ -47,7 +47,7 @@ def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> t
         new = torch.stack(parts).sum(0).to(tail.dtype)
         tail = torch.where(last < taps, tail.take_along_dim(last.clamp_max(taps - 1), 1), new)
     x = trace.x * trace.step.to(trace.x.dtype)[..., None]
-    return tail, ssd_advance(x, trace.step * trace.decay, trace.b, ssm, count)
+    return tail, ssd_advance(x, trace.step * trace.decay[:, None], trace.b, ssm, count)
 
 
 def keys_values(

@@ -56,7 +56,7 @@ class LayerTrace(NamedTuple):
     x: Tensor  # (B, W, H, P) inputs of the recurrence
     b: Tensor  # (B, W, G, N)
     step: Tensor  # (B, W, H) step sizes
-    decay: Tensor  # (H,)
+    decay: Tensor  # (B, H) Mamba2's parameter A, the same for all sequences
 
 
 def mix(
@@ -80,7 +80,9 @@ def mix(
     step = F.softplus(at_least_float32(dt + weights.dt_bias))  # (B, W, H)
     y = recur(x, step, weights.decay, b, c, weights.skip, before, sizes.chunk)
     out = F.linear(_norm(y.flatten(-2) * F.silu(gate), weights.norm, sizes), weights.out_proj)
-    return out, None if state is None else LayerTrace((conv_in,), x, b, step, weights.decay)
+    if state is None:
+        return out, None
+    return out, LayerTrace((conv_in,), x, b, step, weights.decay.expand(len(u), -1))
 
 
 def _norm(y: Tensor, weight: Tensor, sizes: MixerSizes) -> Tensor:

@@ -152,6 +152,6 @@ def mix(
         x.unflatten(-1, (sizes.heads, sizes.headdim)),
         b.unflatten(-1, (sizes.n_groups, sizes.d_state)),
         step.transpose(1, 2),
-        weights.decay,
+        weights.decay.expand(len(u), -1),
     )
     return out, trace

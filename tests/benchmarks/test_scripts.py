@@ -314,3 +314,20 @@ def test_transformers_model_starts_as_itself(
     ids = torch.randint(257, (2, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
+
+
+def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Static batches. tests/vllm tests the other arms."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the script sets it; this restores it afterwards
+    small = ["--backbones", "mamba2", "--arms", "static", "--requests", "5", "--prompt", "2", "6"]
+    small += ["--new", "1", "4", "--rate", "100", "--output", str(tmp_path)]
+    for batch in ("2", "1", "2"):
+        done = run("serving.py", *small, "--batch", batch)
+        assert done.returncode == 0, done.stderr
+    together, alone = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert together["answers"] == alone["answers"]
+    assert together["counted"] > alone["counted"] == alone["needed"]
+    (line,) = json.loads((tmp_path / "serving.json").read_text())["lines"]
+    assert line["over static"] == "1.00" and line["equal"] == "1.000"
+    for wrong in (["--rate", "0"], ["--new", "4", "2"], ["--arms", "fixed"], ["--model", str(tmp_path)]):
+        assert run("serving.py", *small, *wrong).returncode == 2

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serving.py"
 
 def test_serving(tmp_path: Path) -> None:
     """Static batches and vLLM write the same tokens. vLLM evaluates f for fewer tokens."""
-    small = ["--backbones", "llama", "--requests", "6", "--batch", "3", "--eager"]
+    small = ["--backbones", "llama", "--requests", "6", "--batch", "3", "--eager", "--rate", "20"]
     lengths = ["--prompt", "2", "8", "--new", "2", "12"]
     arms = ["--arms", "static", "adaptive", "--output", str(tmp_path)]
     command = [sys.executable, str(SCRIPT), *small, *lengths, *arms]

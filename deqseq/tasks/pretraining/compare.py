@@ -9,7 +9,6 @@ from deqseq.tasks.common.results import column, table
 from deqseq.tasks.common.runs import read_record, read_settings
 from deqseq.tasks.common.settings import build
 from deqseq.tasks.pretraining.card import plot_curves, scores
-from deqseq.tasks.pretraining.plan import evaluation_budget
 from deqseq.tasks.pretraining.settings import RunSettings
 
 _COLUMNS = (
@@ -51,6 +50,9 @@ def _lines(name: str, log: list[dict[str, float]], settings: RunSettings) -> lis
     Tokens/s and MFU (model FLOPs utilisation) are medians over the stage. GiB is the peak memory allocated on
     a GPU up to the end of the stage.
     """
+    # Import this module late, so that wrong arguments are reported at once. The import takes seconds.
+    from deqseq.tasks.pretraining.plan import evaluation_budget
+
     found, evaluated, config, curriculum = [], scores(log, settings), settings.config(), settings.curriculum()
     stages = [None] if curriculum is None else curriculum.stages
     spans = zip(stages, pairwise([0, *settings.stage_ends]), strict=True)

@@ -30,8 +30,6 @@ class Study:
         growth: shares of the steps after which the stages 1, 1+1 and 2+1 of the form growth end
         rows: rows in one forward pass, which limits the memory; by default all rows of a step
         eval_rows: held-out rows in the evaluations during training; the last evaluation takes all rows
-        free_evaluations: evaluations of a search in the free stage while the time of its steps is measured;
-            by default the maximum number. With an adaptive budget, trained models use fewer
         timed_steps: steps over which the time of a step is measured, as a median
 
     Raises:
@@ -45,7 +43,6 @@ class Study:
     growth: list[float] = field(default_factory=lambda: [0.25, 0.5, 0.8])
     rows: PositiveInt | None = None
     eval_rows: PositiveInt = 128
-    free_evaluations: PositiveInt | None = None
     timed_steps: PositiveInt = 20
 
     def __post_init__(self) -> None:

@@ -167,11 +167,10 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
         [(stage, 1.0)], steps=_WARM_UP + study.timed_steps, learning_rate=1e-5, min_learning_rate=1e-5,
         seed=0, log_steps=10**6, eval_steps=10**6, save_steps=10**6,
     )  # fmt: skip
-    if stage == "free":  # a new model needs fewer evaluations than a trained one, so their number is fixed
+    if stage == "free":  # the search of a trained model uses most of its evaluations, that of a new one few
         (free,) = settings.stages or []
-        iterations = study.free_evaluations or policies.create(free["convergence"]).max_iter
-        fixed = {"convergence": {"name": "fixed", "iterations": iterations}, "adaptive_budget": None}
-        settings = replace(settings, stages=[{**free, **fixed}])
+        longest = {"name": "fixed", "iterations": policies.create(free["convergence"]).max_iter}
+        settings = replace(settings, stages=[{**free, "convergence": longest}])
     file = Path(study.output, "speed", f"{stage}.json")
     device = arguments(settings, file.parent, progress=False).device
     known = {name: value for name, value in settings.to_dict().items() if name not in _NO_MATTER}

@@ -89,10 +89,11 @@ class Study:
         """A stage of a run file, without its end."""
         if name == "free":
             last = (self.base.stages or [])[-1]
-            return {key: value for key, value in last.items() if key != "until"}
+            # Every search waits for its slowest token, as in the paper: no adaptive budget.
+            return {key: value for key, value in last.items() if key not in ("until", "adaptive_budget")}
         if name == "1":
-            once = {"name": "fixed", "iterations": 1}
-            return {"gradient": {"name": "unrolled", "iterations": 1}, "convergence": once}
+            first = (load_run(f"{self.name}-growth").stages or [])[0]
+            return {key: value for key, value in first.items() if key != "until"}
         search, steps = map(int, name.split("+"))
         return {
             "gradient": {"name": "phantom", "steps": steps, "damping": 0.8},

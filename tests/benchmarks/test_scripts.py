@@ -296,6 +296,21 @@ def test_budgets_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:
         Budget("tokens", 192).plan(ends, times, batch_tokens=64, points=4)
 
 
+def test_stages_of_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage evaluates f once, as the control does. The last waits for all tokens, as in the paper."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from iteration.forms import Study
+
+    study = Study(data="data", output=str(tmp_path), size="tiny")
+    settings = study.settings(study.stages("growth"), steps=100)
+    curriculum = settings.curriculum()
+    assert curriculum is not None
+    first, *others = curriculum.stages
+    assert first.solver == "picard" and all(stage.solver == settings.config().solver for stage in others)
+    assert first.convergence == first.eval_convergence == {"name": "fixed", "iterations": 1}
+    assert all(stage.adaptive_budget is None for stage in curriculum.stages)
+
+
 @pytest.mark.parametrize("model", ["llama", "mamba2"])
 def test_transformers_model_starts_as_itself(
     model: str, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from torch import Tensor
 from deqseq.backbone import State
 from deqseq.causal_lm.cache import StateLayer
 from deqseq.causal_lm.modeling import ImplicitForCausalLM
+from deqseq.causal_lm.support import check_layer
 from deqseq.problem import SolveOptions
 
 LEAST_ROOM = 64
@@ -125,15 +126,4 @@ def check_model(model: object, function: str) -> None:
         raise ValueError(
             f"{function} is for ImplicitForCausalLM, got {type(model).__name__}{hint or '; use generate'}"
         )
-    backbone = model.model.layer.backbone
-    if not backbone.keeps_state:
-        raise ValueError(
-            f"{function} needs a state, and {type(backbone).__name__} keeps no state: use generate"
-        )
-    for module in (model, model.model, model.model.layer, backbone):
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
-            raise ValueError(
-                f"{function} does not call forward for new tokens, so the forward hooks of this "
-                f"{type(module).__name__} (also those of FSDP, and of accelerate's device_map) would have no "
-                "effect: remove them, or use generate"
-            )
+    check_layer(model, function)

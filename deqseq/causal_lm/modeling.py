@@ -447,7 +447,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         Args:
             wavefront: solve up to this number of new tokens at once. The tokens are those of ordinary greedy
                 decoding, up to the tolerance of the search, but the search takes fewer evaluations of f one
-                after the other. For greedy decoding with implicit models; best for small batches.
+                after the other. For greedy decoding with implicit models; best for small batches. A cache
+                that you pass gets the tokens of the prompt only, not the new tokens.
 
         Raises:
             ValueError: ``wavefront`` is below 1, or is combined with features that it does not support, such
@@ -457,7 +458,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             check_count("wavefront", wavefront)
             if options.get("custom_generate") is not None:
                 raise ValueError("give either wavefront or custom_generate")
-            options["custom_generate"] = partial(wavefront_generate, window=wavefront)
+            options["custom_generate"] = partial(wavefront_generate, wavefront=wavefront)
         return super().generate(*args, **options)  # type: ignore[misc]
 
     @can_return_tuple  # type: ignore[untyped-decorator]

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -24,6 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.causal_lm.decoding import Decoder, check_model, chosen
 from deqseq.causal_lm.modeling import ImplicitForCausalLM
+from deqseq.causal_lm.support import unsupported
 from deqseq.checks import check_count, check_flag, check_instance, check_positive, check_share, check_tensor
 from deqseq.problem import SolveOptions
 
@@ -142,7 +142,6 @@ _MODEL_OPTIONS = {
     "attention_mask", "inputs_embeds", "logits_to_keep", "past_key_values", "position_ids", "solve",
     "token_type_ids", "use_cache", "window",
 }  # fmt: skip
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 @torch.no_grad()
@@ -227,14 +226,8 @@ def _check_supported(
     model: ImplicitForCausalLM, config: Any, assistant_model: Any, synced_gpus: bool, options: dict[str, Any]
 ) -> None:
     """Raise ``ValueError`` if a call of ``generate`` uses a feature that :func:`fast_generate` lacks."""
-    mode = config.get_generation_mode(assistant_model)
     refused = {
-        f"{mode.value} (num_beams, assistant_model, ...)": mode not in _MODES,
-        "use_cache=False": options.get("past_key_values") is None,
-        "output_hidden_states": config.return_dict_in_generate and config.output_hidden_states,
-        "output_attentions": config.return_dict_in_generate and config.output_attentions,
-        "synced_gpus": synced_gpus,
-        "prompt tuning": "prepare_inputs_for_generation" in vars(model),  # PEFT replaces this method
+        **unsupported(model, config, assistant_model, synced_gpus, options),
         **{name: value is not None and name not in _MODEL_OPTIONS for name, value in options.items()},
     }
     if found := [name for name, is_used in refused.items() if is_used]:

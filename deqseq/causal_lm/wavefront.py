@@ -23,6 +23,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State
+from deqseq.causal_lm.support import check_layer, unsupported
+from deqseq.checks import check_instance
 from deqseq.guesses import Zero
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.loop import Runner, drive
@@ -106,7 +108,7 @@ class _Wavefront(Runner):
         return (ended | (self.carry.start >= self.problem.ends)).all()
 
 
-def wavefront(
+def continued(
     backbone: Backbone,
     embed: Callable[[Tensor], Tensor],
     choose: Callable[[Tensor], Tensor],
@@ -162,7 +164,10 @@ def wavefront_generate(
     stopping_criteria: Any,
     generation_config: Any,
     *,
-    window: int,
+    wavefront: int,
+    streamer: Any = None,
+    assistant_model: Any = None,
+    synced_gpus: bool = False,
     **model_options: Any,
 ) -> Tensor:
     """The decoding method of ``generate(..., wavefront=window)``. Do not call this function yourself.
@@ -178,8 +183,13 @@ def wavefront_generate(
     layer, config = model.model.layer, generation_config
     if not isinstance(layer, ImplicitSequenceLayer):
         raise ValueError("wavefront is for implicit models: this model evaluates its layer once")
-    options = model_options.get("solve") or layer.solve
-    _check(options, logits_processor, stopping_criteria, config, model_options)
+    check_layer(model, "wavefront")
+    options = model_options.get("solve")
+    options = layer.solve if options is None else options
+    check_instance("solve", options, SolveOptions, "SolveOptions")
+    refused = unsupported(model, config, assistant_model, synced_gpus, model_options)
+    refused["a streamer"] = streamer is not None
+    _check(options, logits_processor, stopping_criteria, config, refused)
     out = model._prefill(input_ids, config, model_options)
     first = out.logits[:, -1].argmax(-1)
     state, positions = out.past_key_values.state, model_options.get("position_ids")
@@ -193,9 +203,9 @@ def wavefront_generate(
 
     position, most = position.expand(len(first), 1), config.max_length - input_ids.shape[1] - 1
     with kernels.device_of(input_ids):
-        rest, _ = wavefront(
+        rest, _ = continued(
             layer.backbone, model.model.embed_tokens, choose, first, state, position,
-            replace(options, window=window), most, ends,
+            replace(options, window=min(wavefront, max(most, 1))), most, ends,
         )  # fmt: skip
     new = torch.cat([first[:, None], rest], 1)
     is_end = torch.isin(new, ends)
@@ -205,16 +215,17 @@ def wavefront_generate(
 
 
 def _check(
-    options: SolveOptions, processors: LogitsProcessorList, criteria: Any, config: Any, model_options: Any
+    options: SolveOptions,
+    processors: LogitsProcessorList,
+    criteria: Any,
+    config: Any,
+    refused: dict[str, bool],
 ) -> None:
     """Raise ``ValueError`` if a call of ``generate`` uses a feature that wavefront decoding lacks."""
     refused = {
+        **refused,
         "sampling": config.do_sample,
-        "beams": config.num_beams != 1,
-        "a streamer": model_options.get("streamer") is not None,
-        "an assistant model": model_options.get("assistant_model") is not None,
         "return_dict_in_generate": config.return_dict_in_generate,
-        "use_cache=False": model_options.get("past_key_values") is None,
         **{type(processor).__name__: True for processor in processors},
         **{type(c).__name__: not isinstance(c, MaxLengthCriteria | EosTokenCriteria) for c in criteria},
         f"the solver {options.solver}": not options.solver.windowed,

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import TextIteratorStreamer
 
 from deqseq import Backbone, ConvergencePolicy, Residual, SolveOptions
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM
 from deqseq.causal_lm.wavefront import _UntilChosen
 from deqseq.policy import Judgement
 
@@ -161,6 +162,11 @@ def test_few_tokens(make: Make, new: int) -> None:
         ({"num_beams": 2}, "beams"),
         ({"repetition_penalty": 1.5}, "RepetitionPenalty"),
         ({"max_time": 3.0}, "MaxTimeCriteria"),
+        ({"streamer": TextIteratorStreamer(None, skip_prompt=True)}, "a streamer"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+        ({"penalty_alpha": 0.5, "top_k": 3}, "contrastive_search"),
+        ({"solve": "anderson"}, "solve must be SolveOptions, got 'anderson'"),
         ({"use_cache": False}, "use_cache=False"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
         ({"convergence": {"name": "fixed", "iterations": 4}}, "FixedIterations"),
@@ -170,7 +176,42 @@ def test_few_tokens(make: Make, new: int) -> None:
 )
 def test_what_it_does_not_support(make: Make, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        generated(make("llama"), prompts()[0], **{"wavefront": 4, **options})
+        generated(make("llama"), prompts(batch=1)[0], **{"wavefront": 4, **options})
+
+
+@pytest.mark.parametrize("part", ["", "model", "model.layer", "model.layer.backbone"])
+def test_forward_hooks_raise(make: Make, part: str) -> None:
+    model = make("llama")
+    model.get_submodule(part).register_forward_hook(lambda module, args, out: out)
+    with pytest.raises(ValueError, match="wavefront does not call forward for new tokens"):
+        generated(model, prompts()[0], wavefront=4)
+
+
+def test_the_window_of_the_prompt_does_not_change_the_wavefront(make: Make) -> None:
+    model, (ids, _) = make("llama"), prompts(batch=1)
+    counts = []
+    for options in ({}, {"window": None}, {"window": 6}, {"window": 1}):
+        policy = Passes(TIGHT)
+        generated(model, ids, convergence=policy, wavefront=8, **options)
+        counts.append(policy.count)
+    assert counts[0] == counts[1] == counts[2] < counts[3]
+
+
+def test_a_huge_window_needs_no_more_memory(make: Make) -> None:
+    model, (ids, _) = make("llama"), prompts(batch=1)
+    out = generated(model, ids, wavefront=10**15)
+    assert torch.equal(out, generated(model, ids))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_cache_keeps_the_prompt_and_can_be_continued(make: Make, body: str) -> None:
+    model, (ids, _) = make(body), prompts()
+    cache = EquilibriumCache(model.model.layer.backbone.rewinds)
+    new = generated(model, ids, past_key_values=cache, wavefront=4)
+    assert cache.get_seq_length() == ids.shape[1] and cache.state.seen.tolist() == [6, 6, 6]
+    longer = torch.cat([new, ids], 1)
+    expected = generated(model, longer)
+    assert torch.equal(generated(model, longer, past_key_values=cache, wavefront=4), expected)
 
 
 @pytest.mark.parametrize("guess", ["previous", "noise"])

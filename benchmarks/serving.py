@@ -1,10 +1,10 @@
-"""Compares ways to serve an implicit language model: batches with ``generate``, and vLLM.
+"""Compares ways to serve an implicit language model: static batches with ``generate``, and vLLM.
 
 All arms serve the same requests, greedily, in float32, on the CPU, at most --batch requests at a time.
 Prompts are random tokens. The lengths of prompts and answers are uniform between two limits. The arms:
 
     static      ImplicitForCausalLM.generate, in batches in order of arrival, padded on the left; a batch runs
-                until its longest request ends, and further tokens of shorter requests are dropped
+                until its longest request ends, and surplus tokens of the other requests are dropped
     adaptive    vLLM; every token is solved to the model's tolerance
     no-leaving  like adaptive, but a request that has converged stays in the batch until the step ends
     fixed       vLLM; all tokens get the same number of evaluations: the most that a token of adaptive needed
@@ -18,15 +18,15 @@ Each arm runs in a process of its own. Loading, compiling and a short warm-up ar
     tokens / s          tokens that were asked for, over wall time
     first, ms           time from the arrival of a request to its first token: median and 95th percentile
     between, ms         time between two tokens of a request: median and 95th percentile
-    counted / needed    evaluations of f over all tokens, divided by the evaluations if every request left the
-                        batch as soon as it had converged; padding does not count
+    counted / needed    evaluations of f, summed over the tokens in them; divided by the sum that would result
+                        if every request left the batch as soon as it had converged; without padding
     equal               share of the requests whose tokens are those of static
 
 By default, two random models are served, a Llama and a Mamba2. A fifth of their tokens has weak embeddings.
 After such a token, f contracts slowly. So the requests of a batch need different numbers of evaluations.
 
-The script writes every row as soon as it is measured. To resume an interrupted run, repeat its command. It
-needs vLLM in its environment; docs/serving.md shows how to install it. --eager saves the time of compiling.
+The script writes every row as soon as it is measured. To resume an interrupted run, repeat its command. The
+script needs vLLM; docs/serving.md shows how to install it. With --eager, vLLM does not compile.
 
     python benchmarks/serving.py
     python benchmarks/serving.py --rate 2                            # requests arrive at random, two a second

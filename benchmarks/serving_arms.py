@@ -1,4 +1,4 @@
-"""Serves requests and measures it, for ``serving.py``. Every arm runs in a process of its own.
+"""Serves requests and measures time and evaluations, for ``serving.py``. Every arm runs in its own process.
 
 Times are in seconds since the first request could arrive.
 """
@@ -29,7 +29,7 @@ VLLM = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment variables of vLLM. Values that are set already stay."""
+"""Environment variables of vLLM. They do not replace values that are already set."""
 
 
 class Request(NamedTuple):
@@ -54,7 +54,7 @@ Serve = Callable[[Sequence[Request], Callable[[], Any]], list[Answer]]
 class Evaluations:
     """Counts the evaluations of f in this process. Padding does not count.
 
-    An instance counts from its creation on. It wraps functions of deqseq's loop, which costs microseconds per
+    An instance counts from its creation on. It wraps functions of deqseq's loop. This costs microseconds per
     evaluation.
 
     Attributes:

@@ -19,8 +19,9 @@ BACKBONES = {
 def make_model(backbone: str, seed: int) -> ImplicitForCausalLM:
     """A small random model. Its tokens need different numbers of evaluations, and it writes different tokens.
 
-    The changes to the initial weights make f contract. The injection normalises the embeddings. Embeddings
-    that are small compared with the constant eps of this norm stay small, and the injection is then weak.
+    The changes to the initial weights make f contract. The injection normalises the embeddings. A fifth of
+    the embeddings is small compared with the constant eps of this norm. They stay small, so their injection
+    is weak.
     """
     torch.manual_seed(seed)
     policy = {"name": "residual", "rtol": 1e-3, "max_iter": 256}

@@ -1,10 +1,12 @@
-"""Measures wavefront decoding: how early drafts agree with the final token, passes, tokens/s, equality.
+"""Measures wavefront decoding: its speed, and how early its drafts are right.
 
-Ordinary generation solves one token at a time. Wavefront decoding solves a window of tokens. It begins a
-token with a draft: the choice after an iterate that has not settled. The first table shows how often the
-choice after evaluation 1, 2, ... of a token is its final choice. The second table compares ordinary
-generation with windows: passes (evaluations of f one after the other) per token, tokens per second, and the
-share of equal tokens. Both decode greedily, one sequence at a time. Train a model with `make pretrain-demo`.
+Ordinary generation solves one token at a time. Wavefront decoding solves a window of tokens. It begins
+with a token before earlier tokens have settled. Its input is then a draft: the choice after an iterate.
+
+The first table shows how often the choice after evaluation 1, 2, ... of a token is its final choice. The
+second table compares ordinary generation with windows: passes (evaluations of f one after the other) per
+token, tokens per second, and the share of equal tokens. Both decode greedily, one sequence at a time. Train a
+model with `make pretrain-demo`.
 
     python benchmarks/wavefront.py runs/pretrain-demo/llama-tiny/model --text runs/pretrain-demo/help.txt
     python benchmarks/wavefront.py MODEL --text FILE --tokens 200 --windows 4 8 16 --rtol 1e-3
@@ -25,11 +27,11 @@ from deqseq.policy import Judgement
 
 
 class Recorder(ConvergencePolicy):
-    """A policy that counts evaluations and records the choice after each. It leaves out the prompt's.
+    """A policy that counts evaluations and records the choice after each. It leaves out those of the prompt.
 
     Attributes:
         passes: number of evaluations.
-        drafts: one list for each token with its choices, if tokens are solved one at a time.
+        drafts: for every token, the list of its choices, if tokens are solved one at a time.
     """
 
     def __init__(self, policy: Residual, model: ImplicitForCausalLM, prompt: int) -> None:

@@ -1,7 +1,7 @@
-"""What does iterating buy in a language model? Trains models that differ only in how often they evaluate f.
+"""What does iterating buy in a language model? Trains ordinary and implicit models, and forms in between.
 
 An implicit model differs from an ordinary one in two ways: its input goes into every block, and it iterates.
-So the study trains forms between the two, from one folder of data, with equal batches and schedules:
+So the study also trains forms in between, on the same data, with the same batches and schedules:
 
     transformers   transformers' own Llama or Mamba2: its initial weights, without weight normalisation
     explicit       the explicit twin: the same blocks with weight normalisation, applied once
@@ -11,10 +11,10 @@ So the study trains forms between the two, from one folder of data, with equal b
     growth         stages 1, 1+1, 2+1 and free; stage 1 evaluates f once, with a graph
 
 Every form is trained with every budget, learning rate and seed. A budget is a number of tokens, or a number
-of seconds. The learning rate falls over the second half of the budget. Evaluations and compilation cost no
-seconds. The number of steps in a budget of seconds follows from the time of a step, which the script measures
-for every stage before it trains. It assumes that a search until convergence uses its maximum number of
-evaluations. On a CPU, seconds are processor seconds, so other programs hardly matter.
+of seconds. The learning rate falls over the second half of the budget. Evaluations and compilation do not
+count as seconds. The script measures the time of a step in every stage before it trains. From these times it
+computes the number of steps in a budget of seconds. It assumes that a search until convergence uses its
+maximum number of evaluations. On a CPU, seconds are processor seconds, so other programs hardly matter.
 
     python benchmarks/what_iteration_buys.py data --output runs/what-iteration-buys/data
     python benchmarks/what_iteration_buys.py time --data DATA --output runs/what-iteration-buys/llama
@@ -23,7 +23,8 @@ evaluations. On a CPU, seconds are processor seconds, so other programs hardly m
     python benchmarks/what_iteration_buys.py report runs/what-iteration-buys/llama
 
 To resume, repeat a command: finished parts are not repeated. Several processes can train different forms or
-seeds in one folder at the same time; then run the command time first, alone. `--size tiny` is for CPUs."""
+seeds in one folder at the same time. Before you start them, run the command time alone. `--size tiny` is for
+CPUs."""
 
 import logging
 import os
@@ -86,7 +87,7 @@ def train(
 ) -> None:
     """Train every form with every budget, learning rate and seed. Finished runs are not repeated.
 
-    If a run diverges, the others are trained nevertheless, and the exit status is 1.
+    If a run diverges, the other runs are trained nevertheless, and the exit status is 1.
 
     Args:
         forms: forms to train
@@ -95,7 +96,7 @@ def train(
         learning_rates: highest learning rates; by default 1e-3 for 130m, and the run file's for other sizes
         seeds: seeds of the initial weights and of the order of the rows
         points: number of evaluations in a run, at equal shares of its budget
-        keep_models: keep the models and checkpoints of finished runs, gigabytes each for 130m
+        keep_models: keep the models and checkpoints of finished runs; for 130m, each run has gigabytes
     """
     study = build(Study, settings)
     budgets = [Budget("tokens", amount) for amount in budget_tokens]
@@ -123,7 +124,7 @@ def report(folders: list[Path], *, output: Path = Path("runs/what-iteration-buys
 
     Args:
         folders: folders of studies
-        output: the JSON file and the figure, without a suffix
+        output: path of the JSON file and the figure, without a suffix
     """
     results = collect(folders)
     for title, text in tables(results).items():

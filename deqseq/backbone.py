@@ -120,16 +120,16 @@ class Backbone(nn.Module, ABC):
         """
 
     def prepare_next(self, x: Tensor, position_ids: Tensor | None, context: Context) -> Context:
-        """Compute the context of other tokens. It equals ``prepare(x, position_ids)``.
+        """Compute the context of other tokens. The result equals that of ``prepare(x, position_ids)``.
 
         A backbone may take everything that does not depend on the tokens from ``context``, such as weights
-        after weight normalisation. Generation then computes the weights once, and not once per token.
+        after weight normalisation. Generation then computes them only once, and not for every token.
 
         Args:
             x: (B, L, D) the layer's input.
-            position_ids: (B, L) int64 position of every token.
+            position_ids: (B, L) int64 position of every token; 0 … L-1 by default.
             context: the result of :meth:`prepare` for inputs of the same type on the same device. The weights
-                have not changed since.
+                must not have changed since.
         """
         return self.prepare(x, position_ids)
 

@@ -22,12 +22,12 @@ class AdaptiveBudget:
     budget ends the search before the slowest tokens have converged.
 
     The budget grows by one if the mean residual of the step's tokens was above ``residual``. Otherwise it
-    falls by one. It begins at the policy's own ``max_iter``, which it never exceeds, and stays at least 1.
+    falls by one. It begins at the policy's own ``max_iter`` and never exceeds it. It never falls below 1.
 
     The budget depends on earlier steps only. A rule that looks at the current batch would let a token's
     result depend on later tokens.
 
-    The methods are those of a learning rate scheduler::
+    Use it like a learning rate scheduler::
 
         budget = AdaptiveBudget(layer, residual=0.05)
         for x, y in batches:
@@ -45,8 +45,8 @@ class AdaptiveBudget:
         max_iter: the budget of the next step.
 
     Raises:
-        ValueError: ``residual`` is not positive; ``max_iter`` of the layer's policy cannot change, as
-            that of :class:`~deqseq.FixedIterations`.
+        ValueError: ``residual`` is not positive; ``max_iter`` of the layer's policy cannot change, for
+            example that of :class:`~deqseq.FixedIterations`.
     """
 
     def __init__(self, layer: ImplicitSequenceLayer, residual: float) -> None:
@@ -63,7 +63,9 @@ class AdaptiveBudget:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def step(self, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Set the budget of the next step. The host waits for the device. Without solves, nothing changes.
+        """Set the budget of the next step. The host waits for the device.
+
+        If no solve was added since the last call, nothing changes.
 
         Args:
             reduce: a function that sums a tensor over all processes, which then have the same budget. If
@@ -76,10 +78,10 @@ class AdaptiveBudget:
         self.set(self.max_iter + (1 if total > self.residual * tokens else -1))
 
     def set(self, max_iter: int) -> None:
-        """Set the budget, for example to that of a checkpoint. It is limited to 1 ... the policy's own."""
+        """Set the budget, for example from a checkpoint. It is clipped to 1 ... the policy's own."""
         self.max_iter = min(self.most, max(1, max_iter))
         options = self.layer.train_solve
-        policy = copy(options.convergence)  # policies may be frozen, and other solves may use this one
+        policy = copy(options.convergence)  # a policy may be frozen, and other solves may use the same policy
         object.__setattr__(policy, "max_iter", self.max_iter)
         self.layer.train_solve = replace(options, convergence=policy)
 

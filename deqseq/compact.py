@@ -21,8 +21,8 @@ from deqseq.status import Status
 from deqseq.trees import map_tensors, take, tensors
 
 SHARE = 1 / 8
-"""Settled sequences are removed once they cause this share of the cost of an evaluation. If they cause less,
-removing them costs more than it saves."""
+"""Settled sequences are removed once they cause this share of the cost of an evaluation. Removing also costs
+time, so a smaller share may not pay."""
 
 
 class CompactingRunner(Runner):
@@ -34,8 +34,8 @@ class CompactingRunner(Runner):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # places in the whole batch
-        self._left: list[tuple[Tensor, Solution]] = []  # places and solutions of removed rows
+        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # indices in the whole batch
+        self._left: list[tuple[Tensor, Solution]] = []  # indices and solutions of removed sequences
 
     def proceed(self) -> None:
         if self.passes and self.passes % self.check_every == 0:
@@ -49,7 +49,7 @@ class CompactingRunner(Runner):
     def _remove(self, settled: Tensor) -> None:
         gone, stay = settled.nonzero()[:, 0], (~settled).nonzero()[:, 0]
         problem, carry = _part(self.problem, self.carry, gone)
-        if self.problem.state is not None:  # the trace leads to the state after the tokens
+        if self.problem.state is not None:  # the state after the tokens is computed from the trace
             carry = carry._replace(trace=take(self.carry.trace, gone))
         self._left.append((self._rows[gone], finish(problem, carry, self.passes)))
         select = getattr(self.problem.map, "select", None)
@@ -79,9 +79,9 @@ class CompactingRunner(Runner):
 
 
 def _part(problem: Problem, carry: Carry, rows: Tensor) -> tuple[Problem, Carry]:
-    """The problem and the carry of the sequences ``rows`` only, without padding that they all have.
+    """The problem and the carry of the sequences ``rows`` only. Drops padding that all of them have.
 
-    The map stays the same, and there is no trace.
+    The problem keeps its map. The carry has no trace.
     """
     length, lengths = problem.z0.shape[1], None
     if problem.lengths is not None:
@@ -101,7 +101,7 @@ def _part(problem: Problem, carry: Carry, rows: Tensor) -> tuple[Problem, Carry]
 def compactable(problem: Problem) -> bool:
     """Whether settled sequences may be removed from the batch of ``problem``.
 
-    Copying the rows of a state that grows, such as keys and values, would cost more than it saves.
+    A state that grows with the sequence, such as keys and values, is too large to copy its rows.
     """
     small = problem.state is None or not cast(Backbone, problem.map).rewinds
     together = problem.window is None and problem.solver.windowed and not problem.fixed

@@ -68,8 +68,8 @@ class Curriculum:
                 SolveOptions(stage.solver or "picard", policy, stage.window)
         self.stages: list[Stage] = []
         parts: dict[str, Any] = dict.fromkeys(("convergence", "eval_convergence", "solver"))
-        # If a part is None, use the previous stage's part. Training may resume in any stage, so each stage
-        # must contain its parts.
+        # If a part is None, use that of the previous stage. Training may resume in any stage, so each stage
+        # must contain all parts.
         for stage in stages:
             own = {name: getattr(stage, name) for name in parts}
             parts |= {name: part for name, part in own.items() if part is not None}

@@ -71,15 +71,15 @@ class SequenceLayer(nn.Module):
     ) -> LayerOutput:
         """Compute one more token of every sequence: what ``forward`` computes, with less work on the host.
 
-        The method does not check its arguments, and records no autograd graph. It never makes the host wait
-        for the device, except in a search that ends when all tokens have converged.
+        The method does not check its arguments, and records no autograd graph. The host waits for the device
+        only in a search that ends when all tokens have converged.
 
         Args:
             x: (B, 1, D) input.
             position_ids: (B, 1) int64.
             state: backbone state before the token, with contiguous tensors and capacity for the token; see
                 :meth:`~deqseq.Backbone.reserve`. The call may overwrite its tensors.
-            context: the result of ``backbone.prepare`` for an earlier token. Its weights are used.
+            context: the result of ``backbone.prepare`` for an earlier token. The method uses its weights.
             solve, previous: arguments of the implicit layer's ``forward``; no effect in an explicit layer.
         """
         raise NotImplementedError
@@ -111,9 +111,10 @@ class ImplicitSequenceLayer(SequenceLayer):
         compact: once at least an eighth of the sequences have settled, remove the settled sequences from the
             batch. A sequence has settled when each of its tokens has converged or used up its iterations.
             Later evaluations are then cheaper. Results differ by rounding errors, because smaller matrix
-            products round differently. Searches with a window, a group, or keys and values as their state
-            ignore this option. If you write your own backbone or solver, every tensor in ``Context.tokens``
-            and in the solver's state must have the shape (B, L, ...), and every tensor in a trace (B, ...).
+            products round differently. Searches with a window, a group, a fixed number of iterations, or
+            keys and values as their state ignore this option. If you write your own backbone or solver, every
+            tensor in ``Context.tokens`` and in the solver's state must have the shape (B, L, ...), and every
+            tensor in a trace (B, ...).
         group: process group whose ranks all do the same number of evaluations, as FSDP requires.
         guess: decides where the search starts; ``"zero"``, ``"noise"``, ``"previous"``, ``Proposal(module)``.
 

@@ -64,9 +64,9 @@ class Map(Protocol):
 
     For a solve with a window or a state, the map must be a :class:`~deqseq.Backbone` that keeps state.
 
-    A map that has inputs of its own for each sequence, outside the context, needs a method ``select`` if
-    ``Problem.compact`` is true: ``select(rows)`` returns the map of the sequences ``rows`` (int64 indices).
-    Such a map evaluates real tokens only.
+    A map may keep inputs of each sequence itself, instead of in the context. If ``Problem.compact`` is true,
+    such a map needs a method ``select(rows)``, which returns the map of the sequences ``rows`` (int64
+    indices). Such a map must evaluate real tokens only.
     """
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:

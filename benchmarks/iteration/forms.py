@@ -14,23 +14,23 @@ from deqseq.tasks.pretraining.settings import RunSettings
 
 Form = Literal["transformers", "explicit", "injected", "1+1", "2+1", "4+1", "free", "growth"]
 FORMS: list[Form] = list(get_args(Form))
-# Forms that have no stages, because they evaluate f once, and the suffix of their run files.
+# Suffixes of the run files of those forms that evaluate f once. They have no stages.
 _SINGLE = {"transformers": "-explicit", "explicit": "-explicit", "injected": "-injected"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What all runs of a study share.
+    """The settings that all runs of a study share.
 
     Args:
         data: folder made by deqseq.tasks.prepare, or by the command data
         output: folder of the study
         model: llama or mamba2
-        size: 130m, 370m, 760m or 1.3b, in steps of 16 rows of 1,024 tokens; or tiny, for CPUs
+        size: 130m, 370m, 760m or 1.3b, with 16 rows of 1,024 tokens in a step; or tiny, for CPUs
         growth: shares of the steps after which the stages 1, 1+1 and 2+1 of the form growth end
         rows: rows in one forward pass, which limits the memory; by default all rows of a step
         eval_rows: held-out rows in the evaluations during training; the last evaluation takes all rows
-        timed_steps: steps over which the time of a step is measured, as a median
+        timed_steps: number of steps; their median is the time of a step
 
     Raises:
         ValueError: a value is out of range, or there is no such model.
@@ -71,7 +71,7 @@ class Study:
         return [(form, 1.0)]
 
     def settings(self, stages: Sequence[tuple[str, float]], **fields: Any) -> RunSettings:
-        """The settings of a run with these stages. ``fields`` has the fields that the study does not set."""
+        """The settings of a run with these stages. ``fields``: further fields of the run."""
         first = stages[0][0]
         shared: dict[str, Any] = {
             "data": self.data, "passes": 1000, "length": self.base.length,
@@ -86,7 +86,7 @@ class Study:
         return load_run(self.name + _SINGLE.get(first, ""), shared | fields)
 
     def _stage(self, name: str) -> dict[str, Any]:
-        """A stage of a run file, without its end."""
+        """A stage as in a run file, without ``until``."""
         if name == "free":
             last = (self.base.stages or [])[-1]
             # Every search waits for its slowest token, as in the paper: no adaptive budget.

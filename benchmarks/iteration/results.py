@@ -63,12 +63,12 @@ class Result:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What distinguishes the run from all others of the study."""
+        """The fields that distinguish the run from all others of the study."""
         return (self.model, self.unit, self.amount, self.form, self.learning_rate, self.seed)
 
 
 def load(file: Path) -> dict[str, Any]:
-    """Read a JSON file with a mapping. Raises ``ValueError`` if it is not one."""
+    """Read a JSON file that holds a mapping. Raises ``ValueError`` if it does not."""
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
@@ -79,7 +79,7 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def read(file: Path) -> Result:
-    """Read the result of a run. Raises ``ValueError`` if the file is not one."""
+    """Read the result of a run. Raises ``ValueError`` if the file holds no result."""
     try:
         return Result(**load(file))
     except TypeError as error:
@@ -90,7 +90,8 @@ def collect(folders: Sequence[Path]) -> list[Result]:
     """The results of all finished runs in the folders of studies, sorted by model and budget.
 
     Raises:
-        ValueError: there is no result, or two runs are equal or of one model with different data.
+        ValueError: there is no result; two results are of the same run; or runs of one model have different
+            data.
     """
     files = sorted({file for folder in folders for file in folder.rglob(FILE)})
     if not files:
@@ -151,7 +152,7 @@ def save(results: Sequence[Result], output: Path) -> list[Path]:
 
 
 def _draw(results: Sequence[Result], models: Sequence[str], axes: list[Any]) -> None:
-    """For each model, perplexity against tokens with budgets of tokens, and against seconds with the others.
+    """For each model, draw perplexity against tokens or seconds, whichever is the unit of the budget.
 
     Curves are means over the seeds, with the best learning rate of every form and budget.
     """

@@ -40,7 +40,8 @@ from deqseq.tasks.pretraining.train import arguments, make_trainer, pretrain
 
 logger = logging.getLogger(__name__)
 
-_TIMES_IN_A_RUN = {"log_steps": 50, "save_steps": 4, "eval_steps": 1}  # how often a run logs, ...
+# How many times a run logs, saves a checkpoint and evaluates.
+_TIMES_IN_A_RUN = {"log_steps": 50, "save_steps": 4, "eval_steps": 1}
 _NO_MATTER = {"data", "eval_rows", "steps"}  # settings that do not change the time of a step
 _WARM_UP = 5  # steps that are not timed: the first ones compile
 
@@ -52,7 +53,7 @@ def train_one(
 
     Args:
         points: number of evaluations during training, at equal shares of the budget.
-        keep: keep the model and the last checkpoints.
+        keep: whether to keep the model and the last checkpoints.
 
     Raises:
         ValueError: the folder holds a run with other settings; the budget is too small; the data is missing.
@@ -113,13 +114,13 @@ def _result(
 
 
 def _forget_compiled(settings: RunSettings) -> None:
-    """Drop what earlier runs of this process have compiled: many runs would exceed PyTorch's limit."""
+    """Drop the code that earlier runs have compiled. Otherwise, many runs would exceed PyTorch's limit."""
     if settings.compile:
         torch.compiler.reset()
 
 
 def _run_seconds(log: Sequence[dict[str, float]], settings: RunSettings) -> float:
-    """The training time of a run by its log: the median speed of every stage leaves out compilation."""
+    """The training time of a run, from the median speed of every stage in its log. Leaves out compilation."""
     seconds = 0.0
     for first, end in pairwise([0, *settings.stage_ends]):
         lines = [e for e in log if "tokens_per_second" in e and first < e["step"] <= end]
@@ -158,7 +159,7 @@ def initialise(settings: RunSettings, folder: Path) -> PreTrainedModel:
 
 
 def seconds_of_a_step(study: Study, stage: str) -> float:
-    """The median time of a training step in a stage. Measures it, unless the study's folder has it already.
+    """The median time of a training step in a stage. It is measured once for a study and saved in its folder.
 
     Raises:
         ValueError: it was measured with other settings or on another machine.
@@ -167,7 +168,7 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
         [(stage, 1.0)], steps=_WARM_UP + study.timed_steps, learning_rate=1e-5, min_learning_rate=1e-5,
         seed=0, log_steps=10**6, eval_steps=10**6, save_steps=10**6,
     )  # fmt: skip
-    if stage == "free":  # the search of a trained model uses most of its evaluations, that of a new one few
+    if stage == "free":  # searches of a trained model use most of their evaluations, those of a new one few
         (free,) = settings.stages or []
         longest = {"name": "fixed", "iterations": policies.create(free["convergence"]).max_iter}
         settings = replace(settings, stages=[{**free, "convergence": longest}])
@@ -199,7 +200,7 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
 
 
 class _Clock(TrainerCallback):
-    """Records the seconds of every step, from its end to the next end. Prevents evaluations and checkpoints.
+    """Records the seconds between the ends of steps. Prevents evaluations and checkpoints.
 
     ``read``: function that reads a clock, in seconds.
     """

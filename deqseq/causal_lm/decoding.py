@@ -1,4 +1,4 @@
-"""The steps of generation: feed one token of every sequence to a model, and choose the next.
+"""The steps of generation: feed one token of every sequence to a model, and choose the next token.
 
 Shapes: B sequences, D width, V vocabulary.
 """
@@ -15,12 +15,12 @@ from deqseq.causal_lm.support import check_layer
 from deqseq.problem import SolveOptions
 
 LEAST_ROOM = 64
-"""A full state gets capacity for as many more tokens as have been fed so far, but at least for this number.
-So its shapes rarely change."""
+"""When the state is full, it gets capacity for more tokens: as many as have been fed so far, but at least
+this number. So its shapes rarely change."""
 
 
 class Memory(NamedTuple):
-    """What a model remembers of the tokens that it has consumed."""
+    """What a model needs to know about the tokens that it has consumed."""
 
     state: State
     equilibrium: Tensor | None  # (B, D) of the last token; ``None`` if it is unknown
@@ -31,8 +31,8 @@ class TokenStep:
     """A function that feeds one token of every sequence to a model.
 
     All tensors keep their shapes from call to call. With a fixed number of iterations, and in explicit
-    models, the host never waits for the device. The function reads the backbone's weights when it is made,
-    so a later change of these weights has no effect.
+    models, the host never waits for the device. The constructor prepares the backbone's weights. So do not
+    change the weights afterwards.
 
     Args:
         model: the language model.
@@ -110,8 +110,8 @@ class Decoder:
 def chosen(scores: Tensor, do_sample: bool, generator: torch.Generator | None) -> Tensor:
     """Choose a token of every sequence: (B, V) scores -> (B,) ids.
 
-    Sampling divides the probabilities by exponential random numbers and takes the largest quotient. This is
-    ``torch.multinomial`` with the same random numbers, but without its checks, for which the host waits.
+    Sampling divides the probabilities by exponential random numbers and takes the largest quotient.
+    ``torch.multinomial`` computes the same from the same random numbers, but its checks make the host wait.
     """
     if not do_sample:
         return scores.argmax(-1)

@@ -446,13 +446,13 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
 
         Args:
             wavefront: solve up to this number of new tokens at once. The tokens are those of ordinary greedy
-                decoding, up to the tolerance of the search, but the search takes fewer evaluations of f one
-                after the other. For greedy decoding with implicit models; best for small batches. A cache
-                that you pass gets the tokens of the prompt only, not the new tokens.
+                decoding, up to the tolerance of the search. One evaluation of f works on several tokens, so
+                fewer evaluations follow one another. For greedy decoding with implicit models. A cache that
+                you pass gets the tokens of the prompt only, not the new tokens.
 
         Raises:
-            ValueError: ``wavefront`` is below 1, or is combined with features that it does not support, such
-                as sampling and beams.
+            ValueError: ``wavefront`` is below 1, or is combined with a feature that it does not support, such
+                as sampling or beams.
         """
         if wavefront is not None:
             check_count("wavefront", wavefront)
@@ -554,8 +554,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """The arguments of ``generate`` for the decoding method.
 
-        transformers drops some of them, such as ``streamer``, if ``custom_generate`` is a function. Here such
-        a function gets those that it has a parameter for.
+        If ``custom_generate`` is a function, transformers drops some arguments, such as ``streamer``. Here
+        the function gets each of them for which it has a parameter.
         """
         usual = super()._extract_generation_mode_kwargs(None, dict(kwargs), *standard)
         found = super()._extract_generation_mode_kwargs(custom_generate, kwargs, *standard)

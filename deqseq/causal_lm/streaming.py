@@ -1,7 +1,7 @@
 """Generation token by token, with little work on the host.
 
-transformers' ``generate`` calls the whole model for every token. Here only the prompt passes through the
-whole model. Every new token passes through its embedding, its layer and its output layer
+transformers' ``generate`` calls the whole model for every token. The functions of this module call the whole
+model for the prompt only. For each new token they call its embedding, its layer and its output layer
 (:mod:`deqseq.causal_lm.decoding`).
 
 Shapes: B sequences, L tokens of the prompt, V vocabulary.
@@ -46,16 +46,16 @@ def stream(
 ) -> Generator[Tensor, None, None]:
     """Continue a batch of prompts, and yield the new tokens one by one.
 
-    The tokens are those of ``model.generate``. Per token, the host does less work: there is no mask, no check
-    of arguments and no output class, and the backbone's weights are computed once. So do not change the
-    weights before the last token. Only the prompt calls the model's ``forward``.
+    The tokens are those of ``model.generate``, up to rounding. The host does less work per token: it makes no
+    mask and no output class, checks no arguments, and prepares the backbone's weights only once. So do not
+    change the weights before the last token. The model's ``forward`` is called for the prompt only.
 
     Args:
         model: the language model, implicit, injected or explicit. Its backbone needs a state.
         input_ids: (B, L) int64 prompts.
         max_new_tokens: maximum number of new tokens.
         attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding at any place.
-        do_sample: true: sample. False: take the likeliest token.
+        do_sample: if true, sample. If false, take the likeliest token.
         temperature, top_k, top_p: change the distribution, in this order, as in ``generate``: divide the
             logits by the temperature; keep the k likeliest tokens; keep the likeliest tokens whose
             probabilities add up to p. By default, all tokens are kept. For sampling only.
@@ -66,17 +66,16 @@ def stream(
         generator: random numbers for sampling; by default torch's global generator. A generator with the same
             seed gives the same tokens.
         solve: solver, policy, window and guess; by default the model's. For implicit models only.
-        past_key_values: a cache to continue. ``input_ids`` are then only the tokens that it lacks. The prompt
-            fills the cache. When the stream ends or is closed, the cache also gets the new tokens except the
-            last one, which the model has not consumed.
+        past_key_values: a cache to continue. Then ``input_ids`` are only the tokens that are not in it yet.
+            The prompt fills the cache. When the stream ends or is closed, the cache also gets the new tokens
+            except the last one, which the model has not consumed.
 
     Yields:
         (B,) int64, the next token of every sequence. The stream ends when all sequences have ended.
 
     Raises:
         ValueError: an argument is invalid; the backbone keeps no state; the model has forward hooks, or is
-            spread over several devices by accelerate. Errors of the prompt are raised when the first token
-            is asked for.
+            spread over several devices by accelerate. The prompt is checked when you ask for the first token.
 
     Example::
 
@@ -158,15 +157,15 @@ def fast_generate(
     synced_gpus: bool = False,
     **model_options: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
-    """The decoding method of :func:`stream`, for transformers' ``generate``.
+    """Decode as :func:`stream` does, inside transformers' ``generate``.
 
     Pass this function to ``generate``, with all other arguments as usual::
 
         model.generate(ids, max_new_tokens=20, custom_generate=fast_generate)
 
     It supports greedy search and sampling, with all logits processors, stopping criteria, streamers, caches
-    to continue, ``inputs_embeds``, ``num_return_sequences`` and ``return_dict_in_generate``. A
-    ``generator`` for sampling may be passed to ``generate`` too.
+    to continue, ``inputs_embeds``, ``num_return_sequences`` and ``return_dict_in_generate``. You may also
+    pass a ``generator`` for sampling to ``generate``.
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, tokenizer,

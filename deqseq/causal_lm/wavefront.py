@@ -1,10 +1,11 @@
 """Wavefront decoding: greedy generation that solves several tokens at once.
 
-Ordinary generation solves a token until it has settled, and only then begins with the next one. But a token's
-iterates propose the next token long before they settle. Wavefront decoding solves a window of tokens. After
-every evaluation, the likeliest token after token t becomes the input of token t + 1. If this input changes,
-token t + 1 begins anew. A token settles only after the tokens before it, so the input of a settled token is
-final. The tokens are therefore those of ordinary generation, up to the tolerance of the search.
+Ordinary generation iterates on one token until it has settled, and then begins with the next token. But the
+iterates of a token often propose the right next token long before they settle. Wavefront decoding solves a
+window of tokens. After every evaluation, the likeliest token after token t becomes the input of token t + 1.
+If this input changes, the search for token t + 1 begins anew. A token settles only after the tokens before
+it. So the input of a settled token is final, and the tokens are those of ordinary generation, up to the
+tolerance of the search.
 
 Shapes: B sequences, L tokens to solve, W tokens in the window, D width, V vocabulary.
 """
@@ -33,7 +34,11 @@ from deqseq.problem import Problem, SolveOptions
 
 
 class _UntilChosen(ConvergencePolicy):
-    """A token may settle when ``policy`` lets it, and its input is the choice of the token before it.
+    """Wraps ``policy``. A token settles only if, in addition, its input is the choice of the token before it.
+
+    Args:
+        policy: the convergence policy of the search.
+        choose: f(z) (B, W, D) -> the likeliest id after each token, (B, W).
 
     Attributes:
         inputs: (B, W) int64, ids of the tokens in the window. Set before each evaluation.
@@ -51,16 +56,16 @@ class _UntilChosen(ConvergencePolicy):
         verdict = self._policy.judge(z, fz, iterations, active)
         self.choices = self._choose(fz)
         right = F.pad(self.inputs[:, 1:] == self.choices[:, :-1], (1, 0), value=True)
-        # The residual 1 stands for a token that can still change, also if its evaluation is not finite.
+        # A token with a wrong input will change. Its residual is 1, also if its evaluation is not finite.
         residual = verdict.residual.where(right, 1.0)
         return Judgement(residual, verdict.converged & right, verdict.stops & right)
 
 
 class _Wavefront(Runner):
-    """Runs a search with a window whose inputs are chosen during the search.
+    """Runs a search with a window. Chooses the inputs of the tokens during the search.
 
     Attributes:
-        ids: (B, L + W + 1) int64, ids of the input tokens. The first is given; the others are choices.
+        ids: (B, L + W + 1) int64, ids of the input tokens. The first id is given; the others are choices.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class _Wavefront(Runner):
         self._draft(place + 1)
 
     def _draft(self, after: Tensor) -> None:
-        """Make the choices the inputs of the tokens at the places ``after`` (B, W)."""
+        """Use the choices as the inputs of the tokens at the places ``after`` (B, W)."""
         choices = self._policy.choices
         changed = F.pad(self.ids.gather(1, after) != choices, (1, 0))[:, :-1, None]
         self.ids.scatter_(1, after, choices)
@@ -92,7 +97,7 @@ class _Wavefront(Runner):
         zero = carry.z.new_zeros(())
         changed_tokens = changed[..., 0]
         iterations = tokens.iterations.masked_fill(changed_tokens, 0)
-        # Only the first token of the window may use up its budget: the input of all others may still change.
+        # Only the first token of the window may use up its budget, because only its input is final.
         iterations[:, 1:].clamp_max_(self._policy.max_iter - 2)
         self.carry = carry._replace(
             z=carry.z.where(~changed, zero),
@@ -121,7 +126,7 @@ def continued(
 ) -> tuple[Tensor, int]:
     """Continue sequences greedily. Returns the new ids after ``first``, (B, L) int64, and the evaluations.
 
-    A sequence that has an id of ``ends`` is meaningless after this id.
+    After an id of ``ends``, the ids of a sequence are meaningless.
 
     Args:
         backbone: the map f. It keeps a state.
@@ -131,11 +136,11 @@ def continued(
         state: the state before this token.
         position: (B, 1) int64, the position of this token.
         options: solver, policy and window W. The search begins at zero.
-        most: the number L of tokens to solve.
-        ends: int64, ids that end a sequence.
+        most: number L of tokens to solve.
+        ends: 1-D int64, ids that end a sequence.
     """
     assert options.window is not None
-    length = max(most, options.window + 1)  # a window of the size of the input would not slide
+    length = max(most, options.window + 1)  # the window must be smaller than the input, or it would not slide
     x = embed(first[:, None])
     fixed = backbone.prepare(x, position)
 

@@ -17,8 +17,8 @@ line), parquet, or any dataset of the datasets library. Text and JSONL may be co
 .bz2, or .zip with one file in it) and remote (s3://, gs://, hf://). Every document ends with the tokenizer's
 end of text; a random share of them, chosen by a hash of their text, is held out for validation.
 
-A folder stands for the text files below it, each of which is one document. Hidden files, files that are not
-UTF-8 and repeated texts are dropped, and so are files that a machine has made (see --rules).
+If you name a folder, every text file below it is one document. Hidden files, files that are not UTF-8 and
+repeated texts are dropped, and so are generated files (see --rules).
 
   python -m deqseq.tasks.prepare book.txt --output data/book --validation-share 0.01
   python -m deqseq.tasks.prepare pile/*.jsonl --output data/pile --tokenizer tokenizer.json
@@ -73,7 +73,7 @@ def prepare(
             default all files (*), or *.py with --installed
         installed: also read the packages and the standard library of the running Python; name folders of your
             own before this option
-        rules: which files of folders to drop. code: files that are probably made by a machine (more than 1
+        rules: which files of folders to drop. code: files that are probably generated (more than 1
             MiB, fewer than 100 characters, a line of more than 1,000 characters, more than 100 characters a
             line on average, or less than 25 % letters and digits). none: empty files and files of more than
             10 MiB; use this for prose

@@ -1,4 +1,4 @@
-"""vLLM's attention for some of the requests of a step.
+"""Runs vLLM's attention layers on some of the requests of a step.
 
 Shapes: T tokens in the flat batch, R requests.
 """
@@ -14,11 +14,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
 WITH_STARTS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-"""Attention backends whose metadata say where each request begins."""
+"""Attention backends whose metadata contain the start of each request."""
 
 
 class Selector:
-    """Makes the forward context of some of a step's requests.
+    """Makes vLLM's forward context for some of the requests of a step.
 
     Args:
         layers: the model's attention layers by name. All have the same backend and sizes.
@@ -30,7 +30,7 @@ class Selector:
         self._builder: AttentionMetadataBuilder[Any] | None = None
 
     def possible(self, context: ForwardContext) -> bool:
-        """Whether the step can be reduced. A step that replays CUDA graphs has a fixed number of tokens."""
+        """Whether requests may leave the step. If it replays CUDA graphs, its number of tokens is fixed."""
         return context.cudagraph_runtime_mode == CUDAGraphMode.NONE
 
     def select(
@@ -70,7 +70,7 @@ class Selector:
         )
 
     def _build(self, common: CommonAttentionMetadata) -> Any:
-        if self._builder is None:  # the size of a block of the cache is known only after the model was built
+        if self._builder is None:  # vLLM sets the size of the cache's blocks after it has built the model
             layer = next(iter(self.layers.values()))
             make = layer.attn_backend.get_builder_cls()
             spec = layer.get_kv_cache_spec(self.vllm_config)

@@ -33,7 +33,7 @@ class FlatFunction(Protocol):
         """The map of a flat batch with some of the requests.
 
         Args:
-            rows: (r,) int64 ascending indices of these requests, among the requests that have tokens.
+            rows: (r,) int64 ascending indices of these requests. Requests without tokens do not count.
             tokens: (t,) int64 ascending indices of their tokens in this map's flat batch.
             starts: (r + 1,) int64, ``query_start_loc`` of the new flat batch.
         """
@@ -85,7 +85,7 @@ def solve(
         starts: (R + 1,) vLLM's ``query_start_loc``.
         options: solver, policy and guess.
         group: processes that evaluate f together, and must stop after the same evaluation.
-        compact: whether requests that have settled leave the batch. With a group they always stay.
+        compact: whether settled requests leave the batch. With a group they always stay.
     """
     rows = rows_of(starts, len(x))
     padded = rows.pack(x[None])

@@ -44,7 +44,7 @@ def solve_options(config: ImplicitConfig) -> SolveOptions:
 
 
 def compacts(vllm_config: VllmConfig) -> bool:
-    """Whether requests leave a step once their tokens have settled: ``additional_config={"compact": ...}``.
+    """Whether settled requests leave a step: ``compact`` in vLLM's ``additional_config``; true by default.
 
     Raises:
         ValueError: the value is not true or false.

@@ -133,7 +133,7 @@ class Step:
     Attributes:
         requests: (R,) int64 indices of the requests in the metadata of vLLM's step.
         positions, injection, x: (T, ...) arguments of :class:`Evaluation`.
-        context: where vLLM's attention layers find the requests' keys and values.
+        context: vLLM's forward context. Its attention layers find the requests' keys and values in it.
     """
 
     evaluation: Evaluation
@@ -207,7 +207,7 @@ class ImplicitLlamaForCausalLM(nn.Module):
                 f"implicit models need an attention backend that says where requests begin, one of "
                 f"{', '.join(WITH_STARTS)}, got {backend}: set attention_backend"
             )
-        devices = get_tp_group()  # all count the same iterations, so that only the first one counts them
+        devices = get_tp_group()  # all devices do the same iterations, so only the first one counts them
         self.counters = IterationCounters(vllm_config) if devices.is_first_rank else None
         self.group = devices.device_group if devices.world_size > 1 else None
 

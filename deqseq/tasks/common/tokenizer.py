@@ -43,7 +43,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer. Its end of text is ``<|endoftext|>``.
 
     Args:
-        vocab_size: the largest number of tokens: 256 bytes, the end of text, and merged pairs.
+        vocab_size: maximum number of tokens: the 256 bytes, the end of text, and merged pairs.
     """
     made: Any = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -55,7 +55,8 @@ class CurriculumCallback(TrainerCallback, ExportableState):
     ``ValueError`` if the checkpoint was trained with another curriculum.
 
     Attributes:
-        budget: the adaptive budget of the current stage; ``None`` if the stage has none. Checkpoints save it.
+        budget: the adaptive budget of the current stage; ``None`` if the stage has none. Checkpoints save its
+            ``max_iter``.
     """
 
     def __init__(self, curriculum: Curriculum) -> None:
@@ -72,7 +73,7 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         saved = state.stateful_callbacks.get(type(self).__name__)
         if not (state.global_step and saved):
             return
-        # Checkpoints of older versions lack newer fields of Stage, so compare stages and not plain data.
+        # Checkpoints of older versions lack new fields of Stage, so compare stages instead of plain data.
         stages = Curriculum([Stage(**stage) for stage in saved["attributes"]["stages"]]).stages
         if stages != self.curriculum.stages:
             raise ValueError(

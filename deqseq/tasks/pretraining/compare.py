@@ -22,8 +22,8 @@ _COLUMNS = (
 def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> None:
     """Print every run's held-out perplexity, tokens, time and iterations at the end of each stage.
 
-    The budget 4+1 means: at most 4 evaluations in the search, then 1 with a gradient. 0+1 means: no search.
-    Plots the runs' losses and iterations against tokens and against time.
+    The column budget shows the evaluations in training. 4+1: at most 4 in the search, then 1 with a gradient.
+    0+1: no search. Plots the runs' losses and iterations against tokens and against time.
 
     Args:
         runs: folders of finished runs

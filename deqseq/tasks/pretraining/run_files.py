@@ -22,7 +22,7 @@ def _fixed(iterations: int) -> Tree:
 
 _PHANTOM = {"name": "phantom", "steps": 1, "damping": 0.8}
 _GROWTH: list[Tree] = [
-    # One evaluation of f at z = 0, as in the injected form. A damped solver would return a multiple of f(0).
+    # One evaluation of f at z = 0, as in the injected form. A damped solver would not return f(0) itself.
     {
         "until": 0.6, "gradient": {"name": "unrolled", "iterations": 1}, "solver": "picard",
         "convergence": _fixed(1), "eval_convergence": _fixed(1),
@@ -30,7 +30,7 @@ _GROWTH: list[Tree] = [
     {"until": 0.7, "gradient": _PHANTOM, "convergence": _fixed(1), "eval_convergence": _fixed(2)},
     {"until": 0.8, "gradient": _PHANTOM, "convergence": _fixed(2), "eval_convergence": _fixed(3)},
 ]  # fmt: skip
-"""The stages of the form *growth* before the last stage. They do 1, 1+1 and 2+1 evaluations."""
+"""The stages of the form *growth*, without the last one. They do 1, 1+1 and 2+1 evaluations."""
 
 
 def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettings:
@@ -40,7 +40,7 @@ def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettin
 
     - ``NAME-explicit`` sets ``explicit: true``.
     - ``NAME-injected`` sets ``explicit: true``, and ``injection: true`` in the model's backbone.
-    - ``NAME-growth`` replaces all stages but the last. Training begins with one evaluation of f, and the next
+    - ``NAME-growth`` replaces all stages except the last. Training begins with one evaluation of f. The next
       two stages add iterations.
 
     ``changes`` maps dotted field names to new values. Wrong names and values raise ``ValueError``.

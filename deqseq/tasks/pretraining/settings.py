@@ -58,7 +58,7 @@ class RunSettings:
         stages: list of {until, gradient, convergence, eval_convergence, solver, window, adaptive_budget};
             until is the end of a stage, as a share of the training such as 0.8, or as {tokens: N} or
             {steps: N}; solver is model.solver by default; adaptive_budget is the mean residual that searches
-            should reach, and changes max_iter by one after every step
+            should reach: max_iter changes by one after every step
         start_from: model folder or checkpoint with the initial weights; the optimiser starts anew
         bf16: autocast to bfloat16; weights stay float32
         compile: compile the blocks with torch.compile; not for Mamba2
@@ -69,7 +69,7 @@ class RunSettings:
         workers: number of processes that load rows
         log_steps: write a line to the log every N steps
         eval_steps: evaluate every N steps, and at the end of every stage
-        eval_at: also evaluate after these steps
+        eval_at: list of steps after which to evaluate too
         eval_rows: held-out rows in an evaluation during training; null means all
         save_steps: save a checkpoint every N steps, and at the end of every stage
         keep: number of checkpoints to keep, at least 2
@@ -233,7 +233,7 @@ class RunSettings:
         model = model_options(self.model)
         if self.explicit or not self.stages or not model.get("implicit", True):
             return None
-        # If a stage has its own solver, the other stages need the model's solver, to undo the change.
+        # If a stage has its own solver, the stages after it need the model's solver to undo the change.
         own_solver = any(entry.get("solver") is not None for entry in self.stages)
         solver, stages = model.get("solver", "picard") if own_solver else None, []
         for number, entry in enumerate(self.stages):

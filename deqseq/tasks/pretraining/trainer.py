@@ -184,7 +184,7 @@ class PretrainTrainer(CurriculumTrainer):
 
     def _advise(self, logs: dict[str, float], policy: ConvergencePolicy) -> None:
         if policy.max_iter == 1:
-            return  # the residual of one iteration from z = 0 is always 1
+            return  # one iteration from z = 0 always has the residual 1
         if self.budget is not None:
             logs = {**logs, "share_budget_exhausted": 0.0}  # the budget leaves tokens unsettled on purpose
         tolerance = policy.rtol if isinstance(policy, Residual) else None
@@ -287,7 +287,7 @@ class PretrainTrainer(CurriculumTrainer):
 class _Schedule(TrainerCallback):
     """Trains for the number of steps in this run's settings, and ignores the number of steps in a checkpoint.
 
-    Evaluates after the steps in ``eval_at``.
+    Also evaluates after the steps in ``eval_at``.
 
     At the end of every stage, logs, evaluates and saves a checkpoint. At the end of every stage except the
     last, also saves the model in the folder ``stage-N`` (N counts from 1).

@@ -44,7 +44,7 @@ class Flops:
     def __init__(self, config: ImplicitConfig, length: int) -> None:
         # Use plain attention, because the FLOP counter does not know every fused kernel.
         with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
-            # The counter fails on weights with gradients that are arguments of a block.
+            # The counter fails if arguments of a block are weights that require gradients.
             model = ImplicitForCausalLM(config).requires_grad_(False)
             x = torch.empty(1, length, config.hidden_size)
             backbone = model.model.layer.backbone

@@ -1,1 +1,1 @@
-"""State tracking in text: generated documents whose answers follow from many earlier sentences."""
+"""State tracking in text: generated documents with answers that follow from many earlier sentences."""

@@ -45,14 +45,14 @@ def make_data(
 ) -> None:
     """Generate documents, and prepare their token shards for pretraining.
 
-    Every document fills exactly one row of LENGTH tokens. So pretraining with this length never cuts a
-    document. Repeat the command to continue after an interruption.
+    Every document fills exactly one row of LENGTH tokens. So pretraining with this length does not cut
+    documents. Repeat the command to continue after an interruption.
 
     Args:
         output: folder to make. Pretraining reads the folder shards in it
         kinds: kinds of documents. Each document has one kind, chosen at random
-        length: tokens of a training document, with the end-of-text token
-        test_lengths: tokens of the test documents; LENGTH and its double and fourfold by default
+        length: number of tokens in a training document, with the end-of-text token
+        test_lengths: numbers of tokens in the test documents; by default LENGTH, 2 LENGTH and 4 LENGTH
         places: number of variables in a program, of things in boxes, or of cards; 3 to 8
         documents: number of training documents, including those held out for validation
         test_documents: number of test documents of each length
@@ -88,7 +88,7 @@ class Evaluate:
         data: folder made by the command data
         length: lengths to test; all test lengths of the data by default
         limit: number of documents of each length; all by default
-        window: tokens that implicit models solve at a time: a number, 'all', or 'model' for the model's own
+        window: tokens that implicit models solve together: a number, 'all', or 'model' for the model's own
         rtol: implicit models stop the search of a token at this relative residual; the model's by default
         max_iter: maximum number of iterations per token in implicit models; the model's by default
         batch_size: documents solved together at the shortest length; longer documents run in smaller batches

@@ -29,7 +29,7 @@ _SHARD_TOKENS = 100_000_000
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of all kinds of documents: one token for every word. It never depends on the data."""
+    """The tokenizer for all kinds of documents: one token for every word. It is the same for all data."""
     words = sorted({word for world in WORLDS.values() for word in world.VOCABULARY})
     vocabulary = {word: number for number, word in enumerate([END_OF_TEXT, UNKNOWN, *words])}
     found: Any = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -41,9 +41,9 @@ def make_folder(
     folder: Path, kinds: Sequence[Kind], length: int, test_lengths: Sequence[int], places: int,
     documents: int, test_documents: int, validation_share: float, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Make a folder of data. Continues if it was interrupted: finished files are kept.
+    """Make a folder of data. After an interruption, a new call keeps finished files and makes the others.
 
-    The folder has
+    The folder contains
 
     - ``train.jsonl``: documents of ``length`` tokens, the end-of-text token included;
     - ``shards``: the same documents as token shards for pretraining. Rows of ``length`` tokens are whole
@@ -56,7 +56,7 @@ def make_folder(
         The content of ``settings.json``.
 
     Raises:
-        ValueError: an option is out of range; the folder holds other files or data with other settings.
+        ValueError: an option is out of range; the folder holds other files, or data with other settings.
     """
     for one in (length, *test_lengths):
         check_options(kinds, one, places)
@@ -91,13 +91,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
         if not {"length", "test_lengths"} <= settings.keys():
             raise ValueError(f"{_SETTINGS} has other settings")
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{folder} holds no data of the command data: {error}") from error
+        raise ValueError(f"{folder} holds no data that the command data has made: {error}") from error
     TokenFolder(folder / _SHARDS)  # the last file that the command writes
     return settings
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of the data in ``folder``; ``ValueError`` if it was changed."""
+    """The tokenizer of the data in ``folder``. Raises ``ValueError`` if it was changed."""
     return TokenFolder(folder / _SHARDS).tokenizer()
 
 
@@ -123,7 +123,7 @@ def _check_folder(folder: Path, settings: dict[str, Any]) -> None:
         former = json.loads(file.read_text())
     except (OSError, ValueError):
         raise ValueError(
-            f"{folder} holds other files than data of this command ({', '.join(others[:3])}): name another "
+            f"{folder} holds other files ({', '.join(others[:3])}) and no data of this command: name another "
             "folder"
         ) from None
     if differ := changes(former, settings):

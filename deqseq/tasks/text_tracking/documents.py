@@ -1,4 +1,4 @@
-"""Documents with marked answers: making them, and JSONL files of them."""
+"""Makes documents with marked answers, and reads and writes them as JSONL."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def make_document(kinds: Sequence[Kind], length: int, places: int, seed: str) ->
         ValueError: see :func:`check_options`.
     """
     check_options(kinds, length, places)
-    random = Random(seed)  # the hash of a text: the same in every process
+    random = Random(seed)  # seeded with a text: gives the same numbers in every process
     kind = random.choice(sorted(kinds))
     world = WORLDS[kind](places, random)
     world.write(length - 1)
@@ -57,10 +57,10 @@ def make_document(kinds: Sequence[Kind], length: int, places: int, seed: str) ->
 
 
 def check_options(kinds: Sequence[str], length: int, places: int) -> None:
-    """Raise ``ValueError`` if there are no such documents.
+    """Check the options of :func:`make_document`.
 
     Raises:
-        ValueError: no kinds, an unknown kind or a kind named twice; ``places`` out of range; ``length``
+        ValueError: no kind, an unknown kind, or a kind named twice; ``places`` is out of range; ``length``
             may be too short for one operation and one answer.
     """
     if unknown := [kind for kind in kinds if kind not in KINDS]:
@@ -78,7 +78,7 @@ def check_options(kinds: Sequence[str], length: int, places: int) -> None:
 
 
 def write_documents(path: Path, documents: Iterable[Document], total: int) -> None:
-    """Write documents as JSONL, one object in a line. The file appears under its name once it is complete.
+    """Write documents as JSONL, one object per line. The file gets its name when it is complete.
 
     ``total``: number of documents, for the progress bar.
     """

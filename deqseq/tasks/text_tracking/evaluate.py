@@ -1,6 +1,6 @@
 """Scores of a language model on documents with answers: accuracy and loss of the answers, loss of the rest.
 
-Shapes: N documents, B documents of a batch, L tokens of a document, with its end-of-text token, V vocabulary.
+Shapes: N documents, B documents in a batch, L tokens of a document with its end-of-text token, V vocabulary.
 """
 
 import time
@@ -41,14 +41,14 @@ class Score:
 
     Attributes:
         model: name of the model or rule.
-        length: tokens of a document.
+        length: number of tokens in a document.
         documents, answers: numbers of documents, and of answers in them.
-        accuracy: share of the answers that are the most likely token.
+        accuracy: share of the answers to which the model gives the highest probability of all tokens.
         stderr: standard error of ``accuracy``, as if answers were independent; ``None`` for a single answer.
         by_kind: accuracy for each kind of document.
         by_operations: means for 1 operation, 2, 3 to 4, 5 to 8 and so on.
         answer_nll: mean negative log-likelihood of an answer.
-        other_nll: that of all other tokens, except the first of every document.
+        other_nll: mean negative log-likelihood of all other tokens, except the first of every document.
         seconds: time that the model took.
         iterations: mean number of evaluations of f per token.
         converged: share of tokens that met the tolerance; ``None`` for policies without a tolerance.
@@ -73,7 +73,7 @@ RULES: dict[str, Callable[[Answer], str]] = {
     "rule: last stated for it": lambda answer: answer.last_stated,
     "rule: last mentioned": lambda answer: answer.last_mentioned,
 }
-"""Simple rules that ignore operations. Their accuracy shows how far such shortcuts lead."""
+"""Simple rules that ignore operations. Their accuracy is what a model can reach with such shortcuts."""
 
 
 def score_rules(documents: Sequence[Document], length: int) -> list[Score]:
@@ -95,8 +95,8 @@ def score_model(
 ) -> Score:  # fmt: skip
     """The score of a causal language model.
 
-    Every document is a sequence of its own, without a token before it and with the end-of-text token after
-    it. So the first token of a document is not predicted.
+    Every document is a sequence of its own. No token comes before it, so its first token is not predicted.
+    The end-of-text token comes after it.
 
     Args:
         tokenizer: makes one token of every word.
@@ -104,8 +104,8 @@ def score_model(
         solve: solve options; the model's by default.
 
     Raises:
-        ValueError: no answers; a document of another length; tokens outside the model's vocabulary;
-            documents longer than the model supports.
+        ValueError: there are no answers; a document has another length; a token is not in the model's
+            vocabulary; documents are longer than the model supports.
     """
     check_count("batch_size", batch_size)
     rows = encode(tokenizer, documents, length)

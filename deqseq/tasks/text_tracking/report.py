@@ -14,7 +14,7 @@ from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.text_tracking.data import read_settings, read_test, read_tokenizer
 from deqseq.tasks.text_tracking.evaluate import RULES, Score, score_model, score_rules
 
-# Draw a mean only if it is over at least this many answers. Other means are too noisy.
+# The figure shows only means over at least this many answers. Other means are too noisy.
 _ENOUGH = 20
 
 
@@ -53,7 +53,7 @@ def make_report(options: Any) -> None:
 
 
 def model_folders(models: Sequence[Path]) -> dict[str, Path]:
-    """The folder of every model, by its name. For a run of pretraining, that is the folder ``model`` in it.
+    """The folder of every model, by its name. In a run of pretraining, this is the folder ``model``.
 
     The name is the last part of the path, without ``model``.
 
@@ -88,7 +88,7 @@ def columns(scores: Sequence[Score]) -> list[Column]:
 
 
 def draw(scores: Sequence[Score], trained: int, path: Path) -> bool:
-    """Draw accuracy against length, and for every length against the number of operations.
+    """Draw the accuracy against the length, and for every length against the number of operations.
 
     ``trained``: the length of the training documents. Returns whether the figure was drawn.
     """

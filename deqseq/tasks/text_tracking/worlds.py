@@ -2,7 +2,7 @@
 
 A world has a value at each of its places. The text states all values once. Then *operations* change the
 world, and *answers* say the value of a place. Between an answer and the last statement about its place, at
-least one operation has changed this place. So a reader must follow the operations.
+least one operation has acted on this place. So a reader must follow the operations.
 """
 
 import math
@@ -23,10 +23,11 @@ class Answer:
 
     Attributes:
         at: index of the word in the document.
-        operations: number of operations that were carried out since the text last stated the value. The
-            value may have been at another place then. A loop counts each operation as often as it runs.
+        operations: number of operations since the text last stated the value, which may have been at another
+            place then. In boxes, number of operations since the text last stated the box of the thing. In a
+            loop, every repetition of an operation counts.
         last_stated: the value that the text last stated for the place of the answer. A reader who ignores
-            operations would give this answer.
+            operations may give this answer.
         last_mentioned: the value that the text mentioned last, for any place.
     """
 
@@ -37,7 +38,7 @@ class Answer:
 
 
 class World(ABC):
-    """A document in the making, and the state of the world that it describes.
+    """An unfinished document, and the state of the world that it describes.
 
     Attributes:
         words: the words so far.
@@ -56,13 +57,13 @@ class World(ABC):
     END: ClassVar[str]
     """The word that ends a sentence. Alone, it is an empty sentence."""
     START: ClassVar[int]
-    """Words at the start for each place."""
+    """Number of words that state the value of one place at the start of the document."""
     LONGEST: ClassVar[int]
-    """Words of the longest operation."""
+    """Number of words in the longest operation."""
     SHORTEST: ClassVar[int]
-    """Words of the shortest operation."""
+    """Number of words in the shortest operation."""
     QUESTION: ClassVar[int]
-    """Words of a sentence with an answer that is no operation."""
+    """Number of words in a sentence that asks for a value and answers."""
 
     def __init__(self, places: int, random: Random) -> None:
         check_places(places)
@@ -74,11 +75,11 @@ class World(ABC):
         self._values = [""] * places
         self._since = [0] * places  # ``_done`` when the text last stated the value that is now at this place
         self._stated = [""] * places  # the value that the text last stated for this place
-        self._changed: set[int] = set()  # places that an operation changed after the text stated their value
+        self._changed: set[int] = set()  # places on which operations acted after the text stated their value
 
     @classmethod
     def shortest_document(cls, places: int) -> int:
-        """The number of words with room for the start, one operation and one answer, whatever their kinds."""
+        """Number of words with room for the start, the longest operation and one answer."""
         return cls.START * places + 2 + cls.LONGEST + cls.QUESTION
 
     def write(self, words: int) -> None:
@@ -192,7 +193,7 @@ class Programs(World):
                 self._rearrange(sources)
 
     def _step(self) -> tuple[list[str], list[int]]:
-        """A swap or, less often, a copy: its words, and the sources for :meth:`_rearrange`."""
+        """A swap or, less often, a copy. Returns its words, and the sources for :meth:`_rearrange`."""
         first, second = self._two()
         sources = list(range(self.places))
         sources[first] = second

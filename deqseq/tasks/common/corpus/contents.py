@@ -1,4 +1,4 @@
-"""What a corpus from folders is made of: numbers and bytes of the kept and of the dropped files."""
+"""The contents of a corpus from folders: numbers and bytes of its kept files and of the dropped files."""
 
 import os
 from collections import Counter
@@ -32,9 +32,9 @@ class Contents:
         folders: the folders that are searched.
 
     Attributes:
-        kept: the kept files of every top folder: the folders directly below ``folders``. Files that are
-            directly in one of ``folders`` count for this folder itself.
-        dropped: the dropped files by reason.
+        kept: the amount of kept files for every top folder. The top folders are those directly below
+            ``folders``. A file directly in one of ``folders`` counts for this folder itself.
+        dropped: the amount of dropped files for every reason.
         skipped_folders: the number of folders that were not searched, by reason.
     """
 
@@ -75,7 +75,7 @@ class Contents:
         return _total(self.dropped).bytes > _total(self.kept).bytes
 
     def tables(self) -> str:
-        """Two text tables: the largest folders of the kept files, and the reasons of the dropped files."""
+        """Two text tables: the folders with the most kept bytes, and the reasons why files were dropped."""
         whole = _total(self.kept)
         largest = sorted(self.kept.items(), key=lambda pair: -pair[1].bytes)
         rows, rest = largest[:_SHOWN], largest[_SHOWN:]

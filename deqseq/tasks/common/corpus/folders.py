@@ -1,7 +1,7 @@
 """The text files below folders, as one source of documents.
 
-Every file is one document. All files are read once in advance. This finds the files that are not text, break
-a rule or repeat the text of an earlier file, and drops them.
+Every file is one document. All files are read once in advance. Files that are not text, break a rule or
+repeat the text of an earlier file are dropped.
 """
 
 import codecs
@@ -44,22 +44,22 @@ class FolderFiles:
 
     Offsets of documents are bytes in the kept files, as if these were one file.
 
-    Memory: for every file its path, and 24 bytes for its size and a hash of its text.
+    In memory, every file takes its path, 8 bytes for its size and 16 bytes for the hash of its text.
 
     Args:
-        folders: local folders. Below a folder, the other named folders are not searched again.
+        folders: local folders. If one of them is inside another, its files are read only once.
         pattern: names of the files to read, such as ``"*.py"``; several patterns are separated by commas.
         rules: a key of :data:`deqseq.tasks.common.corpus.rules.RULES`.
         without: folders below ``folders`` that are not searched.
 
     Attributes:
         size: bytes of the kept files.
-        stored: the same.
-        checked: all documents have been read without an error.
+        stored: equal to ``size``.
+        checked: true, because all documents have been read without an error.
         contents: the numbers of kept and dropped files and folders.
 
     Raises:
-        ValueError: the pattern contains a ``/``, there are no such rules, or no file is kept.
+        ValueError: the pattern contains a ``/``, the rules are unknown, or no file is kept.
     """
 
     checked = True
@@ -174,7 +174,7 @@ def _examine(file: _Found, rules: Rules) -> tuple[int, bytes, str | None]:
     size = 0
     try:
         known = os.stat(file.path())
-        if not stat.S_ISREG(known.st_mode):  # do not open it: reading a pipe would wait for its writer
+        if not stat.S_ISREG(known.st_mode):  # do not open a pipe: reading it would wait for its writer
             return 0, b"", "not a regular file"
         size = known.st_size
         if os.path.basename(file.name).startswith("."):
@@ -203,10 +203,10 @@ def _digest(text: str) -> bytes:
 
 
 def installed_folders() -> tuple[list[str], list[str]]:
-    """The folders of the running Python's packages and standard library, and folders to leave out of these.
+    """The folders of the running Python's packages and standard library, and the folders to leave out.
 
-    Left out are the packages of the Python from which a virtual environment was made. They lie below the
-    standard library, but programs in the virtual environment cannot import them.
+    In a virtual environment, the packages of the underlying Python are left out. They are in a folder below
+    the standard library, but programs in the environment cannot import them.
     """
     names = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
     users = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []

@@ -109,8 +109,8 @@ def check(sources: Sequence[Source], begin: Place, end: Place) -> bool:
     """Read the documents once before they are tokenised, to find errors early.
 
     Reading takes about a hundredth of the time of tokenising. Datasets, compressed files and remote files are
-    read only up to the first document. The files of folders are not read again, because they have been read
-    when they were selected. Returns whether there is at least one document.
+    read only up to the first document. The files of folders were already read when they were selected, so
+    they are not read again. Returns whether there is at least one document.
     """
     if all(source.checked for source in sources):
         return True

@@ -1,4 +1,4 @@
-"""Rules that drop files from a corpus: files that are too large, nearly empty, or made by a machine."""
+"""Rules that drop files from a corpus: files that are too large, nearly empty, or probably generated."""
 
 from dataclasses import dataclass
 from math import inf
@@ -9,14 +9,14 @@ _LETTERS = bytes(byte for byte in range(256) if byte >= 128 or chr(byte).isalnum
 
 @dataclass(frozen=True)
 class Rules:
-    """Limits for the text of a file. A file outside of one limit is dropped.
+    """Limits for the text of a file. A file that violates one limit is dropped.
 
     Args:
-        largest: most bytes of a file.
-        shortest: fewest characters of a file.
-        longest_line: most characters of a line.
-        mean_line: most characters of a line on average.
-        letters: smallest share of the file's bytes that are letters or digits, in [0, 1]. All bytes of
+        largest: maximum size of a file in bytes.
+        shortest: minimum number of characters in a file.
+        longest_line: maximum number of characters in a line.
+        mean_line: maximum of the mean number of characters in a line.
+        letters: minimum share of the file's bytes that are letters or digits, in [0, 1]. All bytes of
             characters outside ASCII count as letters.
     """
 
@@ -29,7 +29,7 @@ class Rules:
     def broken_by(self, text: str) -> str | None:
         """The first rule that a file with this text breaks, in words; ``None`` if it breaks no rule.
 
-        The rule ``largest`` is not tested here: it is tested before a file is read.
+        This method does not test the rule ``largest``, which is tested before a file is read.
         """
         if len(text) < self.shortest:
             return f"fewer than {self.shortest} characters" if self.shortest > 1 else "empty"
@@ -48,5 +48,5 @@ RULES = {
     "code": Rules(largest=2**20, shortest=100, longest_line=1000, mean_line=100, letters=0.25),
     "none": Rules(largest=10 * 2**20),
 }
-"""The rules by name. ``"code"``: limits that are usual for source code, where longer lines are mostly data
-or minified. ``"none"``: only empty files and very large files are dropped."""
+"""The rules by name. ``"code"``: usual limits for source code, in which longer lines are mostly data or
+minified code. ``"none"``: only empty files and very large files are dropped."""

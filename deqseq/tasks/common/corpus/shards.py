@@ -308,7 +308,7 @@ class ShardWriter:
 def flat_head(head: dict[str, Any], times: bool = True) -> dict[str, Any]:
     """``Manifest.head`` as a flat dictionary. Keys of a source's settings begin with the source's path.
 
-    Left out is what does not change the shards: the tokenizer's name, and the contents of folders.
+    The tokenizer's name and the contents of folders are left out, because they do not change the shards.
 
     ``times``: false leaves out the modification times of the sources.
     """

@@ -1,4 +1,4 @@
-"""Makes sources of documents from what a user names: files, folders, a dataset or the installed packages."""
+"""Makes the sources of documents that a user names: files, folders, a dataset or the installed packages."""
 
 import os
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ def sources(
     """Make the sources of documents that the user has named.
 
     With ``dataset``, the only source is this dataset, and ``paths`` are its data files. If ``paths`` are
-    folders, the only source are the files in them. Otherwise every file in ``paths`` is a source; the suffix
-    of a file determines its format.
+    folders, one source has all files in them. Otherwise every file in ``paths`` is a source; the suffix of a
+    file determines its format.
 
     Args:
         files: pattern for the files of folders; by default ``"*"``, or ``"*.py"`` with ``installed``.
@@ -31,7 +31,7 @@ def sources(
 
     Raises:
         ValueError: nothing is named; a file is named twice or does not exist; both files and folders are
-            named; the dataset cannot be loaded; an argument needs another one that is not given.
+            named; the dataset cannot be loaded; arguments do not fit together.
     """
     if not paths and dataset is None and not installed:
         raise ValueError("nothing to read: name text files, folders, a --dataset or --installed")

@@ -21,13 +21,13 @@ def trained_tokenizer(
 ) -> Any:
     """A tokenizer with ``size`` tokens, trained on the training documents of ``sources``.
 
-    If an earlier preparation of folder ``output`` has trained such a tokenizer, this tokenizer is loaded.
-    Otherwise it is trained. Training is deterministic: on the same texts it gives the same tokenizer.
+    If an earlier preparation in ``output`` has trained this tokenizer already, it is loaded. Otherwise it is
+    trained. Training is deterministic: the same texts give the same tokenizer.
 
     Args:
-        name: the name of such a tokenizer in the manifest of ``output``.
-        size: the largest number of tokens; a small corpus may give fewer.
-        force: train in any case.
+        name: name of the tokenizer in the manifest of ``output``, such as ``train:32000``.
+        size: maximum number of tokens; a small corpus may give fewer.
+        force: train even if there is a tokenizer already.
 
     Raises:
         ValueError: a document cannot be read.
@@ -53,7 +53,7 @@ def sample(sources: Sequence[Source], hold_out: HoldOut, size: int = _SAMPLE) ->
     known = [source.size for source in sources if source.size is not None]
     whole = sum(known) if len(known) == len(sources) else None
     share = 1.0 if whole is None else size / max(whole, 1)
-    # A larger share holds out the same documents and some more. The sample consists of these further ones.
+    # With a larger share, the same documents and more are held out. The additional ones are the sample.
     wider = HoldOut(hold_out.share + share) if hold_out.share + share < 1 else None
     total, read = size if whole is None else min(size, whole), 0
     with tqdm(desc="sample", total=total, unit="B", unit_scale=True, disable=None) as bar:

@@ -297,7 +297,7 @@ def test_budgets_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stages_of_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage evaluates f once, as the control does. The last waits for all tokens, as in the paper."""
+    """The first stage evaluates f once, as the control. The last waits for all tokens, as in the paper."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     from iteration.forms import Study
 

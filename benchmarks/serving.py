@@ -210,7 +210,13 @@ def main() -> int:
     made = common.parser(__doc__, "serving", device="cpu")
     add = made.add_argument
     add("--model", nargs="+", type=Path, metavar="FOLDER", help="implicit models (default: two random ones)")
-    add("--backbones", nargs="+", choices=BACKBONES, default=list(BACKBONES), help="of the random models")
+    add(
+        "--backbones",
+        nargs="+",
+        choices=BACKBONES,
+        default=list(BACKBONES),
+        help="backbones of the random models (default: all)",
+    )
     add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
     add("--requests", type=int, default=200, metavar="N", help="number of requests (default: 200)")
     add("--rate", type=float, metavar="R", help="requests per second (default: all arrive at once)")

@@ -58,13 +58,15 @@ def main() -> None:
     made = common.parser(__doc__, "wavefront.json")
     made.add_argument("model", help="folder of a trained implicit model, with its tokenizer")
     made.add_argument("--text", required=True, help="text file; prompts begin at equal distances in it")
-    made.add_argument("--prompts", type=int, default=8, help="number of prompts")
-    made.add_argument("--prompt-tokens", type=int, default=24)
-    made.add_argument("--tokens", type=int, default=100, help="new tokens after each prompt")
-    made.add_argument("--windows", type=int, nargs="+", default=[2, 4, 8, 16])
-    made.add_argument("--solver", default="picard")
-    made.add_argument("--rtol", type=float, default=1e-3, help="tolerance of the search")
-    made.add_argument("--max-iter", type=int, default=256, help="maximum number of evaluations per token")
+    add = made.add_argument
+    add("--prompts", type=int, default=8, help="number of prompts (default: 8)")
+    add("--prompt-tokens", type=int, default=24, help="tokens of a prompt (default: 24)")
+    add("--tokens", type=int, default=100, help="new tokens after each prompt (default: 100)")
+    add("--windows", type=int, nargs="+", default=[2, 4, 8, 16],
+        help="numbers of tokens that are solved at once (default: 2 4 8 16)")  # fmt: skip
+    add("--solver", default="picard", help="name of the solver (default: picard)")
+    add("--rtol", type=float, default=1e-3, help="tolerance of the search (default: 1e-3)")
+    add("--max-iter", type=int, default=256, help="maximum evaluations per token (default: 256)")
     options = made.parse_args()
     if options.prompt_tokens in (1, *options.windows):
         raise ValueError(

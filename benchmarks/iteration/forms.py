@@ -89,7 +89,7 @@ class Study:
         """A stage as in a run file, without ``until``."""
         if name == "free":
             last = (self.base.stages or [])[-1]
-            # Every search waits for its slowest token, as in the paper: no adaptive budget.
+            # Without an adaptive budget, every search waits for its slowest token, as in the paper.
             return {key: value for key, value in last.items() if key not in ("until", "adaptive_budget")}
         if name == "1":
             first = (load_run(f"{self.name}-growth").stages or [])[0]

@@ -1,4 +1,4 @@
-"""What decoding methods for transformers' ``generate`` do not support, if they do not call the model."""
+"""Checks of decoding methods for transformers' ``generate`` that do not call the model for new tokens."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def check_layer(model: Any, function: str) -> None:
-    """Raise ``ValueError`` if new tokens cannot pass through the layer of ``model`` without its ``forward``.
+    """Raise ``ValueError`` if ``model`` cannot compute new tokens without calls of its ``forward``.
 
     Args:
         model: an ImplicitForCausalLM.
@@ -31,7 +31,7 @@ def check_layer(model: Any, function: str) -> None:
 def unsupported(
     model: Any, config: Any, assistant_model: Any, synced_gpus: bool, options: dict[str, Any]
 ) -> dict[str, bool]:
-    """Features of ``generate`` that need calls of the model, and whether this call of ``generate`` uses them.
+    """Features of ``generate`` that such methods lack, and for each whether this call uses it.
 
     Args:
         model: an ImplicitForCausalLM.

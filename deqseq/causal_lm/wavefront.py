@@ -124,9 +124,10 @@ def continued(
     most: int,
     ends: Tensor,
 ) -> tuple[Tensor, int]:
-    """Continue sequences greedily. Returns the new ids after ``first``, (B, L) int64, and the evaluations.
+    """Continue sequences greedily.
 
-    After an id of ``ends``, the ids of a sequence are meaningless.
+    Returns the new ids after ``first``, (B, L) int64, and the number of evaluations of f. After an id of
+    ``ends``, the ids of a sequence are meaningless.
 
     Args:
         backbone: the map f. It keeps a state.
@@ -175,7 +176,7 @@ def wavefront_generate(
     synced_gpus: bool = False,
     **model_options: Any,
 ) -> Tensor:
-    """The decoding method of ``generate(..., wavefront=window)``. Do not call this function yourself.
+    """The decoding method of ``generate(..., wavefront=W)``. Do not call this function yourself.
 
     ``model`` is an ImplicitForCausalLM. The other arguments are those of transformers' decoding methods.
 

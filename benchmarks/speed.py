@@ -361,7 +361,7 @@ def decode(bench: Bench, name: str, form: str, batch: int, reference: float | No
     """Time greedy decoding after a prompt of 16 tokens: calls of the model, ``generate`` and ``stream``.
 
     The times of ``generate`` and ``stream`` include the prompt. The processor time is the time in which the
-    host computes. Other programs on the machine hardly change it.
+    host computes. Other programs change it less than wall-clock time.
     """
     model = bench.model(bench.config(name, form)).bfloat16().eval()
     prompt = torch.randint(model.config.vocab_size, (batch, 16), device=bench.device)

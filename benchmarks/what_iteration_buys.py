@@ -14,7 +14,7 @@ Every form is trained with every budget, learning rate and seed. A budget is a n
 of seconds. The learning rate falls over the second half of the budget. Evaluations and compilation do not
 count as seconds. The script measures the time of a step in every stage before it trains. From these times it
 computes the number of steps in a budget of seconds. It assumes that a search until convergence uses its
-maximum number of evaluations. On a CPU, seconds are processor seconds, so other programs hardly matter.
+maximum number of evaluations. On a CPU, seconds are processor seconds, which other programs change less.
 
     python benchmarks/what_iteration_buys.py data --output runs/what-iteration-buys/data
     python benchmarks/what_iteration_buys.py time --data DATA --output runs/what-iteration-buys/llama

@@ -82,6 +82,7 @@ class Decoder:
         assert content.state is not None  # the prompt has filled the cache
         if position_ids is None:
             position_ids = content.state.seen[:, None]
+        self._begun = content.state
         self.memory = Memory(content.state.copy(), content.equilibrium, position_ids)
         self.step = TokenStep(model, self.memory, solve)
         self._backbone = model.model.layer.backbone
@@ -101,8 +102,17 @@ class Decoder:
         return logits
 
     def commit(self) -> None:
-        """Write the memory of all tokens that have been fed to the cache."""
+        """Write the memory of all tokens that have been fed to the cache.
+
+        Raises:
+            ValueError: the cache has changed since the decoder was made.
+        """
         if self._count and self.memory.equilibrium is not None:
+            if self._content.state is not self._begun:
+                raise ValueError(
+                    "the cache has changed during generation, so it does not get the new tokens: give every "
+                    "call a cache of its own, such as copy.deepcopy(cache)"
+                )
             z = self.memory.equilibrium[:, None].expand(-1, self._count, -1)
             self._content.commit(self.memory.state, z, None)
 

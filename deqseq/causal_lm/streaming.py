@@ -68,7 +68,7 @@ def stream(
         solve: solver, policy, window and guess; by default the model's. For implicit models only.
         past_key_values: a cache to continue. Then ``input_ids`` are only the tokens that are not in it yet.
             The prompt fills the cache. When the stream ends or is closed, the cache also gets the new tokens
-            except the last one, which the model has not consumed.
+            except the last one, which the model has not consumed. Until then, nothing else may change it.
 
     Yields:
         (B,) int64, the next token of every sequence. The stream ends when all sequences have ended.
@@ -76,6 +76,7 @@ def stream(
     Raises:
         ValueError: an argument is invalid; the backbone keeps no state; the model has forward hooks, or is
             spread over several devices by accelerate. The prompt is checked when you ask for the first token.
+            At the end: the cache has changed during the stream.
 
     Example::
 
@@ -127,12 +128,12 @@ def _streamed(
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     ids, ended = choose(out.logits[:, -1].float(), ended)
     try:
-        yield ids
+        yield ids.clone()  # the caller may change it in place
         for _ in range(most - 1):
             if may_end and bool(ended.all()):
                 break
             ids, ended = choose(decoder.feed(ids), ended)
-            yield ids
+            yield ids.clone()
     finally:
         decoder.commit()
 
@@ -241,7 +242,7 @@ def _special_ids(
     """The ids that end a sequence, and the id of the tokens after the end; defaults as in ``generate``."""
     defaults = model.generation_config
     eos = defaults.eos_token_id if eos_token_id is None else eos_token_id
-    ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    ends = [] if eos is None else list(eos) if isinstance(eos, Iterable) else [eos]
     for end in ends:
         check_count("eos_token_id", end, least=0)
     pad = defaults.pad_token_id if pad_token_id is None else pad_token_id

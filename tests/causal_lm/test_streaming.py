@@ -112,6 +112,32 @@ def test_ends_are_those_of_the_model_by_default(make: Make) -> None:
     assert torch.equal(streamed(model, ids, max_new_tokens=6, eos_token_id=()), whole)
 
 
+def test_the_caller_may_change_the_tokens_in_place(make: Make) -> None:
+    model, ids = make("llama"), prompts()
+    tokens = []
+    for token in stream(model, ids, max_new_tokens=6):
+        tokens.append(token.clone())
+        token.zero_()
+    assert torch.equal(torch.stack(tokens, 1), streamed(model, ids, max_new_tokens=6)[:, 9:])
+
+
+@pytest.mark.parametrize("body", ["llama", "mamba2"])
+def test_a_cache_that_changes_during_a_stream_is_not_overwritten(make: Make, body: str) -> None:
+    model, ids = make(body), prompts()
+    cache = EquilibriumCache(model.model.layer.backbone.rewinds)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    first, second = (stream(model, ids[:, :1], max_new_tokens=4, past_key_values=cache) for _ in range(2))
+    for tokens in (first, second):
+        next(tokens)
+        next(tokens)
+    with pytest.raises(ValueError, match="the cache has changed during generation"):
+        first.close()
+    second.close()
+    assert cache.state is not None
+    assert cache.get_seq_length() == int(cache.state.seen[0])
+
+
 def test_options_of_the_solve(make: Make) -> None:
     model, ids = make("llama", convergence=TIGHT, guess="previous"), prompts()
     expected = generated(model, ids, max_new_tokens=6)
@@ -358,6 +384,7 @@ def test_fast_generate_refuses_what_it_does_not_support(
         ({"do_sample": True, "generator": 3}, "generator must be a torch.Generator, got 3"),
         ({"top_p": 0.5}, "for sampling: also pass do_sample=True"),
         ({"eos_token_id": -1}, "eos_token_id must be a whole number >= 0, got -1"),
+        ({"eos_token_id": 3.0}, "eos_token_id must be a whole number >= 0, got 3.0"),
         ({"pad_token_id": V}, f"pad_token_id must be a whole number from 0 to {V - 1}, got {V}"),
         ({"attention_mask": torch.ones(1, 3)}, r"attention_mask must be \(B, L\)"),
         ({"solve": "picard"}, "solve must be SolveOptions, got 'picard'"),

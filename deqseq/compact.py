@@ -34,7 +34,8 @@ class CompactingRunner(Runner):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._rows = torch.arange(problem.z0.shape[0], device=problem.z0.device)  # indices in the whole batch
+        batch, self._length, _ = problem.z0.shape
+        self._rows = torch.arange(batch, device=problem.z0.device)  # indices in the whole batch
         self._left: list[tuple[Tensor, Solution]] = []  # indices and solutions of removed sequences
 
     def proceed(self) -> None:
@@ -64,11 +65,10 @@ class CompactingRunner(Runner):
             return last
         rows, solutions = zip(*self._left, (self._rows, last), strict=True)
         order = torch.cat(rows).argsort()
-        length = max(solution.z.shape[1] for solution in solutions)
 
         def joined(name: str, padding: float = 0) -> Tensor:
             values = [getattr(solution, name) for solution in solutions]
-            sizes = [(0, 0) * (value.dim() - 2) + (0, length - value.shape[1]) for value in values]
+            sizes = [(0, 0) * (value.dim() - 2) + (0, self._length - value.shape[1]) for value in values]
             padded = [F.pad(value, size, value=padding) for value, size in zip(values, sizes, strict=True)]
             return torch.cat(padded)[order]
 

@@ -221,6 +221,21 @@ def test_sequences_that_have_settled_leave_the_batch(
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), equal_nan=True)
 
 
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_results_keep_the_length_if_all_sequences_have_padding(make_layer: MakeLayer, backbone: str) -> None:
+    policy = Residual(rtol=1e-6, max_iter=200, check_every=1)
+    layer = make_layer(backbone, dtype=torch.float64, convergence=policy).eval()
+    x = torch.randn(5, 8, 16, dtype=torch.float64)
+    mask = torch.arange(8) >= torch.tensor([2, 7, 3, 6, 2])[:, None]  # padding on the left
+    with torch.no_grad():
+        expected = layer(x, attention_mask=mask)
+        layer.compact = True
+        found = layer(x, attention_mask=mask)
+    torch.testing.assert_close(found.z, expected.z)
+    for name in ("iterations", "status"):
+        assert torch.equal(getattr(found.solution, name), getattr(expected.solution, name))
+
+
 @pytest.mark.parametrize(("backbone", "leave"), [("mamba2", True), ("llama", False)])
 def test_sequences_leave_with_their_state(
     make_layer: MakeLayer, backbone: str, leave: bool, count_calls: CountCalls

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from deqseq import ConvergencePolicy, Residual, SolveOptions
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.policy import Judgement
+from deqseq.tasks.common.runs import model_folder
 
 
 class Recorder(ConvergencePolicy):
@@ -56,7 +57,7 @@ def agreement(drafts: list[list[int]], most: int) -> list[float]:
 @torch.no_grad()
 def main() -> None:
     made = common.parser(__doc__, "wavefront.json")
-    made.add_argument("model", help="folder of a trained implicit model, with its tokenizer")
+    made.add_argument("model", help="pretraining run, or folder of an implicit model with its tokenizer")
     made.add_argument("--text", required=True, help="text file; prompts begin at equal distances in it")
     add = made.add_argument
     add("--prompts", type=int, default=8, help="number of prompts (default: 8)")
@@ -68,6 +69,7 @@ def main() -> None:
     add("--rtol", type=float, default=1e-3, help="tolerance of the search (default: 1e-3)")
     add("--max-iter", type=int, default=256, help="maximum evaluations per token (default: 256)")
     options = made.parse_args()
+    options.model = str(model_folder(options.model))
     if options.prompt_tokens in (1, *options.windows):
         raise ValueError(
             f"prompt-tokens must differ from 1 and from all windows, got {options.prompt_tokens}"
@@ -85,12 +87,12 @@ def main() -> None:
     prompts = [ids[i : i + options.prompt_tokens][None].to(options.device) for i in starts][: options.prompts]
     policy = Residual(rtol=options.rtol, max_iter=options.max_iter)
 
-    def decode(policy: ConvergencePolicy, **how: Any) -> Tensor:
+    def decode(policy: ConvergencePolicy, name: str, **how: Any) -> Tensor:
         """The new tokens after each prompt, (prompts, tokens)."""
         fixed = {"solve": SolveOptions(options.solver, policy), "max_new_tokens": options.tokens}
         answers = [
             model.generate(prompt, do_sample=False, **fixed, **how)
-            for prompt in tqdm(prompts, desc=str(how or "generate"), leave=False)
+            for prompt in tqdm(prompts, desc=name, leave=False)
         ]
         return torch.cat(answers)[:, options.prompt_tokens :]
 
@@ -99,20 +101,22 @@ def main() -> None:
     shares: list[float] = []
     for window in (None, *options.windows):
         how = {} if window is None else {"wavefront": window}
+        name = "generate" if window is None else f"wavefront={window}"
         recorder = Recorder(policy, model, options.prompt_tokens)
-        found = decode(recorder, **how)
+        found = decode(recorder, name, **how)
         if window is None:
             plain, shares = found, agreement(recorder.drafts, 12)
-        seconds = common.stopwatch(lambda: decode(policy, **how), options.device)  # noqa: B023
+        seconds = common.stopwatch(lambda: decode(policy, name, **how), options.device)  # noqa: B023
         rows.append({
-            "decoding": "generate" if window is None else f"wavefront={window}",
+            "decoding": name,
             "passes a token": recorder.passes / solved, "tokens/s": plain.numel() / seconds,
             "times generate": plain.numel() / seconds / rows[0]["tokens/s"] if rows else 1.0,
             "equal tokens": (found == plain).float().mean().item(),
         })  # fmt: skip
     by_evaluation: Row = {str(k): share for k, share in enumerate(shares, 1)}
     common.print_table("share of tokens whose choice after an evaluation is final", [by_evaluation])
-    common.print_table(f"\n{plain.numel()} tokens, {common.machine_name(options.device)}", rows)
+    setting = f"{plain.numel()} tokens, {options.solver}, tolerance {options.rtol:g}"
+    common.print_table(f"\n{setting}, {common.machine_name(options.device)}", rows)
     common.write_results(options.output, options, agreement=shares, rows=rows)
 
 

@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit status."""
     about = (
         "Continue a prompt with a language model, implicit or explicit.\n\n"
-        '  python -m deqseq.tasks.generate runs/model "Once upon a time" --show-iterations'
+        '  python -m deqseq.tasks.generate runs/llama-tiny "Once upon a time" --show-iterations'
     )
     return command_line.main(
         "python -m deqseq.tasks.generate", about, {}, arguments, default=generate, interrupted="no more text"
@@ -140,7 +140,7 @@ def generate(
     """Continue a prompt and print the text while it is generated.
 
     Args:
-        model: folder or hub name of a model with its tokenizer
+        model: folder of a model or of a pretraining run, or name of a model on the hub
         prompt: text to continue; read from standard input if left out
         tokenizer: tokenizer.json, folder or hub name; the model's by default
         max_new_tokens: maximum number of tokens to generate

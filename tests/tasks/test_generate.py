@@ -3,6 +3,7 @@
 import ast
 import io
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,15 @@ def test_text_streams(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     ids = AutoTokenizer.from_pretrained(model)("the cat", return_tensors="pt").input_ids
     out = AutoModelForCausalLM.from_pretrained(model).generate(ids, max_new_tokens=5, do_sample=False)
     assert said == AutoTokenizer.from_pretrained(model).decode(out[0])
+
+
+def test_the_folder_of_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pretraining run stands for the model in it."""
+    shutil.copytree(model, tmp_path / "run" / "model")
+    for folder in (model, str(tmp_path / "run")):
+        assert main([folder, "the cat", "--max-new-tokens", "5"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and said[0] == said[1]
 
 
 def test_a_prompt_from_a_pipe(

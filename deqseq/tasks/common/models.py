@@ -18,7 +18,7 @@ from deqseq.layer import ImplicitSequenceLayer
 from deqseq.policies import Residual
 from deqseq.problem import SolveOptions
 from deqseq.solvers import Picard
-from deqseq.tasks.common.runs import check_model
+from deqseq.tasks.common.runs import check_model, model_folder
 from deqseq.tasks.common.tokenizer import first_line, is_local
 
 Window = int | None | Literal["model"]
@@ -39,6 +39,7 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
     """Load a model from a folder or the Hugging Face Hub, in evaluation mode.
 
     Args:
+        name: folder of a model or of a pretraining run, or a name on the hub.
         device: by default a GPU if there is one, else the CPU.
         dtype: type of the weights; ``"auto"`` keeps the checkpoint's type.
 
@@ -46,9 +47,10 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         ValueError: transformers cannot load the model; the model belongs to a run and is incomplete or
             damaged; the device does not exist.
     """
-    if is_local(name) and not (Path(name) / "config.json").is_file():
-        raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
     if is_local(name):
+        name = str(model_folder(name))
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
         check_model(name)
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -146,6 +146,14 @@ def copy_settings(checkpoint: Path) -> None:
         shutil.copyfile(checkpoint.parent / _SETTINGS, checkpoint / _SETTINGS_OF_CHECKPOINT)
 
 
+def model_folder(path: str | Path) -> Path:
+    """The folder with the model: ``path``, or the folder ``model`` in it if ``path`` is a pretraining run."""
+    path = Path(path)
+    inside = path / "model"
+    is_run = not (path / "config.json").is_file() and (inside / "config.json").is_file()
+    return inside if is_run else path
+
+
 def check_model(path: str | Path) -> None:
     """Raise ``ValueError`` if a model is incomplete or damaged.
 

@@ -7,15 +7,19 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from deqseq.tasks.common.runs import model_folder
+
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
 def load_tokenizer(model: str, source: str | None = None) -> Any:
     """Load a tokenizer. Raises ``ValueError`` if it cannot be loaded.
 
-    ``source``: file, folder or hub name of the tokenizer; by default the tokenizer of ``model``.
+    Args:
+        model: folder of a model or of a pretraining run, or a name on the hub.
+        source: file, folder or hub name of the tokenizer; by default the tokenizer of ``model``.
     """
-    named = place = Path(source or model)
+    named = place = model_folder(source or model)
     hint = "name one with --tokenizer PATH"
     if place.is_dir() and not (place / "tokenizer_config.json").is_file():
         place = place / "tokenizer.json"

@@ -28,7 +28,7 @@ class _Report:
     """The options of all reports.
 
     Args:
-        model: folder of a model, or its name on the hub
+        model: folder of a model or of a pretraining run, or name of a model on the hub
         tokenizer: tokenizer.json, folder or name on the hub; the model's by default
         rtol: stop the search of a token at this relative residual; the model's by default. A smaller value
             may also need a larger maximum number of iterations

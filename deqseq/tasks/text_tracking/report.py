@@ -10,6 +10,7 @@ from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.models import implicit_layer, load_model, solve_options
 from deqseq.tasks.common.results import Column, column, provenance, table
+from deqseq.tasks.common.runs import model_folder
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.text_tracking.data import read_settings, read_test, read_tokenizer
 from deqseq.tasks.text_tracking.evaluate import RULES, Score, score_model, score_rules
@@ -62,8 +63,7 @@ def model_folders(models: Sequence[Path]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for path in models:
-        inside = not (path / "config.json").exists() and (path / "model" / "config.json").exists()
-        folder = path / "model" if inside else path
+        folder = model_folder(path)
         whole = folder.absolute()
         name = whole.parent.name if whole.name == "model" else whole.name
         if name in found:

@@ -145,7 +145,11 @@ def prepare(
     )
     seconds = time.perf_counter() - start
     if validation_share and not TokenFolder(output).tokens("validation"):
-        print("nothing was held out: a larger --validation-share holds out some", file=sys.stderr)
+        print(
+            "nothing was held out, and pretraining needs held-out text: repeat the command with --force and "
+            f"a larger --validation-share than {validation_share:g}",
+            file=sys.stderr,
+        )
     rate = f"{size / 1e6:.1f} MB in {seconds:.1f} s, {size / 1e6 / seconds:.1f} MB/s"
     print(f"{output}: {_counts(output)}; {rate if size else 'finished before'}")
 

@@ -84,7 +84,7 @@ def _pretrain(
 
     state = PartialState()
     if state.is_main_process:
-        print(f"the model is in {model}")
+        print(f'the model is in {model}; to try it: python -m deqseq.tasks.generate {output} "PROMPT"')
     gc.collect()  # drop what still holds the process group, or its threads survive the next line
     state.destroy_process_group()  # gloo threads that outlive Python abort it (pytorch/pytorch#179291)
 

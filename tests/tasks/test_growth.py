@@ -113,13 +113,17 @@ def test_comparisons_and_plans_show_the_stages(
         assert f"stage {number}" in shown and f": {text} evaluations" in shown
 
 
-def test_a_resumed_run_continues_with_its_budget(token_folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_its_budget(
+    token_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The run is cut after every step of its adaptive stage. It ends with the same weights and budgets."""
     stages = load_run("llama-tiny").stages
     assert stages is not None
     stages[0]["until"], stages[1]["adaptive_budget"] = 0.4, 0.2
     settings = small("llama-tiny", token_folder, stages=stages, steps=10, save_steps=1, keep=9, eval_steps=99)
-    whole = pretrain(settings, tmp_path / "whole", progress=False)
+    with caplog.at_level("INFO"):
+        whole = pretrain(settings, tmp_path / "whole", progress=False)
+    assert "stage 1, steps 1 to 4: 4 + 1 evaluations at most" in caplog.messages
     log = read_record(tmp_path / "whole")["log"]
     budgets = {entry["step"]: entry["max_iter"] for entry in log if "max_iter" in entry}
     assert [*budgets] == [5, 6, 7, 8, 9, 10] and budgets[5] == 11 and len(set(budgets.values())) > 2

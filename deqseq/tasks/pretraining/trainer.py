@@ -28,6 +28,7 @@ from deqseq.tasks.common.processes import everywhere
 from deqseq.tasks.common.seals import seal, unseal
 from deqseq.tasks.common.trainer import CurriculumTrainer, writing
 from deqseq.tasks.pretraining import shards
+from deqseq.tasks.pretraining.plan import evaluation_budget
 from deqseq.tasks.pretraining.watch import Advice, Speed, graph_evaluations, model_radius
 
 logger = logging.getLogger(__name__)
@@ -308,7 +309,11 @@ class _Schedule(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for number, (start, stage) in enumerate(zip([0, *self.ends], self.stages, strict=False), 1):
             if start == state.global_step and state.is_world_process_zero:
-                logger.info("stage %d: %s", number, stage)
+                searched, with_graph = evaluation_budget(self.trainer.model.config, stage)
+                logger.info(
+                    "stage %d, steps %d to %d: %d + %d evaluations at most", number, start + 1,
+                    self.ends[number - 1], searched, with_graph,
+                )  # fmt: skip
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in self.eval_at:
@@ -344,6 +349,7 @@ class Progress(ProgressCallback):
     """A progress bar that also shows the latest logged loss, residual, speed and other values."""
 
     training_bar: Any
+    prediction_bar: Any
     _SHOWN = ("loss", "eval_perplexity", "iterations", "residual", "tokens_per_second", "mfu")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -352,6 +358,11 @@ class Progress(ProgressCallback):
         self.shown: dict[str, str] = {}
         if self.training_bar is not None:
             self.training_bar.n = state.global_step
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        super().on_prediction_step(*args, **kwargs)
+        if self.prediction_bar is not None:
+            self.prediction_bar.set_description("evaluation", refresh=False)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self.training_bar is not None:

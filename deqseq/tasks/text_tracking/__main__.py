@@ -73,6 +73,10 @@ def make_data(
         f"out; a vocabulary of {shards.vocab_size} tokens"
     )
     print(f"{output}: tests of {', '.join(map(str, made['test_lengths']))} tokens")
+    print(
+        f"to train a model: python -m deqseq.tasks.pretrain llama-tiny --data {shards.path} "
+        f"--length {length} --model.vocab_size {shards.vocab_size}"
+    )
 
 
 @dataclass

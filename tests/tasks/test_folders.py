@@ -343,6 +343,8 @@ def test_installed_packages() -> None:
         (["{tree}/a/m0.py", "--dataset", "text", "--installed"], "leave out --dataset"),
         (["{tree}", "--tokenizer", "train:many"], "train:SIZE"),
         (["{tree}", "--tokenizer", "train:256"], "at least 257"),
+        (["{tree}", "--tokenizer", "train:99999999999999"], "at most 10,000,000, got 'train:99999999999999'"),
+        (["{tree}", "--files", ""], "no file for the pattern '' is kept"),
         (["--installed", "--verify"], "leave out TEXT"),
         (["{tree}/none"], "no file"),
     ],

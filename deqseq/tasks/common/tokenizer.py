@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deqseq.tasks.common.runs import model_folder
 
+_MOST_TOKENS = 10_000_000  # training reserves memory for this many tokens, and ends Python if it gets none
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
@@ -64,13 +65,16 @@ def trained_size(name: str) -> int | None:
     """The SIZE in ``train:SIZE``, the name of a tokenizer to be trained; ``None`` for other names.
 
     Raises:
-        ValueError: SIZE is not a whole number of at least 257: the 256 bytes and the end of text.
+        ValueError: SIZE is not a whole number from 257 (the 256 bytes and the end of text) to 10,000,000.
     """
     verb, colon, size = name.partition(":")
     if verb != "train" or not colon:
         return None
-    if not size.isdecimal() or int(size) < 257:
-        raise ValueError(f"a tokenizer to train is train:SIZE with a size of at least 257, got {name!r}")
+    if not size.isdecimal() or not 257 <= int(size) <= _MOST_TOKENS:
+        raise ValueError(
+            f"a tokenizer to train is train:SIZE with a size of at least 257 and at most {_MOST_TOKENS:,}, "
+            f"got {name!r}"
+        )
     return int(size)
 
 

@@ -40,13 +40,13 @@ def sources(
     if twice := [path for i, path in enumerate(paths) if real[i] in real[:i]]:
         raise ValueError(f"{twice[0]} is named twice")
     if dataset is not None:
-        if installed or files or rules != "code":
+        if installed or files is not None or rules != "code":
             raise ValueError("--files, --rules and --installed are for folders: leave out --dataset")
         return [DatasetRows(dataset, subset, split, paths, column)]
     if subset is not None or split != "train":
         raise ValueError("subset and split need a --dataset, but none is named")
     if not installed and not any(map(os.path.isdir, paths)):
-        if files or rules != "code":
+        if files is not None or rules != "code":
             raise ValueError("--files and --rules need a folder, but none is named")
         return [_file(path, documents, column) for path in paths]
     if other := [path for path in paths if not os.path.isdir(path)]:
@@ -55,7 +55,8 @@ def sources(
         raise ValueError(f"each file of a folder is one document, but --documents is {documents!r}")
     more, foreign = installed_folders() if installed else ([], [])
     folders = [*paths, *(folder for folder in more if Path(folder) not in real)]
-    return [FolderFiles(folders, files or ("*.py" if installed else "*"), rules, [*without, *foreign])]
+    pattern = files if files is not None else "*.py" if installed else "*"
+    return [FolderFiles(folders, pattern, rules, [*without, *foreign])]
 
 
 def _file(path: str, documents: str, column: str) -> Source:

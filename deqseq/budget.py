@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deqseq.checks import check_not_negative
+from deqseq.checks import check_instance, check_not_negative
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.policy import ConvergencePolicy
 from deqseq.solution import Solution
@@ -45,11 +45,12 @@ class AdaptiveBudget:
         max_iter: the budget of the next step.
 
     Raises:
-        ValueError: ``residual`` is not positive; ``max_iter`` of the layer's policy cannot change, for
-            example that of :class:`~deqseq.FixedIterations`.
+        ValueError: the layer is not implicit; ``residual`` is not positive; ``max_iter`` of the layer's
+            policy cannot change, for example that of :class:`~deqseq.FixedIterations`.
     """
 
     def __init__(self, layer: ImplicitSequenceLayer, residual: float) -> None:
+        check_instance("layer", layer, ImplicitSequenceLayer, "an ImplicitSequenceLayer")
         check_target(residual, layer.train_solve.convergence)
         self.layer, self.residual = layer, residual
         self.max_iter = self.most = layer.train_solve.convergence.max_iter

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deqseq import FixedIterations, ImplicitSequenceLayer, Residual
+from deqseq import ExplicitSequenceLayer, FixedIterations, ImplicitSequenceLayer, Residual
 from deqseq.backbones import LlamaBackbone
 from deqseq.budget import AdaptiveBudget
 from deqseq.curriculum import Curriculum, Stage
@@ -107,3 +107,9 @@ def test_policies_without_max_iter_are_refused() -> None:
         AdaptiveBudget(layer, 0.1)
     with pytest.raises(ValueError, match="max_iter can change"):
         Curriculum([Stage(1.0, "phantom", {"name": "fixed", "iterations": 4}, adaptive_budget=0.1)])
+
+
+def test_layers_that_do_not_search_are_refused() -> None:
+    layer = ExplicitSequenceLayer(LlamaBackbone(16, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="layer must be an ImplicitSequenceLayer, got Explicit"):
+        AdaptiveBudget(layer, residual=0.1)  # type: ignore[arg-type]

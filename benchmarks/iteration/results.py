@@ -1,6 +1,5 @@
 """Results of benchmarks/what_iteration_buys.py: the result of a run, tables and the figure."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, column, table
+from deqseq.tasks.common.runs import read_json
 
 FILE = "result.json"
 """The file with the result, in the folder of a run."""
@@ -67,21 +67,10 @@ class Result:
         return (self.model, self.unit, self.amount, self.form, self.learning_rate, self.seed)
 
 
-def load(file: Path) -> dict[str, Any]:
-    """Read a JSON file that holds a mapping. Raises ``ValueError`` if it does not."""
-    try:
-        found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} cannot be read: it must be a mapping, got {found!r}")
-    return found
-
-
 def read(file: Path) -> Result:
     """Read the result of a run. Raises ``ValueError`` if the file holds no result."""
     try:
-        return Result(**load(file))
+        return Result(**read_json(file))
     except TypeError as error:
         raise ValueError(f"{file} is not a result of this study: {error}") from error
 

@@ -32,7 +32,7 @@ from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.policy import policies
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import changes, describe_machine, provenance
-from deqseq.tasks.common.runs import RunFolder, read_record
+from deqseq.tasks.common.runs import RunFolder, read_json, read_record
 from deqseq.tasks.pretraining.card import scores
 from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
@@ -177,7 +177,7 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
     known = {name: value for name, value in settings.to_dict().items() if name not in _NO_MATTER}
     setting = json.loads(json.dumps({**known, "machine": describe_machine(device)}))
     if file.exists():
-        found = results.load(file)
+        found = read_json(file)
         if different := changes(found["setting"], setting):
             raise ValueError(
                 f"{file} was measured with other settings ({'; '.join(different)}): name another output"

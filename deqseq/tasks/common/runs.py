@@ -128,7 +128,7 @@ class RunFolder:
         return None
 
     def _check_same(self, file: Path, advice: str) -> None:
-        there, here = dict(flat(_read_json(file))), dict(flat(self._settings))
+        there, here = dict(flat(read_json(file))), dict(flat(self._settings))
         different = [
             f"{name}: {there.get(name)} there, {here.get(name)} asked for"
             for name in {**there, **here}
@@ -187,7 +187,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     file = Path(path) / _SETTINGS
     if not file.exists():
         raise ValueError(f"{path} holds no run: {file} does not exist")
-    return _read_json(file)
+    return read_json(file)
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
@@ -195,13 +195,14 @@ def read_record(path: str | Path) -> dict[str, Any]:
     file = Path(path) / _RECORD
     if not file.is_file():
         raise ValueError(f"{path} holds no finished run: repeat its command to finish it")
-    found = _read_json(file)
+    found = read_json(file)
     if not isinstance(found.get("log"), list):
         raise ValueError(f"{file} cannot be read: it has no log")
     return found
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON file that holds a mapping. Raises ``ValueError`` if it does not."""
     try:
         found = json.loads(file.read_text())
     except ValueError as error:

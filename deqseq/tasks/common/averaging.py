@@ -22,7 +22,7 @@ class Averaging(TrainerCallback):
     torch's ``AveragedModel`` makes the host wait for the GPU in every update. This class does not.
 
     Args:
-        decay: in [0, 1).
+        decay: the largest d, in [0, 1).
 
     Attributes:
         model: a copy of the model, with averaged weights.

@@ -26,15 +26,15 @@ _STATE = ("z", "left", "solved")
 
 
 class Iterates:
-    """The sequences in the batch, with their iterates and the number of steps for which each may still stay.
+    """The sequences in the batch, their iterates, and the number of steps that each may still stay.
 
     Args:
         budget: maximum number of optimiser steps for which a sequence stays in the batch. The sequences of
             the first batch get different budgets, from 1 to ``budget``. With equal budgets, all of them could
             leave in the same step.
-        solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, it leaves
-            at once, and the model is never trained at iterates from which it has just predicted the answer.
-            Such a model need not stay at an answer.
+        solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, training
+            never continues from iterates that already give the answer. So the model need not learn to
+            stay at an answer.
     """
 
     def __init__(self, budget: int, solved_steps: int = 1) -> None:
@@ -87,9 +87,9 @@ class Iterates:
 class PersistentTrainer(AlignedTrainer):
     """Trains with iterates that persist over optimiser steps.
 
-    For every step, the stream yields a whole batch of fresh sequences; only those that replace a sequence are
-    used. The model must take ``z0`` and ``fresh`` (see :meth:`Iterates.take`), and its output must have the
-    iterates ``z``. A sequence is solved if all its labels are predicted.
+    For every step, the stream yields a whole batch of fresh sequences. The trainer uses only the sequences
+    that replace another sequence. The model must take ``z0`` and ``fresh`` (see :meth:`Iterates.take`), and
+    its output must have the iterates ``z``. A sequence is solved if the model predicts all its labels.
 
     Args:
         budget, solved_steps: as in :class:`Iterates`.
@@ -99,7 +99,7 @@ class PersistentTrainer(AlignedTrainer):
         super().__init__(*args, **options)
         self.iterates = Iterates(budget, solved_steps)
         self.parts.append(self.iterates)
-        self._ended: list[Any] = [0, 0]  # since the last log: sequences that left, solved sequences
+        self._ended: list[Any] = [0, 0]  # counts since the last log: left, and left as solved
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

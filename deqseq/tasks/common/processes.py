@@ -1,4 +1,4 @@
-"""Helpers for runs with several processes. One process can work for all. An error in one stops all."""
+"""Helpers for runs with several processes: one process works for all, and an error in one stops all."""
 
 import json
 import os
@@ -21,9 +21,9 @@ class ElsewhereError(ValueError):
 def everywhere(function: Callable[[], T]) -> T:
     """Call a function on every process of the run. If it fails on any process, all processes raise.
 
-    The function has failed if it raises ``ValueError``, ``OSError`` or ``FloatingPointError``. Of the failed
-    processes, the one with the lowest rank raises this error. All other processes raise
-    :class:`ElsewhereError`. All processes must call ``everywhere``, and each waits for the slowest.
+    The function has failed if it raises ``ValueError``, ``OSError`` or ``FloatingPointError``. The failed
+    process with the lowest rank raises its own error. All other processes raise :class:`ElsewhereError`. All
+    processes must call ``everywhere``, and each waits for the slowest.
     """
     if not _several():
         return function()

@@ -113,9 +113,9 @@ def step_of(checkpoint: Path) -> int:
 def rotate(run: Path, keep: int | None) -> None:
     """Keep the last ``keep`` complete checkpoints, and remove all other checkpoints.
 
-    If ``keep`` is ``None``, keep all complete checkpoints. Also keep a folder whose files have other names
-    than the files of complete checkpoints, because it is probably not a checkpoint. If a checkpoint cannot be
-    read, remove nothing.
+    If ``keep`` is ``None``, keep all complete checkpoints. If a folder shares no file name with the complete
+    checkpoints, keep it, because it is probably not a checkpoint. If a checkpoint cannot be read, remove
+    nothing.
     """
     found = checkpoints(run)
     try:

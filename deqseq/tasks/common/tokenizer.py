@@ -9,7 +9,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deqseq.tasks.common.runs import model_folder
 
-_MOST_TOKENS = 10_000_000  # training reserves memory for this many tokens, and ends Python if it gets none
+# The largest vocabulary to train. Training reserves memory for all tokens at once, and Python aborts if there
+# is too little.
+_MOST_TOKENS = 10_000_000
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 

@@ -1,4 +1,4 @@
-"""The contents of a corpus from folders: numbers and bytes of its kept files and of the dropped files."""
+"""Counts the kept and the dropped files of a corpus from folders, and their bytes."""
 
 import os
 from collections import Counter

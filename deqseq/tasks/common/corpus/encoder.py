@@ -23,8 +23,8 @@ _PROBE = (
 )
 # The normalisers that never look across a space. With them, a text can be cut at spaces before normalisation.
 _NEAR = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "ByteLevel"}
-# Maximum number of characters of all cached words together. About a million English words reach it, and take
-# 300 MB. A cache with more characters is emptied.
+# Maximum number of characters in the cache. A fuller cache is emptied. A million English words have about as
+# many characters, and take 300 MB.
 _REMEMBERED = 2**23
 
 

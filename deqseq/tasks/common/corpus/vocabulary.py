@@ -53,7 +53,7 @@ def sample(sources: Sequence[Source], hold_out: HoldOut, size: int = _SAMPLE) ->
     known = [source.size for source in sources if source.size is not None]
     whole = sum(known) if len(known) == len(sources) else None
     share = 1.0 if whole is None else size / max(whole, 1)
-    # With a larger share, the same documents and more are held out. The additional ones are the sample.
+    # A larger share holds out the same documents, and additional documents. These are the sample.
     wider = HoldOut(hold_out.share + share) if hold_out.share + share < 1 else None
     total, read = size if whole is None else min(size, whole), 0
     with tqdm(desc="sample", total=total, unit="B", unit_scale=True, disable=None) as bar:

@@ -58,7 +58,7 @@ class _SolvedStreamer:
         self.text = ""
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive the prompt (1, L) or the next token (1,). Prints the tokens that have been solved since."""
+        """Receive the prompt (1, L) or the next token (1,). Prints solved tokens that are not printed yet."""
         self.tokens.extend(value.flatten().tolist())
         for iterations in self.watch.iterations[self.printed : len(self.tokens)]:
             self._print(iterations)
@@ -80,7 +80,7 @@ class _SolvedStreamer:
 
 
 def in_colour(text: str, iterations: int | None, budget: int) -> str:
-    """Colour ``text`` by its number of iterations. A ⏎ before each line break makes its colour visible."""
+    """Colour ``text`` by its number of iterations. Marks line breaks with ⏎, to show their colour."""
     if iterations is None:
         return text
     return _shaded(text.replace("\n", "⏎\n"), shade_of(iterations, budget))

@@ -12,10 +12,10 @@ from deqseq.tasks.common.settings import BelowOne, PositiveInt
 
 _PROCESSORS = os.cpu_count() or 1
 _ABOUT = """\
-Tokenise text into shards that pretraining reads: plain text, JSONL (.jsonl, .ndjson, .json: an object a
+Tokenise text into shards that pretraining reads: plain text, JSONL (.jsonl, .ndjson, .json: one object per
 line), parquet, or any dataset of the datasets library. Text and JSONL may be compressed (.gz, .zst, .xz,
 .bz2, or .zip with one file in it) and remote (s3://, gs://, hf://). Every document ends with the tokenizer's
-end of text; a random share of them, chosen by a hash of their text, is held out for validation.
+end-of-text token. A random share of the documents, chosen by a hash of the text, is held out for validation.
 
 If you name a folder, every text file below it is one document. Hidden files, files that are not UTF-8 and
 repeated texts are dropped, and so are generated files (see --rules).

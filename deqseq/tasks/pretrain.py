@@ -85,8 +85,10 @@ def _pretrain(
     state = PartialState()
     if state.is_main_process:
         print(f'the model is in {model}; to try it: python -m deqseq.tasks.generate {output} "PROMPT"')
-    gc.collect()  # drop what still holds the process group, or its threads survive the next line
-    state.destroy_process_group()  # gloo threads that outlive Python abort it (pytorch/pytorch#179291)
+    # gloo threads that still run when Python exits abort the process (pytorch/pytorch#179291). Destroying the
+    # process group ends them only if no object refers to the group any more.
+    gc.collect()
+    state.destroy_process_group()
 
 
 def _demo(

@@ -1,6 +1,6 @@
 """The command line: ``python -m deqseq.tasks.evaluate {perplexity,length,iterations,duality,downstream}``.
 
-Importing transformers takes seconds, so the program checks the arguments before it imports transformers.
+The program checks the arguments before it imports transformers, because the import takes seconds.
 """
 
 import sys

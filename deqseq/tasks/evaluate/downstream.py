@@ -43,7 +43,7 @@ class Task:
         choices: names of the document fields with the choices.
         answer: name of the document field with the right choice; ``None`` if the prompt contains the answer.
         options: function that returns the choices of a document, as ``{answer: text of the choice}``.
-        convert: function that converts a document from the schema of the original release to that of the hub.
+        convert: function that converts a document from the original release's schema to the hub's schema.
     """
 
     folder: str

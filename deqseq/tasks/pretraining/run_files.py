@@ -30,7 +30,7 @@ _GROWTH: list[Tree] = [
     {"until": 0.7, "gradient": _PHANTOM, "convergence": _fixed(1), "eval_convergence": _fixed(2)},
     {"until": 0.8, "gradient": _PHANTOM, "convergence": _fixed(2), "eval_convergence": _fixed(3)},
 ]  # fmt: skip
-"""The stages of the form *growth*, without the last one. They do 1, 1+1 and 2+1 evaluations."""
+"""The stages of the form *growth*, without the last. Evaluations (search + gradient): 0+1, 1+1 and 2+1."""
 
 
 def load_run(source: str, changes: Mapping[str, Any] | None = None) -> RunSettings:

@@ -23,8 +23,8 @@ def make_model(settings: RunSettings, data: Data, checkpoint: Path | None = None
     Its weights come from ``checkpoint``, else from ``settings.start_from``. Else they are random.
 
     Implicit and injected models have the same weights, so they can start from each other. An explicit model
-    has no injection. An implicit or injected run can start from it if the run's backbone has ``input_skip``:
-    with an injection of zero, its map then equals the explicit stack.
+    has no injection. An implicit or injected run can start from an explicit model if the run's backbone has
+    ``input_skip``. The run then starts with an injection of zero, and its map equals the explicit stack.
 
     Raises:
         ValueError: the model is larger than the memory; the weights cannot be loaded; the run's form cannot

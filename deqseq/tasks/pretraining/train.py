@@ -84,7 +84,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
 
 
 def _check_order(output: Path, data: Data) -> None:
-    """Raise ``ValueError`` if the run in ``output`` began with another version of the order of its rows."""
+    """Raise ``ValueError`` if the run in ``output`` began with another version of the shuffling method."""
     if data.order is None or not (output / "settings.json").exists():
         return
     before = read_settings(output).get("order") or 1  # runs with order version 1 did not record the version

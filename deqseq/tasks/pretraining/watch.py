@@ -59,8 +59,8 @@ class Flops:
         """FLOPs of a training step on one row.
 
         The forward pass evaluates f ``evaluations`` times. The backward pass goes through ``with_graph`` of
-        these evaluations. Per evaluation, it costs twice as much as the forward pass. Evaluations that
-        gradient checkpointing repeats do not count.
+        these evaluations. Per evaluation, the backward pass costs twice as much as the forward pass.
+        Evaluations that gradient checkpointing repeats do not count.
         """
         return self.evaluation * (evaluations + 2 * with_graph) + 3 * self.rest
 

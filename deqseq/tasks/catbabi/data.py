@@ -3,7 +3,8 @@
 A story is ``<eos>`` followed by its words. Stories are concatenated, so ``<eos>`` also follows a story's last
 word. The target of every token is the next token.
 
-A batch has the next L tokens of each of the B streams. L is called the cut.
+A stream is a long sequence of stories. B streams are read in parallel: a batch has the next L tokens of each
+stream. L is called the cut.
 
 Shapes: S stories, N tokens in all stories together, B streams, L tokens per stream in a batch.
 """

@@ -1,6 +1,6 @@
-"""Evaluation on CatbAbI. It reads a split once, in parallel streams.
+"""Evaluates models on CatbAbI.
 
-Each stream carries its state from one batch to the next.
+The model reads a split once, in parallel streams. Its state is carried from one batch to the next.
 """
 
 import math

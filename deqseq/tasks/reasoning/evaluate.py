@@ -152,7 +152,7 @@ def by_depth(
 
 
 def accuracy(model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512) -> float:
-    """The share of puzzles that start 0 solves in ``depth`` evaluations. Calls ``model.eval()``."""
+    """The share of puzzles solved from start 0 in ``depth`` evaluations. Calls ``model.eval()``."""
     return residuals(model, puzzles, depth, batch_size)[1].double().mean().item()
 
 
@@ -235,7 +235,7 @@ def evaluate(
 def _judged(depth: int | None, answers: Tensor, residuals: Tensor, right: Tensor) -> Evaluation:
     """Compare the ``answers`` (S, P, C) of S starts with the ``right`` answers (P, C).
 
-    Of each puzzle's answers, the answer with the smallest of the ``residuals`` (S, P) counts.
+    For each puzzle, the answer with the smallest residual counts. ``residuals`` is (S, P).
     """
     starts, puzzles = residuals.shape
     residual, best = residuals.nan_to_num(torch.inf).min(0)
@@ -254,7 +254,7 @@ def _judged(depth: int | None, answers: Tensor, residuals: Tensor, right: Tensor
 
 
 def _vote(answers: Tensor) -> Tensor:
-    """The most frequent of the answers (S, C) of S starts. Of equally frequent answers, the first."""
+    """The most frequent of the ``answers`` (S, C) of S starts. If several are equally frequent, the first."""
     first = Counter(row.numpy().tobytes() for row in answers).most_common(1)[0][0]
     return torch.frombuffer(bytearray(first), dtype=torch.uint8)
 

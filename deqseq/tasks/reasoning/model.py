@@ -27,8 +27,9 @@ from deqseq.tasks.reasoning.puzzles import CHARACTERS, Task, check_task, size_of
 class BoardConfig(PretrainedConfig):
     """The configuration of a :class:`BoardModel`.
 
-    The parts are names or mappings, as for :class:`~deqseq.ImplicitSequenceLayer`. ``solver``,
-    ``convergence`` and ``guess`` may be pairs: the first part is for training, the second for evaluation.
+    Backbone, solver, gradient, convergence and guess are names or mappings, as for
+    :class:`~deqseq.ImplicitSequenceLayer`. ``solver``, ``convergence`` and ``guess`` may also be pairs: the
+    first for training, the second for evaluation.
 
     Attributes:
         task: ``"sudoku"`` or ``"maze"``.
@@ -162,7 +163,7 @@ class BoardModel(PreTrainedModel):
 
 
 def explicit(backbone: Mapping[str, Any]) -> dict[str, Any]:
-    """The explicit twin's backbone: ``backbone`` without injection. Of a recursion, it takes only the map."""
+    """The explicit twin's backbone: ``backbone``, or the map of a recursion, without injection."""
     found = backbone.get("map", backbone)
     return {**(found if isinstance(found, Mapping) else {"name": found}), "injection": False}
 

@@ -21,7 +21,7 @@ def _scramble(z):
 
 @njit(cache=True, nogil=True)
 def start(state, seed, index):
-    """Set ``state`` to the start of a random stream. Each pair of ``seed`` and ``index`` has its stream."""
+    """Set ``state`` to the start of a random stream. Every (``seed``, ``index``) has its own stream."""
     state[0] = _scramble(_scramble(np.uint64(seed) + _GAMMA) + np.uint64(index))
 
 

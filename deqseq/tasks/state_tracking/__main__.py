@@ -27,11 +27,12 @@ from deqseq.tasks.state_tracking.study import conduct
 from deqseq.tasks.state_tracking.train import train
 
 _ABOUT = """\
-State tracking: read elements of a group and predict, after each one, the product so far.
+State tracking: read elements of a group and predict, after each one, the product so far. This task is called
+the word problem of the group.
 
-Linear recurrences and attention of fixed depth cannot solve the word problem of A5 (60 elements) at all
-lengths; one implicit layer learns it. A token is the identity with probability p, so a share 1 - p of the
-tokens changes the product."""
+Linear recurrences and attention of fixed depth cannot solve the word problem of A5 (60 elements) at every
+length. One implicit layer learns to solve it. A token is the identity with probability p, so a share 1 - p
+of the tokens changes the product."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ class Algebra:
         factors: the factors of a direct product from left to right; empty for other algebras.
         identity: index of the identity; always 0, because the identity is the first element.
 
-    Algebras are compared and hashed by identity, so ``functools.cache`` can take them as arguments.
+    Algebras are compared and hashed by object identity, so ``functools.cache`` can take them as arguments.
     """
 
     name: str
@@ -57,10 +57,9 @@ class Algebra:
         """The indices of the elements in the group part and in the monoid part of a direct product.
 
         The result is two sorted int64 tensors on the CPU. In ``A5xM``, the group part contains the elements
-        (a, 1), and the monoid part the elements (1, m), where 1 is the identity. With more factors, some
-        factors are groups and the others are not. The group part contains the elements that are 1 in all
-        components that are not from groups. The monoid part contains the elements that are 1 in all
-        components from groups.
+        (a, 1), and the monoid part the elements (1, m), where 1 is the identity. With more factors, the
+        group part contains the elements that are 1 in every factor that is not a group. The monoid part
+        contains the elements that are 1 in every factor that is a group.
 
         Every element is the product of one element of each part: (a, m) = (a, 1)·(1, m). The index of
         (a, m) is the sum of the indices of (a, 1) and (1, m).

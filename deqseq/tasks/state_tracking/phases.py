@@ -20,7 +20,7 @@ from deqseq.tasks.state_tracking.data import Batch, WordProblemStream
 from deqseq.tasks.state_tracking.settings import TrainSettings
 
 _JUDGED = 20  # number of batches over which an accuracy is averaged
-_AHEAD = 2  # number of steps for which the trainer has already made batches when a phase is ended early
+_AHEAD = 2  # the trainer makes batches two steps ahead, so a phase ends two steps after the decision
 
 
 @dataclass(frozen=True)

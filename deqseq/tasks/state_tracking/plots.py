@@ -100,7 +100,7 @@ def plot_by_length(
 
 
 def plot_training(log: Sequence[dict[str, float]], path: Path) -> None:
-    """Write a PNG of the loss by training step; for implicit models, of the evaluations of f too."""
+    """Write a PNG of the loss by training step. For implicit models, it also shows the evaluations of f."""
     entries = [entry for entry in log if "loss" in entry]
     steps = [entry["step"] for entry in entries]
 

@@ -1,6 +1,6 @@
 """The command line: ``python -m deqseq.tasks.text_tracking {data,evaluate}``.
 
-Importing transformers takes seconds, so the program checks the arguments before it imports transformers.
+The program checks the arguments before it imports transformers, because the import takes seconds.
 """
 
 import sys
@@ -51,7 +51,7 @@ def make_data(
     Args:
         output: folder to make. Pretraining reads the folder shards in it
         kinds: kinds of documents. Each document has one kind, chosen at random
-        length: number of tokens in a training document, with the end-of-text token
+        length: number of tokens in a training document, including the end-of-text token
         test_lengths: numbers of tokens in the test documents; by default LENGTH, 2 LENGTH and 4 LENGTH
         places: number of variables in a program, of things in boxes, or of cards; 3 to 8
         documents: number of training documents, including those held out for validation

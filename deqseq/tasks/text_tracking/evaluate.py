@@ -37,7 +37,8 @@ class Depth:
 class Score:
     """The score of one model, or of a simple rule, on documents of one length.
 
-    The fields from ``answer_nll`` on are ``None`` for a rule; from ``iterations`` on for explicit models too.
+    For a rule, all fields from ``answer_nll`` on are ``None``. For an explicit model, ``iterations`` and
+    ``converged`` are ``None``.
 
     Attributes:
         model: name of the model or rule.
@@ -73,7 +74,7 @@ RULES: dict[str, Callable[[Answer], str]] = {
     "rule: last stated for it": lambda answer: answer.last_stated,
     "rule: last mentioned": lambda answer: answer.last_mentioned,
 }
-"""Simple rules that ignore operations. Their accuracy is what a model can reach with such shortcuts."""
+"""Simple rules that ignore operations. A model can reach their accuracy without tracking the state."""
 
 
 def score_rules(documents: Sequence[Document], length: int) -> list[Score]:

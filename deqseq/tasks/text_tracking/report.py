@@ -54,9 +54,9 @@ def make_report(options: Any) -> None:
 
 
 def model_folders(models: Sequence[Path]) -> dict[str, Path]:
-    """The folder of every model, by its name. In a run of pretraining, this is the folder ``model``.
+    """Map the name of every model to its folder. In a pretraining run, this is the folder ``model``.
 
-    The name is the last part of the path, without ``model``.
+    The name of a model is the last part of its path that is not ``model``.
 
     Raises:
         ValueError: two models have the same name.

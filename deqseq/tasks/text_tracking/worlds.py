@@ -23,9 +23,9 @@ class Answer:
 
     Attributes:
         at: index of the word in the document.
-        operations: number of operations since the text last stated the value, which may have been at another
-            place then. In boxes, number of operations since the text last stated the box of the thing. In a
-            loop, every repetition of an operation counts.
+        operations: number of operations since the text last stated this value. The value may have been at
+            another place then. In boxes, number of operations since the text last stated the box of the
+            thing. In a loop, every repetition of an operation counts.
         last_stated: the value that the text last stated for the place of the answer. A reader who ignores
             operations may give this answer.
         last_mentioned: the value that the text mentioned last, for any place.
@@ -79,7 +79,7 @@ class World(ABC):
 
     @classmethod
     def shortest_document(cls, places: int) -> int:
-        """Number of words with room for the start, the longest operation and one answer."""
+        """A number of words that is enough for the start, the longest operation and one answer."""
         return cls.START * places + 2 + cls.LONGEST + cls.QUESTION
 
     def write(self, words: int) -> None:
@@ -113,7 +113,7 @@ class World(ABC):
 
     @abstractmethod
     def _ask(self, place: int) -> None:
-        """Write a sentence with the value of ``place``, by :meth:`_answer`."""
+        """Write a sentence with the value of ``place``. Call :meth:`_answer` to write the value."""
 
     def _room(self, words: int) -> int:
         return words - len(self.words)

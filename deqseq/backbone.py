@@ -187,7 +187,7 @@ class Backbone(nn.Module, ABC):
         return len(layers), [tuple(t.shape[1:]) for layer in layers[:1] for t in layer]
 
     def reserve(self, state: State, z: Tensor) -> State:
-        """Make room in the state for the tokens of ``z`` (B, L, D). By default, returns ``state`` itself."""
+        """Return a state with capacity for the tokens of ``z`` (B, L, D). By default, ``state`` itself."""
         return state
 
     def keep_last(self, state: State, tokens: int) -> State:

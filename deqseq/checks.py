@@ -96,9 +96,9 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def check_not_sharded(modules: Iterable[nn.Module]) -> None:
-    """Raise ``ValueError`` if one of ``modules`` is an FSDP unit of its own.
+    """Raise ``ValueError`` if one of ``modules`` is a separate FSDP unit.
 
-    FSDP gathers the weights of a unit when the unit is called. Backbones read all weights before.
+    FSDP gathers the weights of a unit when the unit is called. Backbones read weights outside such calls.
     """
     for module in modules:
         if "_fsdp_wrapped_module" in module._modules or hasattr(type(module), "set_reshard_after_forward"):

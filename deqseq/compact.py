@@ -3,7 +3,7 @@
 A token has settled when its iteration has ended, for example because the token has converged or has used up
 its budget of evaluations. A sequence has settled when all its tokens have settled.
 
-Shapes: B sequences, L tokens of the longest, D width.
+Shapes: B sequences, L tokens of the longest sequence, D width.
 """
 
 from dataclasses import replace

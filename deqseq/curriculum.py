@@ -32,8 +32,8 @@ class Stage:
             of the training policy grows or falls by one (:class:`~deqseq.budget.AdaptiveBudget`). ``None``:
             ``max_iter`` is constant.
 
-    If ``convergence``, ``eval_convergence`` or ``solver`` is ``None``, the stage keeps that of the previous
-    stage. The first stage keeps that of the layer.
+    If ``convergence``, ``eval_convergence`` or ``solver`` is ``None``, the stage uses the previous stage's
+    value. The first stage uses the layer's value.
     """
 
     until: float

@@ -35,7 +35,7 @@ def capture(device: torch.device, *steps: Callable[[], None]) -> list[Callable[[
     side.wait_stream(torch.cuda.current_stream(device))
     pool = torch.cuda.graph_pool_handle()
     graphs = []
-    # Disable autocast's cache: the cache would keep cast weights in the graphs' memory after the graphs' end.
+    # Disable autocast's cache: it would keep converted weights that lie in the graphs' memory.
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with torch.autocast("cuda", dtype, enabled, cache_enabled=False), _no_garbage_collection():
         with torch.cuda.stream(side):

@@ -124,7 +124,7 @@ def implementation(x: Tensor, products: bool = False) -> str:
 def on_tested_gpu(x: Tensor) -> bool:
     """Whether ``x`` is on a GPU where kernels and CUDA graphs are tested, or ``"triton"`` is chosen by name.
 
-    torch says ``is_cuda`` on AMD GPUs (ROCm) too. They are not tested.
+    AMD GPUs (ROCm) are not tested, although ``is_cuda`` is true for tensors on them.
     """
     return x.is_cuda and (torch.version.hip is None or chosen() == "triton")
 

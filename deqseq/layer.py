@@ -69,10 +69,10 @@ class SequenceLayer(nn.Module):
         solve: SolveOptions | None = None,
         previous: Tensor | None = None,
     ) -> LayerOutput:
-        """Compute one more token of every sequence: what ``forward`` computes, with less work on the host.
+        """Compute one more token of every sequence, as ``forward`` does, but with less work on the host.
 
-        The method does not check its arguments, and records no autograd graph. The host waits for the device
-        only in a search that ends when all tokens have converged.
+        The method does not check its arguments, and records no autograd graph. With
+        :class:`~deqseq.FixedIterations`, and in explicit layers, the host never waits for the device.
 
         Args:
             x: (B, 1, D) input.
@@ -97,8 +97,8 @@ class ImplicitSequenceLayer(SequenceLayer):
         backbone: the map f.
         solver: proposes iterates; ``"picard"``, ``"anderson"``, ``"broyden"``, ``"torchdeq:<name>"``.
         gradient: decides which evaluations autograd records; ``"phantom"``, ``"implicit"``, ``Unrolled(n)``.
-            In evaluation mode it changes gradients only: the value is that of the search, with and without
-            ``torch.no_grad()``. ``Unrolled`` is the exception: it does not search if gradients are enabled.
+            In evaluation mode, the strategy changes only gradients: the layer returns the result of the
+            search. ``Unrolled`` is an exception: while gradients are enabled, it does not search.
         convergence: decides when to stop. Default: a relative residual of 5 % in at most 32 iterations, the
             paper's setting for training language models.
         window: number of tokens solved together. ``None``: all tokens (the paper's simultaneous mode). 1: one
@@ -108,11 +108,11 @@ class ImplicitSequenceLayer(SequenceLayer):
             autograd records always run on all tokens at once.
         causal: if true, training refuses parts that let a token's value depend on later tokens. By default
             true if the backbone is causal.
-        compact: once at least an eighth of the sequences have settled, remove the settled sequences from the
-            batch. A sequence has settled when each of its tokens has converged or used up its iterations.
-            Later evaluations are then cheaper. Results differ by rounding errors, because smaller matrix
-            products round differently. Searches with a window, a group, a fixed number of iterations, or
-            keys and values as their state ignore this option. If you write your own backbone or solver, every
+        compact: if true, remove settled sequences from the batch once they are at least an eighth of it. A
+            sequence has settled when each of its tokens has converged or used up its iterations. Later
+            evaluations are then cheaper. Results differ by rounding errors, because smaller matrix products
+            round differently. The option has no effect with a window, a group, a fixed number of iterations,
+            a torchdeq solver, or a state of keys and values. If you write your own backbone or solver, every
             tensor in ``Context.tokens`` and in the solver's state must have the shape (B, L, ...), and every
             tensor in a trace (B, ...).
         group: process group whose ranks all do the same number of evaluations, as FSDP requires.
@@ -210,7 +210,7 @@ class ImplicitSequenceLayer(SequenceLayer):
 
         Raises:
             ValueError: wrong shapes, types or values; a state of another backbone; in training, a solver,
-                policy or guess that is not causal; a part of the backbone that FSDP shards by itself.
+                policy or guess that is not causal; FSDP shards a part of the backbone as a separate unit.
         """
         options = self.solve if solve is None else solve
         check_instance("solve", options, SolveOptions, "SolveOptions")

@@ -214,7 +214,7 @@ class Runner:
             return False
         finished = self.settled()
         if self.problem.group is not None:
-            # End only when all processes have finished: a process left alone would wait forever.
+            # End only when all processes have finished. If one ended earlier, the others would wait forever.
             finished = finished.to(torch.int32)
             dist.all_reduce(finished, op=dist.ReduceOp.MIN, group=self.problem.group)
         return bool(finished)

@@ -1,4 +1,4 @@
-"""The output of a sequence layer, and how non-finite inputs show in it.
+"""The output of a sequence layer, and functions that mark the results of non-finite inputs in it.
 
 Shapes: B sequences, L tokens, D width.
 """
@@ -48,7 +48,8 @@ def finished(solution: Solution, inputs: Inputs) -> Solution:
 def state_after(state: State | None, unsolvable: Tensor) -> State | None:
     """A copy of ``state`` that is NaN for every sequence with an ``unsolvable`` token.
 
-    ``unsolvable`` (B, L) marks the tokens that depend on a non-finite input. The copy counts them as seen.
+    ``unsolvable`` (B, L) marks the tokens that depend on a non-finite input. The copy's ``seen`` also counts
+    these tokens.
     """
     if state is None:
         return None

@@ -87,14 +87,14 @@ class Problem:
         state: backbone state before the first token; ``None``: there are no earlier tokens.
         state_has_capacity: true if the state already has capacity for all tokens. The solve then does not
             check the capacity. The check would make the host wait for the GPU.
-        overwrites_state: if true, the solve may overwrite the tensors of ``state``. Its tensors must then be
+        overwrites_state: if true, the solve may overwrite the tensors of ``state``. They must then be
             contiguous. If false, the solve works on a copy.
-        returns_state: if true, the solution has the state after the last token, if ``state`` is given.
+        returns_state: if true and ``state`` is given, the solution has the state after the last token.
         compact: if true, remove settled sequences once they are at least an eighth of the batch.
         checkpoint: if true, evaluations store no activations, and the backward pass recomputes them.
         group: process group whose ranks all stop after the same pass; ``None``: every rank stops on its own.
-        training: false: :func:`~deqseq.steps` after a search returns the value of the search, so that
-            evaluation does not depend on whether gradients are enabled.
+        training: if false, :func:`~deqseq.steps` after a search returns the value of the search. Values in
+            evaluation then do not depend on whether gradients are enabled.
     """
 
     map: Map

@@ -57,7 +57,7 @@ class Recordings:
     """The recordings of a layer. A copied or loaded layer starts without recordings."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # one thread at a time: all share the recordings' buffers
+        self._lock = threading.Lock()  # threads share the recordings' buffers, so only one may run at a time
         self.known: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._fingerprint = Fingerprint()
 

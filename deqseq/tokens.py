@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
     def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> Tokens:
-        """The tokens after the window has moved: settled tokens left at its start, new ones entered.
+        """The tokens after the window has moved: settled tokens left its start, new tokens entered its end.
 
         Args:
             source: (B, W) int64, index of each staying token in the old window.

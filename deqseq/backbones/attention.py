@@ -39,7 +39,7 @@ class AttentionFunction:
             ) from error
         known = {key: value for key, value in ALL_ATTENTION_FUNCTIONS.items() if not key.startswith("paged|")}
         if "eager" not in known:
-            # Use Llama's eager attention, because every model in transformers defines its own.
+            # Use Llama's eager attention: transformers registers none, because every model defines its own.
             from transformers.models.llama.modeling_llama import eager_attention_forward
 
             known["eager"] = eager_attention_forward
@@ -59,7 +59,7 @@ class AttentionFunction:
         self._function: Callable[..., tuple[Tensor, Any]] = known[name]
         self._mask: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
         self._on_cpu: Callable[..., tuple[Tensor, Any]] | None = None
-        if name == "flex_attention":  # other names skip disable(), which imports Triton
+        if name == "flex_attention":  # only for this name, because disable() imports Triton
             self._on_cpu = functools.partial(torch.compiler.disable(_uncompiled), self._function)
 
     def __reduce__(self) -> tuple[type[AttentionFunction], tuple[str]]:

@@ -339,7 +339,7 @@ def linear_input(stream: Tensor) -> Tensor:
 def check_dtype(x: Tensor, blocks: nn.ModuleList) -> None:
     """Raise ``ValueError`` if no weight of the first block has the dtype of ``x``.
 
-    If autocast is on, compare the dtypes to which autocast converts ``x`` and the weights.
+    If autocast is on, the dtypes after its conversion are compared.
     """
     if any(weight.dtype == x.dtype for weight in blocks[0].parameters()):  # usually the first weight matches
         return

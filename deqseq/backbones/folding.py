@@ -1,4 +1,4 @@
-"""Turn a weight-normalised model into plain linear maps and convolutions."""
+"""Replace the weight-normalised linear maps and convolutions of a model by plain ones."""
 
 from collections.abc import Mapping
 from copy import deepcopy

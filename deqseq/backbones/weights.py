@@ -24,9 +24,9 @@ def effective_weight(module: nn.Module) -> Tensor:
     A quantised weight is dequantised.
 
     Raises:
-        ValueError: ``module`` is not a linear map, a convolution or a supported adapter. Or the adapter has
-            dropout in training, adapts a convolution, or was merged into a weight-normalised map. Or the
-            weight is quantised together with its inputs, or is not quantised yet.
+        ValueError: ``module`` is not a linear map, a convolution or a supported adapter; the adapter has
+            dropout in training, adapts a convolution, or was merged into a weight-normalised map; the
+            quantisation also quantises inputs, or has not happened yet.
     """
     _run_weight_hooks(module)
     plain = type_before_parametrizations(module) in (nn.Linear, nn.Conv1d)
@@ -45,8 +45,8 @@ def effective_weight(module: nn.Module) -> Tensor:
 def projection(linear: nn.Module, x: Tensor) -> Tensor:
     """The weight from :func:`effective_weight`, in the dtype in which autocast computes linear maps of ``x``.
 
-    Without autocast, this is the dtype of ``x``. Dequantised weights may have another dtype, because PEFT's
-    ``prepare_model_for_kbit_training`` converts all weights to float32 except quantised ones.
+    Without autocast, this is the dtype of ``x``. Dequantised weights may have another dtype: PEFT's
+    ``prepare_model_for_kbit_training`` converts all weights except quantised ones to float32.
     """
     return effective_weight(linear).to(kernels.autocast_dtype(x))
 
@@ -106,9 +106,9 @@ def _dequantised(module: nn.Module) -> Tensor:
 
 
 def _run_weight_hooks(module: nn.Module) -> None:
-    """Compute a weight that ``spectral_norm``, ``weight_norm`` or ``prune`` of ``torch.nn.utils`` replaced.
+    """Recompute the weight if ``torch.nn.utils`` changes it: ``spectral_norm``, ``weight_norm`` or ``prune``.
 
-    Their hooks compute the weight when the module is called, but backbones do not call it.
+    Their hooks compute the weight when the module is called, but backbones do not call modules.
     """
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, SpectralNorm | WeightNorm | BasePruningMethod):

@@ -57,5 +57,5 @@ def _block(seed: int, number: int, block: int, width: int) -> Tensor:
     """
     digest = blake2b(f"{seed} {number} {block}".encode(), digest_size=8).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big"))
-    with torch.inference_mode(False):  # leave inference mode: autograd refuses its tensors
+    with torch.inference_mode(False):  # autograd refuses tensors that were made in inference mode
         return torch.randn(_BLOCK, width, generator=generator, device="cpu", dtype=torch.float32)

@@ -123,6 +123,6 @@ class _Coroutine:
 
     def _resume(self, *values: Tensor) -> Tensor | None:
         self._solver.parent = self._getcurrent()
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # at the end, restores the mode
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode if the solver changes it
             iterate: Tensor | None = self._solver.switch(*values)
         return iterate

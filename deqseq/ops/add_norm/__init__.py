@@ -15,8 +15,9 @@ def add_norm(
 
     Args:
         form: name of the implementation, such as ``"triton"``.
-        last: set this if only the RMSNorm is used, because it is f(z), or the next stream of a post-norm
-            block. The RMSNorm then has the stream's dtype, and the returned sum is undefined.
+        last: true if the caller needs only the RMSNorm. This is the case for a final norm, whose result is
+            f(z), and in post-norm blocks. The RMSNorm then has the stream's dtype, and the returned sum is
+            undefined.
     """
     dtype = stream.dtype if last else kernels.autocast_dtype(stream)
     # In compiled code, use plain PyTorch, because the compiler fuses it with the operations around it.

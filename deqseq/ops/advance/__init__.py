@@ -24,7 +24,7 @@ def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form:
 
     Args:
         layers: per layer, the tail (the last K-1 inputs of the convolution, (B, K-1, C)) and the SSM state
-            (B, H, P, N). The update may be in place.
+            (B, H, P, N). The function may overwrite these tensors.
         traces: per layer, the trace of the evaluation.
     """
     if _by_triton(traces[0].x.shape[1], form):
@@ -58,7 +58,7 @@ def keys_values(
     Returns the updated layers.
 
     Args:
-        layers: per layer, keys and values (B, J, S, P). The update may be in place.
+        layers: per layer, keys and values (B, J, S, P). The function may overwrite these tensors.
         traces: per layer, keys and values (B, J, W, P) of the evaluation.
     """
     width = traces[0][0].shape[2]

@@ -13,7 +13,7 @@ CHUNK = 256  # the fastest size for mamba_ssm's kernels on an H100
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Tensor:
-    """SiLU of the causal convolution. Plain PyTorch handles tails, and shapes that the kernel refuses."""
+    """SiLU of the causal convolution, by plain PyTorch if there is a tail or the shape is unsupported."""
     by_channel = x.transpose(1, 2)
     aligned = by_channel.stride(0) % 8 == 0 and by_channel.stride(2) % 8 == 0
     if tail is not None or not aligned or not 2 <= weight.shape[1] <= 4:

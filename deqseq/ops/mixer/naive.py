@@ -50,7 +50,7 @@ class MixerWeights(NamedTuple):
 
 
 class LayerTrace(NamedTuple):
-    """What one evaluation of the mixer keeps, to compute the layer's next state from it."""
+    """The data of one evaluation of the mixer from which ``advance`` computes the layer's next state."""
 
     conv: tuple[Tensor, ...]  # each (B, W, E + 2 G N); the convolution's input is their sum
     x: Tensor  # (B, W, H, P) inputs of the recurrence
@@ -122,7 +122,7 @@ def recur(
         step: (B, W, H) step sizes, at least float32.
         decay, skip: (H,) Mamba2's parameters A and D.
         b, c: (B, W, G, N) input and output projections.
-        state: (B, H, P, N) before the first token; zero by default.
+        state: (B, H, P, N) the state before the first token; zero by default.
         chunk: number of tokens in a chunk; affects only speed, memory and rounding.
     """
     y = ssd(x * step.to(x.dtype)[..., None], step * decay, b, c, state, chunk)

@@ -19,7 +19,7 @@ def ssd(x: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None,
         x: (B, L, H, P) inputs, already multiplied by the step size.
         a: (B, L, H) log decays, <= 0, at least float32.
         b, c: (B, L, G, N) input and output projections; G divides H.
-        state: (B, H, P, N) before the first token; zero by default.
+        state: (B, H, P, N) the state before the first token; zero by default.
         chunk: number of tokens in a chunk; affects only speed, memory and rounding.
 
     Returns:

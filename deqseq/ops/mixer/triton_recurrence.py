@@ -349,8 +349,10 @@ def recurrence_options(sizes: MixerSizes, length: int, dtype: torch.dtype) -> di
 def steps(
     proj: Tensor, inj: Tensor | None, w: MixerWeights, sizes: MixerSizes, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Step sizes, and cumulative sums of log2 decays, both (B, H, L) float32. The sums restart in each
-    chunk."""
+    """Step sizes, and cumulative sums of log2 decays, both (B, H, L) float32.
+
+    The sums restart in each chunk.
+    """
     batch, length, columns = proj.shape
     step = torch.empty(batch, sizes.heads, length, device=proj.device, dtype=torch.float32)
     total = torch.empty_like(step)

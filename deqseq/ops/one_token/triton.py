@@ -230,7 +230,7 @@ def mixer_step(
 ) -> tuple[Tensor, LayerTrace]:
     """Compute y * silu(gate) (B, 1, E) from the projection (B, 1, J), where y is the recurrence's output.
 
-    Also returns the trace. The heads of a group share b and c. The program of each head convolves them again.
+    Also returns the trace. The heads of a group share b and c, but each head's program computes them itself.
     """
     batch = row.shape[0]
     tail, ssm = (t.contiguous() for t in state)

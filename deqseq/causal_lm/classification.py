@@ -1,4 +1,4 @@
-"""Classification of sequences, and rewards for them.
+"""A model that classifies sequences. With one label, it is a reward model.
 
 Shapes: B sequences, L tokens, D width, N labels.
 """
@@ -64,9 +64,10 @@ class ImplicitForSequenceClassification(GenericForSequenceClassification, Implic
         ``config.pad_token_id`` is classified, as in transformers.
 
         Args:
-            labels: (B,) class ids, -100 for sequences without a label; or (B, N) floats, one for each label;
-                or (B, N) numbers for a regression, (B,) if N is 1. ``config.problem_type`` decides. If it is
-                ``None``, one label means a regression, and otherwise the dtype decides.
+            labels: ``config.problem_type`` decides what the labels are. Single-label classification: (B,)
+                class ids, with -100 for sequences without a label. Multi-label classification: (B, N) floats.
+                Regression: (B, N) floats; (B,) too if N is 1. If ``problem_type`` is ``None``, N = 1 means
+                regression. For larger N, integers mean single-label and floats multi-label classification.
 
         The other arguments are those of :meth:`ImplicitModel.forward`.
 
@@ -107,7 +108,7 @@ class ImplicitForSequenceClassification(GenericForSequenceClassification, Implic
         )  # fmt: skip
 
     def _checked(self, labels: Tensor, size: int) -> tuple[Tensor, str]:
-        """The labels as the loss takes them, and the kind of problem. ``size``: number of sequences B."""
+        """Check the labels. Returns them (class ids as int64) and the kind of problem. ``size``: B."""
         check_tensor("labels", labels)
         count = int(self.config.num_labels or 0)
         whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype.itemsize < 2)

@@ -30,8 +30,8 @@ _TRANSFORMERS = {
 # to_dict() contains them, because tools such as PEFT look there.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
-# Saved folders contain the module _MODULE, which imports these classes of ours. With ``trust_remote_code``,
-# transformers' Auto classes import the module and so load the folder before anybody has imported deqseq.
+# Saved folders contain the module _MODULE, which imports these classes from deqseq. With
+# ``trust_remote_code``, transformers' Auto classes import this module. Users need not import deqseq first.
 _MODULE = "modeling_deqseq"
 _AUTO_MAP = {
     "AutoConfig": "ImplicitConfig",
@@ -63,12 +63,12 @@ class ImplicitConfig(PreTrainedConfig):
         convergence: convergence policy in training.
         eval_convergence: convergence policy in evaluation; by default the policy of training.
         window: number of tokens solved together; by default all.
-        causal: true: training raises an error if the solver or the policy could make a token depend on later
-            tokens.
+        causal: true: training raises an error if the solver, the policy or the guess could make a token
+            depend on later tokens.
         guess: decides where the search starts. With ``"previous"``, a call that continues a cache starts at
             the equilibrium of the last token in the cache.
-        max_position_embeddings: number of tokens in the longest sequences that the model is meant for. Tools
-            such as lm-eval read it. The model itself accepts sequences of any length. ``None``: unknown.
+        max_position_embeddings: length of the longest sequences that the model is meant for. Tools such as
+            lm-eval read this setting. The model itself accepts sequences of any length. ``None``: unknown.
         initializer_range: standard deviation of the initial embeddings and output weights.
         use_cache: true: calls in evaluation mode return a cache by default.
         tie_word_embeddings: true: the output layer uses the embeddings as its weights.
@@ -279,12 +279,12 @@ class ImplicitConfig(PreTrainedConfig):
 
     @property
     def num_key_value_heads(self) -> int:
-        """Number of key and value heads; missing if there are no query heads."""
+        """Number of key/value heads. Backbones without ``n_head`` do not have this attribute."""
         return int(self.backbone.get("n_kv_head") or self.num_attention_heads)
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head; missing if there are no query heads."""
+        """Width of an attention head. Backbones without ``n_head`` do not have this attribute."""
         return self.hidden_size // self.num_attention_heads
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ this number. So its shapes rarely change."""
 
 
 class Memory(NamedTuple):
-    """What a model needs to know about the tokens that it has consumed."""
+    """A model's memory of the tokens that it has consumed."""
 
     state: State
     equilibrium: Tensor | None  # (B, D) of the last token; ``None`` if it is unknown

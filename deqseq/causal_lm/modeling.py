@@ -117,7 +117,8 @@ class ImplicitPreTrainedModel(PreTrainedModel):
         model, info = loaded
         # Without this line, transformers would save renamed weights under their old names.
         vars(model).pop("_weight_conversions", None)
-        # ``backbone.`` begins names of the reference implementation that the key mapping does not know.
+        # A name that still begins with ``backbone.`` comes from the reference implementation, and the key
+        # mapping does not know it.
         body = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("layer", "backbone"))
         if unknown := sorted(name for name in info["unexpected_keys"] if name.startswith(body)):
             raise ValueError(
@@ -425,10 +426,10 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     def to_implicit(self, **config_overrides: Any) -> ImplicitForCausalLM:
         """Make an implicit model with the weights of this explicit or injected model.
 
-        From an injected model, the new model has the same map f(z, x), and iterates it. Its first evaluation
-        computes what this model computes.
+        If this model is injected, the new model iterates the same map f(z, x). At z = 0, the map returns the
+        output of this model.
 
-        From an explicit model, the new model differs in two places: its first block gets ``gain * z + x``
+        If this model is explicit, the new model differs in two places: its first block gets ``gain * z + x``
         instead of x (the backbone's ``input_skip``), and x is injected into every block. The gain and the
         injection start at 0. So f(z, x) initially does not depend on z and equals the explicit stack, and a
         search needs two evaluations. The gain and the injection get gradients from the first step on.
@@ -445,10 +446,10 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
         """Generate tokens: transformers' ``generate``, with one more argument.
 
         Args:
-            wavefront: solve up to this number of new tokens at once. The tokens are those of ordinary greedy
-                decoding, up to the tolerance of the search. One evaluation of f works on several tokens, so
-                fewer evaluations follow one another. For greedy decoding with implicit models. A cache that
-                you pass gets the tokens of the prompt only, not the new tokens.
+            wavefront: solve up to this number of new tokens at once. Only for greedy decoding with implicit
+                models. The tokens are those of ordinary greedy decoding, up to the tolerance of the search.
+                One evaluation of f works on several tokens, so generation needs fewer evaluations in
+                sequence. A cache that you pass gets the tokens of the prompt only, not the new tokens.
 
         Raises:
             ValueError: ``wavefront`` is below 1, or is combined with a feature that it does not support, such
@@ -554,8 +555,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """The arguments of ``generate`` for the decoding method.
 
-        If ``custom_generate`` is a function, transformers drops some arguments, such as ``streamer``. Here
-        the function gets each of them for which it has a parameter.
+        If ``custom_generate`` is a function, transformers drops some arguments, such as ``streamer``. This
+        method keeps those for which the function has a parameter.
         """
         usual = super()._extract_generation_mode_kwargs(None, dict(kwargs), *standard)
         found = super()._extract_generation_mode_kwargs(custom_generate, kwargs, *standard)

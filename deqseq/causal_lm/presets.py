@@ -7,8 +7,8 @@ preset.
 
 - *explicit*: the model applies its blocks once.
 - *injected*: the model evaluates the map of an implicit model once, at z = 0. It has the same weights as an
-  implicit model, and costs about as much as an explicit one. It is the control that shows what iterating
-  contributes.
+  implicit model, and costs about as much as an explicit one. Compare implicit models with this control to
+  see what iterating contributes.
 - *bounded*: training runs four iterations without gradients, then one with gradients (a phantom step).
   Evaluation runs five iterations. Five iterations do not reach the equilibrium. So generation and windows
   give other results than a full forward pass. To make all results agree, set

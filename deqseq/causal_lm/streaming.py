@@ -63,12 +63,12 @@ def stream(
             ``()``, no id ends a sequence.
         pad_token_id: id of the tokens of a sequence that has ended. By default, that of
             ``model.generation_config``, or else the first id that ends a sequence.
-        generator: random numbers for sampling; by default torch's global generator. A generator with the same
-            seed gives the same tokens.
+        generator: random generator for sampling; by default torch's global generator. A generator with the
+            same seed gives the same tokens.
         solve: solver, policy, window and guess; by default the model's. For implicit models only.
-        past_key_values: a cache to continue. Then ``input_ids`` are only the tokens that are not in it yet.
-            The prompt fills the cache. When the stream ends or is closed, the cache also gets the new tokens
-            except the last one, which the model has not consumed. Until then, nothing else may change it.
+        past_key_values: a cache to continue. ``input_ids`` are then only the tokens that it does not contain
+            yet. The prompt fills the cache. When the stream ends or is closed, the cache also gets the new
+            tokens except the last one, which the model has not consumed. Do not change the cache before.
 
     Yields:
         (B,) int64, the next token of every sequence. The stream ends when all sequences have ended.
@@ -109,7 +109,7 @@ def stream(
     ends = torch.tensor(end, dtype=torch.int64, device=input_ids.device)
 
     def choose(logits: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
-        """The next tokens (B,), and the sequences that have ended (B,) bool, after these tokens."""
+        """Returns the next tokens (B,), and (B,) bool, true for sequences that have ended."""
         ids = chosen(warpers(None, logits), do_sample, generator)
         ids = ids.masked_fill(ended, pad)
         return ids, ended | torch.isin(ids, ends)
@@ -170,16 +170,16 @@ def fast_generate(
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, tokenizer,
-            assistant_model, synced_gpus, model_options: what ``generate`` passes to its decoding methods.
-        generator: random numbers for sampling; by default torch's global generator.
+            assistant_model, synced_gpus, model_options: arguments of transformers' decoding methods.
+        generator: random generator for sampling; by default torch's global generator.
 
     Returns:
         (B, L + new) int64 prompts and new tokens, or transformers' output class if
         ``return_dict_in_generate`` is true.
 
     Raises:
-        ValueError: a feature that it does not support, such as beams, speculative decoding,
-            ``use_cache=False`` or ``output_hidden_states``; a model that :func:`stream` refuses.
+        ValueError: an unsupported feature, such as beams, speculative decoding, ``use_cache=False`` or
+            ``output_hidden_states``; a model that :func:`stream` refuses.
     """
     check_model(model, "fast_generate")
     config = generation_config

@@ -1,4 +1,4 @@
-"""Checks of decoding methods for transformers' ``generate`` that do not call the model for new tokens."""
+"""Checks for decoding methods of ``generate`` that do not call the model's ``forward`` for new tokens."""
 
 from typing import Any
 
@@ -31,12 +31,12 @@ def check_layer(model: Any, function: str) -> None:
 def unsupported(
     model: Any, config: Any, assistant_model: Any, synced_gpus: bool, options: dict[str, Any]
 ) -> dict[str, bool]:
-    """Features of ``generate`` that such methods lack, and for each whether this call uses it.
+    """Map each feature of ``generate`` that these decoding methods lack to whether this call uses it.
 
     Args:
         model: an ImplicitForCausalLM.
         config: the generation config of the call.
-        assistant_model, synced_gpus, options: what ``generate`` passes to its decoding methods.
+        assistant_model, synced_gpus, options: arguments that ``generate`` passes to its decoding methods.
     """
     mode = config.get_generation_mode(assistant_model)
     with_dict = config.return_dict_in_generate

@@ -34,7 +34,7 @@ from deqseq.problem import Problem, SolveOptions
 
 
 class _UntilChosen(ConvergencePolicy):
-    """Wraps ``policy``. A token settles only if, in addition, its input is the choice of the token before it.
+    """Adds a condition to ``policy``: a token's input must equal the id chosen after the token before it.
 
     Args:
         policy: the convergence policy of the search.
@@ -56,7 +56,7 @@ class _UntilChosen(ConvergencePolicy):
         verdict = self._policy.judge(z, fz, iterations, active)
         self.choices = self._choose(fz)
         right = F.pad(self.inputs[:, 1:] == self.choices[:, :-1], (1, 0), value=True)
-        # A token with a wrong input will change. Its residual is 1, also if its evaluation is not finite.
+        # A token with a wrong input will change. Set its residual to 1, even if its evaluation is not finite.
         residual = verdict.residual.where(right, 1.0)
         return Judgement(residual, verdict.converged & right, verdict.stops & right)
 

@@ -1,7 +1,7 @@
 """Serves deqseq's language models with vLLM.
 
 vLLM calls :func:`register` in each of its processes, because this package has an entry point in the group
-``vllm.general_plugins``. Nothing else has to be imported. The package needs the ``vllm`` extra.
+``vllm.general_plugins``. You need not import anything. The package needs the ``vllm`` extra.
 """
 
 import logging

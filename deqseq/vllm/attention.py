@@ -30,7 +30,7 @@ class Selector:
         self._builder: AttentionMetadataBuilder[Any] | None = None
 
     def possible(self, context: ForwardContext) -> bool:
-        """Whether requests may leave the step. If it replays CUDA graphs, its number of tokens is fixed."""
+        """Whether requests may leave the step. CUDA graphs fix the number of tokens, so they forbid it."""
         return context.cudagraph_runtime_mode == CUDAGraphMode.NONE
 
     def select(

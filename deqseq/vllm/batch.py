@@ -33,7 +33,7 @@ class FlatFunction(Protocol):
         """The map of a flat batch with some of the requests.
 
         Args:
-            rows: (r,) int64 ascending indices of these requests. Requests without tokens do not count.
+            rows: (r,) int64 ascending indices of these requests among the requests that have tokens.
             tokens: (t,) int64 ascending indices of their tokens in this map's flat batch.
             starts: (r + 1,) int64, ``query_start_loc`` of the new flat batch.
         """
@@ -44,7 +44,7 @@ def rows_of(starts: Tensor, tokens: int) -> Packing:
     """The packing of a flat batch of T = ``tokens`` tokens, seen as (1, T), into one row per request.
 
     ``starts`` (R + 1,) is vLLM's ``query_start_loc``: the index of every request's first token, then the
-    number of real tokens. The tokens after these are padding.
+    number of real tokens. All later tokens are padding.
     """
     place = torch.arange(tokens + 1, device=starts.device)
     first = torch.isin(place, starts)

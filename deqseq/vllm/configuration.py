@@ -1,4 +1,4 @@
-"""What vLLM needs to know before it builds a model, and the settings that are refused."""
+"""Describes our models to vLLM before it builds them, and refuses settings that they do not support."""
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -24,7 +24,7 @@ def backbone_of(config: ImplicitConfig) -> Backbone:
 
 
 def solve_options(config: ImplicitConfig) -> SolveOptions:
-    """How tokens are solved: the configuration's solver, policy of evaluation and guess.
+    """The solve options for vLLM: the configuration's solver, evaluation policy and guess.
 
     Raises:
         ValueError: vLLM cannot serve the configuration's window or guess.
@@ -44,7 +44,9 @@ def solve_options(config: ImplicitConfig) -> SolveOptions:
 
 
 def compacts(vllm_config: VllmConfig) -> bool:
-    """Whether settled requests leave a step: ``compact`` in vLLM's ``additional_config``; true by default.
+    """Whether to remove settled requests from a step's batch.
+
+    Users set this as ``compact`` in vLLM's ``additional_config``. The default is true.
 
     Raises:
         ValueError: the value is not true or false.
@@ -64,7 +66,7 @@ class Architecture(ModelArchConfigConvertorBase):
     """
 
     def get_architectures(self) -> list[str]:
-        # The loader of the weights reads the configuration itself, so the name has to stand there too.
+        # Also store the name in the configuration, because vLLM's weight loader reads it there.
         self.hf_config.architectures = names = [self._architecture()]
         return names
 
@@ -94,11 +96,10 @@ class Architecture(ModelArchConfigConvertorBase):
 def _check(vllm_config: VllmConfig, refused: dict[str, bool]) -> None:
     """Refuse settings of vLLM that the models do not support.
 
-    ``refused`` maps a sentence to whether the model must be refused for this reason. The reasons that all
-    models share are added here.
+    ``refused`` maps an error message to whether to raise it. This function adds the messages for all models.
 
-    The host checks for convergence between two evaluations. So a CUDA graph cannot record a whole forward
-    pass, and vLLM may only record pieces of one evaluation.
+    The function also turns off CUDA graphs of whole forward passes. The host checks for convergence between
+    two evaluations, so vLLM may only record pieces of one evaluation.
     """
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     refused = {

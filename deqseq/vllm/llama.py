@@ -1,7 +1,7 @@
 """Implicit, injected and explicit Llama models with vLLM's paged attention.
 
-Every evaluation of f stores the keys and values of all its tokens in the cache, over those of the evaluation
-before. The cache keeps those of the last evaluation, as in generation without vLLM.
+Every evaluation of f writes the keys and values of its tokens to the cache, and overwrites those of the
+previous evaluation. In the end the cache has the keys and values of the last evaluation, as without vLLM.
 
 Shapes: T tokens in the flat batch, D width, H query heads, J key/value heads, P = D / H head dim.
 """
@@ -102,8 +102,8 @@ class Evaluation(nn.Module):
         self.gain = None if sizes.input_skip is None else nn.Parameter(torch.zeros(sizes.d_model))
 
     def forward(self, z: Tensor, positions: Tensor, injection: Tensor | None, x: Tensor | None) -> Tensor:
-        """f(z) (T, D). With ``input_skip``, the stream also starts at ``x`` (T, D)."""
-        # A copy, because RMSNorm may overwrite the stream, and the loop compares z with f(z).
+        """f(z) (T, D). With ``input_skip``, the stream starts at ``gain * z + x`` instead of z."""
+        # Copy z, because RMSNorm may overwrite the stream, and the loop compares z with f(z).
         stream = z.clone() if self.gain is None or x is None else torch.addcmul(x, self.gain, z)
         added = None
         for layer in self.layers:
@@ -133,7 +133,7 @@ class Step:
     Attributes:
         requests: (R,) int64 indices of the requests in the metadata of vLLM's step.
         positions, injection, x: (T, ...) arguments of :class:`Evaluation`.
-        context: vLLM's forward context. Its attention layers find the requests' keys and values in it.
+        context: vLLM's forward context. It tells the attention layers where keys and values are stored.
     """
 
     evaluation: Evaluation

@@ -14,7 +14,7 @@ from deqseq.solution import Solution, Status
 
 _COUNTERS = {
     "deqseq:steps": "Steps in which tokens were solved.",
-    "deqseq:evaluations": "Evaluations of f. Each evaluates all tokens of a step that have not left it.",
+    "deqseq:evaluations": "Evaluations of f. Each covers all requests that have not left the step.",
     "deqseq:tokens": "Tokens that were solved, in prompts and in answers.",
     "deqseq:token_evaluations": "Evaluations that tokens needed, summed over the tokens.",
     "deqseq:unconverged_tokens": "Tokens that used up their evaluations, or became non-finite.",
@@ -43,7 +43,7 @@ class IterationCounters:
 
 
 def _sums(solution: Solution) -> torch.Tensor:
-    """(3,) int64: the number of tokens, of their iterations, and of tokens that did not converge."""
+    """(3,) int64: number of tokens, sum of their iterations, number of tokens that did not converge."""
     failed = (solution.status == Status.BUDGET_EXHAUSTED) | (solution.status == Status.NON_FINITE)
     tokens = failed | (solution.iterations > 0)  # false at padding
     return torch.stack([tokens.sum(), solution.iterations.sum(), failed.sum()])

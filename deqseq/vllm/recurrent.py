@@ -1,7 +1,7 @@
 """Models with any backbone whose state has a constant size, such as Mamba2, in vLLM.
 
-vLLM keeps a slot for each request. A forward pass gathers the states of its requests from their slots, lets
-the layer solve the tokens that follow them, and stores the states after these tokens in the slots.
+vLLM keeps a slot with the state of each request. A forward pass reads the states from the slots, solves the
+new tokens with the layer, and writes the new states to the slots.
 
 Shapes: T tokens in the flat batch, R requests, W tokens of the longest request, D width.
 """
@@ -59,7 +59,7 @@ class Slots(nn.Module, MambaBase):
     """The states of all requests. For vLLM, all blocks of the backbone are one layer.
 
     Args:
-        form: the state of one sequence, with the shapes and types of a slot.
+        form: a state of one sequence. Its tensors have the shapes and types of a slot.
 
     Attributes:
         kv_cache: for each tensor of a state, one tensor with all slots. vLLM sets this attribute.
@@ -85,7 +85,10 @@ class Slots(nn.Module, MambaBase):
         return SlotBackend
 
     def load(self, slots: Tensor, initial: State, seen: Tensor) -> State:
-        """The states in ``slots`` (R,), after ``seen`` (R,) tokens. New requests get those of ``initial``."""
+        """Read the states in ``slots`` (R,). New requests get their states from ``initial`` instead.
+
+        ``seen`` (R,): number of tokens before each state; 0 for new requests.
+        """
         stored = iter(self.kv_cache)
 
         def merge(values: Tensor) -> Tensor:
@@ -113,7 +116,7 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
         self.slots = Slots(backbone.initial_state(1), vllm_config, maybe_prefix(prefix, "slots.0"))
 
     def get_mamba_state_copy_funcs(self, mamba_types: set[MambaAttentionBackendEnum]) -> dict[Any, Any]:
-        """For the prefix cache: every tensor of a state is copied as a whole."""
+        """Tell vLLM's prefix cache to copy every tensor of a state as a whole."""
         copy = (get_temporal_copy_spec,) * len(self.slots.shapes)
         return dict.fromkeys(mamba_types, copy)
 
@@ -126,8 +129,8 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
     ) -> Tensor:  # fmt: skip
         """The equilibria (T, D), f(0, x) of an injected model, or f(x) of an explicit one.
 
-        New tokens of running requests (one each) and prompts are solved separately, because a row of the
-        batch is as long as the longest.
+        Running requests, with one new token each, are solved separately from prompts, because every row of a
+        batch is padded to the longest row.
         """
         x = self.inner.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         metadata = get_forward_context().attn_metadata

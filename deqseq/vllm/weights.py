@@ -1,4 +1,4 @@
-"""Reads checkpoints: plain weights instead of weight-normalised ones."""
+"""Reads checkpoints, and turns weight-normalised weights into plain ones."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,10 +9,10 @@ _LENGTH, _DIRECTION = ".parametrizations.weight.original0", ".parametrizations.w
 
 
 def folded(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint, by name. Each weight-normalised one becomes the plain weight g v / ||v||.
+    """Yield the names and weights of a checkpoint. g and v of a weight become the weight g v / ||v||.
 
     Raises:
-        ValueError: the checkpoint has g or v of a weight, and not the other.
+        ValueError: the checkpoint has only g or only v of a weight.
     """
     parts: dict[str, dict[str, Tensor]] = {}
     for name, value in weights:

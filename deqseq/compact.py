@@ -101,7 +101,7 @@ def _part(problem: Problem, carry: Carry, rows: Tensor) -> tuple[Problem, Carry]
 def compactable(problem: Problem) -> bool:
     """Whether settled sequences may be removed from the batch of ``problem``.
 
-    A state that grows with the sequence, such as keys and values, is too large to copy its rows.
+    A state that grows with the sequence, such as keys and values, forbids this: copying rows costs too much.
     """
     small = problem.state is None or not cast(Backbone, problem.map).rewinds
     together = problem.window is None and problem.solver.windowed and not problem.fixed

@@ -10,8 +10,8 @@
 ``"fla"``
     the recurrence and the convolution of ``fla-core`` (flash-linear-attention).
 
-On an NVIDIA GPU, the default is the first of triton, mamba_ssm and fla that can be imported. On other
-devices, the default is torch. AMD GPUs (ROCm) are such devices, because the kernels are not tested there. The
+On an NVIDIA GPU, the default is the first of triton, mamba_ssm and fla that can be imported. On all other
+devices, the default is torch, also on AMD GPUs (ROCm), because the kernels are not tested there. The
 environment variable ``DEQSEQ_KERNELS``, or :func:`use`, selects another implementation. Torch always computes
 float64 operations, and operations that the selected implementation lacks. By default torch also computes
 float32 matrix products. Exact float32 products are slow in Triton, and the other packages round to TF32.
@@ -188,8 +188,8 @@ def launch(
 ) -> None:
     """Run a Triton kernel, and keep the compiled kernel for later calls.
 
-    Later calls take half the host time of Triton's own launch. Triton's own launch spends most of its time on
-    finding the compiled kernel. Small models spend most of their time on launches.
+    Later calls take half the host time of Triton's own launch, because they find the compiled kernel faster.
+    Small models spend most of their time on launches.
 
     ``args``: tensors and numbers, in the order of the kernel's parameters; ``constants``: the remaining
     parameters, in the kernel's order.

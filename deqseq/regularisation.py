@@ -23,7 +23,7 @@ def jacobian_penalty(
 ) -> Tensor:
     """Hutchinson's estimate of ``||df/dz||_F^2 / (B L D)``, a scalar to add to a loss.
 
-    (Bai et al., *Stabilizing Equilibrium Models by Jacobian Regularization*, 2021, arXiv 2106.14342.)
+    Source: Stabilizing Equilibrium Models by Jacobian Regularization, Bai et al., 2021, arXiv 2106.14342.
 
     Args:
         f: the map, (B, L, D) -> (B, L, D). The penalty sends gradients to all tensors that ``f`` uses.

@@ -131,8 +131,8 @@ def _key(inputs: list[Tensor]) -> Hashable:
 class Fingerprint:
     """Detects changes of a layer that make its recordings invalid, such as a replaced module or weight.
 
-    The method ``of`` runs for every generated token, so it must be fast. It lists the modules of the layer
-    once, and again only after a module was replaced. Loops over dictionaries use ``map`` and ``chain``, which
+    The method ``of`` runs for every generated token, so it must be fast. It lists the layer's modules only in
+    the first call and after a module was replaced. Loops over dictionaries use ``map`` and ``chain``, which
     run in C.
     """
 

@@ -47,7 +47,7 @@ def steps(
     Args:
         problem: the problem to iterate on. Its policy and window are ignored.
         count: number of iterations. Each iteration evaluates f once on all tokens.
-        start: the solution of a search; the iteration continues from its z. The result keeps the residual,
+        start: the solution of a search; the iteration begins at ``start.z``. The result keeps the residual,
             iterations, status and state of ``start``. By default the iteration begins at ``problem.z0``.
 
             In evaluation (``problem.training`` is false), the result's z has the value of ``start.z``. Only

@@ -124,8 +124,8 @@ class Block(nn.Module):
 class Stack(Backbone):
     """A stack of blocks and a final norm. Every block adds the same injection.
 
-    A subclass that keeps a state sets ``state_shapes``. They are the shapes of the tensors in one block's
-    initial state, without the batch dimension.
+    A subclass that keeps a state sets ``state_shapes``: the shapes of the tensors in one block's initial
+    state, without the batch dimension.
 
     Args:
         blocks: modules with a method ``weights(x)``; ``x`` is the layer's input.

@@ -18,8 +18,8 @@ from deqseq.solvers.picard import damped
 class RecursionBackbone(Backbone):
     """f(z, x): one round of updates of two latents, z = [z_H, z_L], with x = [x_H, x_L].
 
-    (Hierarchical Reasoning Models, Wang et al., 2025, arXiv 2506.21734; Tiny Recursive Models,
-    Jolicoeur-Martineau, 2025, arXiv 2510.04871; Equilibrium Reasoners, arXiv 2605.21488.)
+    Sources: Hierarchical Reasoning Models, Wang et al., 2025, arXiv 2506.21734; Tiny Recursive Models,
+    Jolicoeur-Martineau, 2025, arXiv 2510.04871; Equilibrium Reasoners, arXiv 2605.21488.
 
     z and x have width 2 D: each holds two halves of width D. A round first does, ``updates`` times,
 

@@ -26,8 +26,8 @@ _TRANSFORMERS = {
     "output_attentions", "quantization_config", "torch_dtype", "_attn_implementation_internal",
     "_commit_hash", "_experts_implementation_internal", "_name_or_path",
 }  # fmt: skip
-# Sizes of the backbone under the names of transformers. They are properties of the configuration, and
-# to_dict() contains them, because tools such as PEFT look there.
+# Sizes of the backbone under the names of transformers. They are properties of the configuration. to_dict()
+# contains them too, because tools such as PEFT read them there.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 # Saved folders contain the module _MODULE, which imports these classes from deqseq. With
@@ -217,7 +217,7 @@ class ImplicitConfig(PreTrainedConfig):
         """Save ``config.json``, and a module that imports the classes of this package.
 
         The setting ``auto_map`` names this module. So transformers' Auto classes load the folder with
-        ``trust_remote_code=True`` in a process that has not imported deqseq. deqseq must be installed there.
+        ``trust_remote_code=True`` in a process that has not imported deqseq. deqseq must be installed.
         """
         super().save_pretrained(save_directory)
         module = Path(save_directory, f"{_MODULE}.py")

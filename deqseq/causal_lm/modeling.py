@@ -542,8 +542,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: Any) -> Tensor:
         """Positions (B, L) that count real tokens only. Padding gets the position of the token before it.
 
-        ``generate`` gives the first new token the position after that of the last column. transformers gives
-        padding position 0. If the last column is padding, the first new token would wrongly get position 1.
+        ``generate`` adds 1 to the last column's position to get the first new token's position. transformers
+        gives padding position 0. So after padding in the last column, the new token would get position 1.
         """
         mask = model_kwargs.get("attention_mask")
         if mask is None or mask.dim() != 2:

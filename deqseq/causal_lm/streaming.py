@@ -66,9 +66,9 @@ def stream(
         generator: random generator for sampling; by default torch's global generator. A generator with the
             same seed gives the same tokens.
         solve: solver, policy, window and guess; by default the model's. For implicit models only.
-        past_key_values: a cache to continue. ``input_ids`` are then only the tokens that it does not contain
-            yet. The prompt fills the cache. When the stream ends or is closed, the cache also gets the new
-            tokens except the last one, which the model has not consumed. Do not change the cache before.
+        past_key_values: a cache to continue. ``input_ids`` are then only the tokens after those in the cache.
+            The prompt fills the cache. When the stream ends or is closed, the cache also gets the new tokens
+            except the last one, which the model has not consumed. Do not change the cache during the stream.
 
     Yields:
         (B,) int64, the next token of every sequence. The stream ends when all sequences have ended.

@@ -31,7 +31,7 @@ def check_layer(model: Any, function: str) -> None:
 def unsupported(
     model: Any, config: Any, assistant_model: Any, synced_gpus: bool, options: dict[str, Any]
 ) -> dict[str, bool]:
-    """Map each feature of ``generate`` that these decoding methods lack to whether this call uses it.
+    """The features of ``generate`` that these decoding methods lack, each with true if the call uses it.
 
     Args:
         model: an ImplicitForCausalLM.

@@ -92,7 +92,10 @@ def combine(slots: list[Tensor], weights: Tensor) -> Tensor:
 
 
 def guarded(z: Tensor, proposal: Tensor, fallback: Tensor, limit: Tensor) -> Tensor:
-    """The proposal at tokens where it is finite and at most ``limit`` (B, W) from z, else the fallback."""
+    """Returns the proposal at tokens where it is good, and the fallback at all other tokens.
+
+    A proposal is good if it is finite and its distance from z is at most ``limit`` (B, W).
+    """
     with torch.no_grad():
         length = torch.linalg.vector_norm(proposal - z, dim=-1, dtype=limit.dtype)
         good = length <= limit  # false for NaN

@@ -41,7 +41,7 @@ class FlatFunction(Protocol):
 
 
 def rows_of(starts: Tensor, tokens: int) -> Packing:
-    """The packing of a flat batch of T = ``tokens`` tokens, seen as (1, T), into one row per request.
+    """The packing that turns a flat batch, seen as (1, T), into one row per request. T is ``tokens``.
 
     ``starts`` (R + 1,) is vLLM's ``query_start_loc``: the index of every request's first token, then the
     number of real tokens. All later tokens are padding.

@@ -1,4 +1,4 @@
-"""Describes our models to vLLM before it builds them, and refuses settings that they do not support."""
+"""Describes our models to vLLM before it builds them, and refuses unsupported settings."""
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -61,8 +61,8 @@ class Architecture(ModelArchConfigConvertorBase):
     """Tells vLLM which class serves a configuration.
 
     Raises:
-        ValueError: the checkpoint is not a language model; the backbone is not causal or keeps no state; its
-            state grows, and it is not a ``LlamaBackbone``; see also :func:`solve_options`.
+        ValueError: the checkpoint is not a language model; the backbone is not causal or keeps no state; the
+            state of a backbone other than ``LlamaBackbone`` grows; see also :func:`solve_options`.
     """
 
     def get_architectures(self) -> list[str]:

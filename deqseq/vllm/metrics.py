@@ -1,7 +1,7 @@
 """Counters of iterations for Prometheus.
 
-Every process that runs a model counts its iterations. vLLM's server is another process. It shows the counters
-at ``/metrics`` if ``PROMETHEUS_MULTIPROC_DIR`` names an empty folder when the server starts.
+Every process that runs a model counts its iterations. vLLM's server is another process. The server shows the
+counters at ``/metrics`` if ``PROMETHEUS_MULTIPROC_DIR`` names an empty folder when the server starts.
 """
 
 from functools import cache

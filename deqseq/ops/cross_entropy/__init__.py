@@ -17,8 +17,8 @@ def next_token_loss(
 ) -> Tensor:
     """The loss of causal language models in transformers, in float32.
 
-    It is the cross-entropy of token t + 1 under the logits at token t. The Triton kernel makes no copy of the
-    logits for the backward pass.
+    The loss is the cross-entropy of token t + 1 under the logits at token t. The Triton kernel makes no copy
+    of the logits for the backward pass.
 
     Args:
         logits: (B, L, V'). Columns from ``vocab_size`` on are ignored and get a gradient of zero.

@@ -1,7 +1,7 @@
 """Triton kernels for decoding. They compute a Mamba2 or Llama block for one token per sequence.
 
-With so few tokens, a kernel spends most of its time on its start and its first loads. A block therefore uses
-few kernels, and each kernel does several operations.
+With so few tokens, a kernel spends most of its time on starting and on its first loads. So a block uses few
+kernels, and each kernel does several operations.
 
 Shapes:
 

@@ -34,7 +34,9 @@ from deqseq.problem import Problem, SolveOptions
 
 
 class _UntilChosen(ConvergencePolicy):
-    """Adds a condition to ``policy``: a token's input must equal the id chosen after the token before it.
+    """Wraps ``policy`` and adds a condition.
+
+    A token settles only if its input is also the id that was chosen after the token before it.
 
     Args:
         policy: the convergence policy of the search.

@@ -9,7 +9,7 @@ _LENGTH, _DIRECTION = ".parametrizations.weight.original0", ".parametrizations.w
 
 
 def folded(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and weights of a checkpoint. g and v of a weight become the weight g v / ||v||.
+    """Yield the names and weights of a checkpoint. A pair g, v becomes the weight g v / ||v||.
 
     Raises:
         ValueError: the checkpoint has only g or only v of a weight.

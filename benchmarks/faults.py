@@ -150,12 +150,12 @@ def flip(program: Program, place: Path, chance: random.Random, whole: Path, dama
     """Flip one random bit of a file, then run the program.
 
     ``damaged`` is either a folder with prepared data or the folder ``whole`` of a finished run. In prepared
-    data, any file may get the wrong bit. Of a finished run, this function first makes a copy. It then chooses
-    one of two kinds of fault at random:
+    data, the file may be any file. A finished run is copied first, and the file belongs to the copy. The
+    function chooses one of two kinds of fault at random:
 
-    - "finished run": a file of the copy gets the wrong bit, but no file of a checkpoint.
-    - "checkpoint": a file of the newest checkpoint gets the wrong bit. The trained model, its record and its
-      seal are removed from the copy, so the program has to continue from a checkpoint.
+    - "finished run": the file belongs to no checkpoint.
+    - "checkpoint": the file belongs to the newest checkpoint. The function also removes the trained model,
+      its record and its seal from the copy, so the program has to continue from a checkpoint.
     """
     output, log = place / "output", place / "log.txt"
     if damaged != whole:

@@ -7,20 +7,20 @@ Prompts are random tokens. The lengths of prompts and answers are uniform betwee
                 until its longest request ends, and surplus tokens of the other requests are dropped
     adaptive    vLLM; every token is solved to the model's tolerance
     no-leaving  like adaptive, but a request that has converged stays in the batch until the step ends
-    fixed       vLLM; all tokens get the same number of evaluations: the most that a token of adaptive needed
+    fixed       vLLM; all tokens get as many evaluations as the slowest token needed in the arm adaptive
     explicit    vLLM with the explicit twin, which evaluates the same stack once, without injection
     injected    vLLM with the injected form, which evaluates f once
 
 Each arm runs in a process of its own. Loading, compiling and a short warm-up are not counted. The columns:
 
-    tokens / CPU s      tokens that were asked for, over user and system time of all processes
-    over static         the same, divided by that of static
-    tokens / s          tokens that were asked for, over wall time
+    tokens / CPU s      requested tokens, divided by the user and system time of all processes
+    over static         tokens / CPU s, divided by the tokens / CPU s of static
+    tokens / s          requested tokens, divided by the wall-clock time
     first, ms           time from the arrival of a request to its first token: median and 95th percentile
     between, ms         time between two tokens of a request: median and 95th percentile
-    counted / needed    evaluations of f, summed over the tokens in them; divided by the sum that would result
-                        if every request left the batch as soon as it had converged; without padding
-    equal               share of the requests whose tokens are those of static
+    counted / needed    tokens in the batch, summed over all evaluations of f, divided by this sum if every
+                        request left the batch as soon as it converged; padding does not count
+    equal               share of the requests that get the same tokens as in static
 
 By default, two random models are served, a Llama and a Mamba2. A fifth of their tokens has weak embeddings.
 After such a token, f contracts slowly. So the requests of a batch need different numbers of evaluations.
@@ -134,7 +134,7 @@ def measure(options: argparse.Namespace, cases: Mapping[str, Case]) -> list[Row]
 
 
 def best(rows: Sequence[Row]) -> list[Row]:
-    """Of the repeats of every arm, the row with the fewest CPU seconds, in the order of the table."""
+    """For every model and arm, the repeat with the fewest CPU seconds. The rows are in the table's order."""
     kept: dict[tuple[str, int], Row] = {}
     for row in sorted(rows, key=lambda row: row.get("CPU seconds", math.inf)):
         kept.setdefault((row["model"], ARMS.index(row["arm"])), row)
@@ -184,7 +184,7 @@ def draw(rows: Sequence[Row], axes: list[Any]) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise ``ValueError`` for options that contradict each other or this machine."""
+    """Raise ``ValueError`` for options that contradict each other or do not work on this machine."""
     if options.device != "cpu":
         raise ValueError("this benchmark counts CPU seconds: use --device cpu")
     for name in ("requests", "batch", "threads", "repeats"):

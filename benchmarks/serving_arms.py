@@ -33,7 +33,7 @@ VLLM = {
 
 
 class Request(NamedTuple):
-    """A prompt, and the number of tokens to write after it."""
+    """The time at which a request arrives, its prompt, and the number of new tokens to generate."""
 
     arrival: float
     prompt: list[int]
@@ -58,8 +58,8 @@ class Evaluations:
     evaluation.
 
     Attributes:
-        counted: number of token evaluations: for every evaluation of f, the number of tokens in the batch.
-        needed: the same number if every sequence left the batch as soon as its last token had converged.
+        counted: number of tokens in the batch, summed over all evaluations of f.
+        needed: this sum, if every sequence left the batch as soon as its last token had converged.
         most: the largest number of evaluations that one token needed.
     """
 
@@ -122,7 +122,7 @@ def measure(serve: Serve, requests: Sequence[Request], batch: int, evaluations: 
 
 
 class Clock(BaseStreamer):
-    """Notes when ``generate`` has made a token for every sequence of its batch."""
+    """Records the times at which ``generate`` has made a token for every sequence of its batch."""
 
     def __init__(self, start: float) -> None:
         self.start = start
@@ -158,7 +158,7 @@ def static(folder: str, requests: Sequence[Request], batch: int) -> Row:
             out = model.generate(
                 ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, streamer=clock
             )
-            # The first time of the clock is that of the prompt.
+            # Skip the first time of the clock: ``generate`` first passes the prompt to the streamer.
             for row, request in zip(out[:, width:], group, strict=True):
                 answers.append(Answer(row[: request.new].tolist(), clock.times[1 : request.new + 1]))
                 ended()

@@ -17,11 +17,10 @@ BACKBONES = {
 
 @torch.no_grad()
 def make_model(backbone: str, seed: int) -> ImplicitForCausalLM:
-    """A small random model. Its tokens need different numbers of evaluations, and it writes different tokens.
+    """A small random model. Its tokens need different numbers of evaluations, and its answers vary.
 
-    The changes to the initial weights make f contract. The injection normalises the embeddings. A fifth of
-    the embeddings is small compared with the constant eps of this norm. They stay small, so their injection
-    is weak.
+    The scaled weights make f contract. The injection normalises the embeddings. A fifth of the embeddings is
+    so small that the norm's constant eps outweighs them. They stay small, so their injection is weak.
     """
     torch.manual_seed(seed)
     policy = {"name": "residual", "rtol": 1e-3, "max_iter": 256}

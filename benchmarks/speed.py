@@ -59,12 +59,12 @@ def fixed(iterations: int) -> Row:
 
 
 def language_model(n: int, explicit: Row, bounded: Row, free: Row) -> dict[str, tuple[str, Row, Row]]:
-    """The cases of a language model whose training step is timed.
+    """The cases in which the training step of a language model is timed.
 
-    The case "bounded, 4 + 1" of the bounded model has 4 iterations and 1 phantom step.
+    For example, "bounded, 4 + 1" is the bounded model with 4 iterations and 1 phantom step.
 
     Args:
-        n: number of iterations of the free model, in its case with a fixed number of iterations.
+        n: number of iterations in the case "free, {n} + 4".
         explicit, bounded, free: time and memory of the reference implementation, for each of these models.
     """
     return {
@@ -194,8 +194,8 @@ def correctness(bench: Bench) -> Tables:
     """Measure the relative L2 errors of f(z) and of its gradients. Plain PyTorch in float64 counts as exact.
 
     The limit applies to the error of f(z), and to the error of all gradients concatenated. The error of a
-    single gradient may be five times the limit. The sequences have an odd length, and are several chunks of
-    the Mamba2 recurrence long.
+    single gradient may be five times the limit. The sequences have an odd length, and span several chunks of
+    the Mamba2 recurrence.
     """
     rows = []
     for body, options in SMALL.items():
@@ -309,7 +309,7 @@ def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float,
     return {
         "norms": norms(2 * n + 1),
         "queries, keys, values": matrix(D, qkv),
-        "attention": (n * T * 2 * (2 * qkv + D), n * T * 2 * length * D),  # half the scores: it is causal
+        "attention": (n * T * 2 * (2 * qkv + D), n * T * 2 * length * D),  # causal: half of all scores
         "projection out": matrix(D, D),
         "MLP in, gate": matrix(D, 2 * hidden, gates=hidden),
         "MLP out": matrix(hidden, D),

@@ -1,7 +1,8 @@
 """Measures wavefront decoding: its speed, and how early its drafts are right.
 
-Ordinary generation solves one token at a time. Wavefront decoding solves a window of tokens. It begins
-with a token before earlier tokens have settled. Its input is then a draft: the choice after an iterate.
+Ordinary generation solves one token at a time. Wavefront decoding solves a window of tokens together. After
+every evaluation, the model's choice after a token becomes the input of the next token. Until the token has
+settled, this choice is a draft and may change.
 
 The first table shows how often the choice after evaluation 1, 2, ... of a token is its final choice. The
 second table compares ordinary generation with windows: passes (evaluations of f one after the other) per
@@ -28,11 +29,11 @@ from deqseq.tasks.common.runs import model_folder
 
 
 class Recorder(ConvergencePolicy):
-    """A policy that counts evaluations and records the choice after each. It leaves out those of the prompt.
+    """A policy that counts evaluations and records the model's choice after each. The prompt does not count.
 
     Attributes:
         passes: number of evaluations.
-        drafts: for every token, the list of its choices, if tokens are solved one at a time.
+        drafts: for every token that is solved alone, the choices after evaluation 1, 2, ...
     """
 
     def __init__(self, policy: Residual, model: ImplicitForCausalLM, prompt: int) -> None:

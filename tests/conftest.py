@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     items.sort(key=lambda item: item.path.name != "test_pretrain_scale.py")
     if device not in (None, "", "cpu"):
-        reason = f"counts passes as a CPU makes them; on {device} several are made between two looks"
+        reason = f"counts the passes on a CPU; on {device}, the search may make more passes"
         for item in items:
             if item.get_closest_marker("passes_of_a_cpu"):
                 item.add_marker(pytest.mark.skip(reason))
@@ -137,7 +137,7 @@ def needs_triton() -> None:
     triton = pytest.importorskip("triton", reason="Triton is not made for this platform")
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if not torch.cuda.is_available() and version < (3, 7):
-        pytest.skip("Triton's interpreter runs with this numpy from 3.7 on, and there is no GPU")
+        pytest.skip("without a GPU, this test needs Triton 3.7: older interpreters fail with this numpy")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ Each command runs only until its arguments are parsed. A test fails if the progr
 example because a flag is unknown or a value is missing. Some commands, such as those with ``--help``, end
 before the arguments are parsed; their exit status must be 0.
 
-These tests do not check that a program works. So a command also fails if no other test runs its program.
+These tests do not check that a program works. So they also fail if no other test runs the program.
 """
 
 import argparse

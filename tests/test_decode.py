@@ -28,7 +28,7 @@ def make(make_backbone: Callable[..., Backbone]) -> Callable[[str, str], Sequenc
 
 
 def filled(state: State) -> list[Tensor]:
-    """The tensors of a state. Of slots for tokens (B, ..., S, D), only those of the tokens seen."""
+    """The tensors of a state. Tensors with slots for tokens (B, ..., S, D) include only the filled slots."""
     tokens = int(state.seen.max())
     tensors = state.tensors()
     return [t.narrow(-2, 0, tokens) if t.dim() > 1 and t.shape[-2] >= 64 else t for t in tensors]
@@ -38,7 +38,7 @@ def filled(state: State) -> list[Tensor]:
 @pytest.mark.parametrize("body", BODIES)
 @torch.no_grad()
 def test_decode_equals_forward(make: Callable[[str, str], SequenceLayer], body: str, form: str) -> None:
-    """Also after tokens that are not finite: their sequence becomes NaN, the others do not change."""
+    """After a token that is not finite, its sequence becomes NaN, and the other sequences do not change."""
     layer, x = make(body, form), torch.randn(3, 9, 16)
     x[1, 6, 0] = torch.nan
     backbone: Any = layer.backbone

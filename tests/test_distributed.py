@@ -23,7 +23,7 @@ dist.init_process_group(
 )
 
 class Collective(torch.nn.Module):
-    '''A map that every rank must evaluate equally often, as one with sharded weights.'''
+    '''A map that every rank must evaluate equally often, like a map with sharded weights.'''
     def __init__(self):
         super().__init__()
         self.rate = torch.nn.Parameter(torch.tensor([0.3, 0.9][rank]))
@@ -52,8 +52,8 @@ print(json.dumps({
     "converged": bool((out.solution.status == 1).all() and (adjoint.status == 1).all()),
 }))
 dist.barrier()
-# Threads of gloo live as long as the group, and the layer holds it. One that frees a tensor while Python ends
-# aborts the process (pytorch/pytorch#179291).
+# Delete the layer: it holds the group, and gloo's threads live as long as the group. A thread that frees a
+# tensor while Python ends aborts the process (pytorch/pytorch#179291).
 del layer, out, adjoint
 dist.destroy_process_group()
 """

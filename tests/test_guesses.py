@@ -90,7 +90,7 @@ def test_noise_in_evaluation_depends_on_the_place_of_the_token_only() -> None:
 def test_noise_in_evaluation_repeats() -> None:
     """The noise stays equal in a second call, for a copy of the guess, and in another dtype.
 
-    Drawing other random numbers in between does not change it. Another start or another seed does.
+    Drawing other random numbers in between does not change the noise. Another start or another seed does.
     """
     x = torch.randn(1, 9, D)
     with torch.inference_mode():

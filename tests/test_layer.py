@@ -183,7 +183,7 @@ def test_an_implicit_layer_needs_an_injection(make_backbone: MakeBackbone) -> No
 def test_an_explicit_layer_with_an_injection_is_the_first_iteration(
     make_backbone: MakeBackbone, name: str
 ) -> None:
-    """It returns f(0, x), in one pass and token by token."""
+    """The layer returns f(0, x), in one call and token by token."""
     backbone = make_backbone(name, n_layer=2)
     once = ExplicitSequenceLayer(backbone).eval()
     x = torch.randn(2, 6, 16)

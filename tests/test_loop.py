@@ -187,7 +187,7 @@ def test_padding_is_not_waited_for(make_layer: MakeLayer, backbone: str, solver:
 def test_sequences_that_have_settled_leave_the_batch(
     make_layer: MakeLayer, backbone: str, solver: object, count_calls: CountCalls
 ) -> None:
-    """Their padding leaves too: the batch is as long as the longest sequence that is left."""
+    """The batch also gets shorter: it is as long as the longest sequence that is left."""
     layer = make_layer(
         backbone,
         dtype=torch.float64,
@@ -240,7 +240,7 @@ def test_results_keep_the_length_if_all_sequences_have_padding(make_layer: MakeL
 def test_sequences_leave_with_their_state(
     make_layer: MakeLayer, backbone: str, leave: bool, count_calls: CountCalls
 ) -> None:
-    """A recurrent state leaves with its sequence. With keys and values, all sequences stay."""
+    """Settled sequences leave if their state is recurrent. If it has keys and values, they stay."""
     policy = Residual(rtol=1e-6, max_iter=200, check_every=1)
     layer = make_layer(backbone, dtype=torch.float64, solver="anderson", convergence=policy).eval()
     calls = count_calls(layer.backbone)

@@ -82,7 +82,7 @@ def test_one_version_everywhere() -> None:
 
 
 def test_no_claim_without_its_control() -> None:
-    """Where a table compares perplexities of implicit and explicit models, its section names the control."""
+    """If a table compares perplexities of implicit and explicit models, its section names the control."""
     compared = 0
     for page in PAGES:
         for section in re.split(r"^#+ ", page.read_text(), flags=re.MULTILINE):
@@ -94,7 +94,7 @@ def test_no_claim_without_its_control() -> None:
 
 
 def test_the_tables_of_the_study_are_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page and JSON file of benchmarks/what_iteration_buys.py have the same tables."""
+    """docs/what-iteration-buys.md has the tables that follow from the study's JSON file."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from iteration.results import Result, tables
 

@@ -1,4 +1,4 @@
-"""Registries find solvers, policies, gradients, guesses and backbones by name, also in other packages."""
+"""Registries find solvers, policies, gradients, guesses and backbones by name, also from other packages."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ from deqseq.tasks.pretraining.settings import RunSettings
 
 Form = Literal["transformers", "explicit", "injected", "1+1", "2+1", "4+1", "free", "growth"]
 FORMS: list[Form] = list(get_args(Form))
-# Suffixes of the run files of those forms that evaluate f once. They have no stages.
+# The forms that evaluate f once, and the suffixes of their run files. These forms have no stages.
 _SINGLE = {"transformers": "-explicit", "explicit": "-explicit", "injected": "-injected"}
 
 
@@ -27,10 +27,10 @@ class Study:
         output: folder of the study
         model: llama or mamba2
         size: 130m, 370m, 760m or 1.3b, with 16 rows of 1,024 tokens in a step; or tiny, for CPUs
-        growth: shares of the steps after which the stages 1, 1+1 and 2+1 of the form growth end
+        growth: ends of the stages 1, 1+1 and 2+1 of the form growth, as shares of all steps
         rows: rows in one forward pass, which limits the memory; by default all rows of a step
         eval_rows: held-out rows in the evaluations during training; the last evaluation takes all rows
-        timed_steps: number of steps; their median is the time of a step
+        timed_steps: number of steps to time; the time of a step is their median
 
     Raises:
         ValueError: a value is out of range, or there is no such model.
@@ -63,7 +63,7 @@ class Study:
         return load_run(self.name, {} if self.size == "tiny" else batch)
 
     def stages(self, form: Form) -> list[tuple[str, float]]:
-        """The stages of a form: their names, and the shares of the steps after which they end."""
+        """The stages of a form: for each stage, its name and its end as a share of all steps."""
         if form == "free":
             return [("4+1", 0.8), ("free", 1.0)]
         if form == "growth":
@@ -120,7 +120,7 @@ class Budget:
         """The fields ``steps``, ``decay_share`` and ``eval_at`` of a run that uses up this budget.
 
         Args:
-            ends: shares of the steps after which the stages end.
+            ends: ends of the stages, as shares of all steps.
             times: seconds of a step in every stage.
             batch_tokens: tokens of a step.
             points: number of evaluations, at equal shares of the budget.
@@ -130,7 +130,7 @@ class Budget:
         """
         if self.unit == "tokens":  # every step costs the same number of tokens
             times = [float(batch_tokens)] * len(ends)
-        spent = np.cumsum(np.diff([0, *ends]) * times)  # per step of the run, at the end of every stage
+        spent = np.cumsum(np.diff([0, *ends]) * times)  # until the end of every stage, per step of the run
         steps = int(self.amount / spent[-1] + 1e-9)
         if any(round(end * steps) <= round(begin * steps) for begin, end in pairwise([0, *ends])):
             raise ValueError(f"{self.amount:g} {self.unit} are {steps} steps, too few for {len(ends)} stages")

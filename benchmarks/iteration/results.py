@@ -33,9 +33,9 @@ class Result:
         form: a form of the study, such as injected.
         unit, amount: the budget: a number of tokens or of seconds.
         parameters: number of trained parameters.
-        seconds: training time by the time of a step, which was measured before training.
-        run_seconds: wall-clock time of training by the log of the run. ``None`` on a CPU, because other
-            programs would change it.
+        seconds: training time, computed from the time of a step that was measured before training.
+        run_seconds: wall-clock time of training, from the log of the run. ``None`` on a CPU, because other
+            programs on the machine would change it.
         perplexity: per token, on all held-out rows, after training.
         iterations: mean number of evaluations of f per token in evaluation; ``None`` if f is evaluated once.
         curve: tokens, seconds and perplexity of the evaluations during training.

@@ -114,7 +114,7 @@ def _result(
 
 
 def _forget_compiled(settings: RunSettings) -> None:
-    """Drop the code that earlier runs have compiled. Otherwise, many runs would exceed PyTorch's limit."""
+    """Drop the code that earlier runs compiled. PyTorch limits how often one process compiles a function."""
     if settings.compile:
         torch.compiler.reset()
 
@@ -159,16 +159,16 @@ def initialise(settings: RunSettings, folder: Path) -> PreTrainedModel:
 
 
 def seconds_of_a_step(study: Study, stage: str) -> float:
-    """The median time of a training step in a stage. It is measured once for a study and saved in its folder.
+    """The median time of a training step in a stage, measured once and saved in the folder of the study.
 
     Raises:
-        ValueError: it was measured with other settings or on another machine.
+        ValueError: the saved time was measured with other settings or on another machine.
     """
     settings = study.settings(
         [(stage, 1.0)], steps=_WARM_UP + study.timed_steps, learning_rate=1e-5, min_learning_rate=1e-5,
         seed=0, log_steps=10**6, eval_steps=10**6, save_steps=10**6,
     )  # fmt: skip
-    if stage == "free":  # searches of a trained model use most of their evaluations, those of a new one few
+    if stage == "free":  # time the maximum of evaluations: a trained model uses most of them, a new one few
         (free,) = settings.stages or []
         longest = {"name": "fixed", "iterations": policies.create(free["convergence"]).max_iter}
         settings = replace(settings, stages=[{**free, "convergence": longest}])

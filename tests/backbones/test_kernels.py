@@ -307,7 +307,7 @@ class OnGPU(Tensor):
 def test_amd_gpus_use_kernels_and_graphs_by_name_only(
     monkeypatch: pytest.MonkeyPatch, needs_triton: None
 ) -> None:
-    """torch says ``is_cuda`` on AMD GPUs too."""
+    """On AMD GPUs, ``is_cuda`` is true too, but kernels and graphs need ``use("triton")``."""
     monkeypatch.delenv("DEQSEQ_KERNELS", raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     layer = ImplicitSequenceLayer(LlamaBackbone(d_model=16, n_layer=1, n_head=2), solver="picard", window=1)

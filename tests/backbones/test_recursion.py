@@ -131,7 +131,7 @@ def test_settled_sequences_can_leave_the_batch() -> None:
     x, mask = torch.randn(3, L, 2 * D), torch.ones(3, L, dtype=torch.bool)
     mask[1, 2:] = False
     z0 = torch.randn(3, L, 2 * D)
-    z0[:2] = ImplicitSequenceLayer(f, convergence=TIGHT).eval()(x, mask).z[:2]  # two begin at the solution
+    z0[:2] = ImplicitSequenceLayer(f, convergence=TIGHT).eval()(x, mask).z[:2]  # two start at their solution
     whole, compact = (
         ImplicitSequenceLayer(f, convergence=TIGHT, compact=compact).eval()(x, mask, z0=z0).z
         for compact in (False, True)

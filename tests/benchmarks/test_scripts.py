@@ -225,7 +225,7 @@ def test_speed(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def text_folder(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared data folder with one token per byte, whose held-out text fills some rows of 128 tokens."""
+    """A prepared data folder with one token per byte. Its held-out text fills several rows of 128 tokens."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "text.txt").write_text("".join(f"The square of {i} is {i * i}.\n" for i in range(400)))
     made = ["--output", str(folder / "data"), "--tokenizer", str(token_folder.parent / "tokenizer.json")]
@@ -242,7 +242,7 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     speed = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "study" / "speed").iterdir()}
     assert set(speed) == {"transformers", "1", "1+1", "2+1", "free"}
-    # The budget of seconds follows from the measured times. Set them, so that the test knows the steps.
+    # Replace the measured times: they decide how many steps a budget of seconds has.
     for stage, seconds in (("1", 1), ("1+1", 2), ("2+1", 3), ("free", 10)):
         file = tmp_path / "study" / "speed" / f"{stage}.json"
         file.write_text(json.dumps({**speed[stage], "seconds": seconds}))
@@ -297,7 +297,7 @@ def test_budgets_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stages_of_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage evaluates f once, as the control. The last waits for all tokens, as in the paper."""
+    """The first stage evaluates f once, as the form injected. No stage has an adaptive budget."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     from iteration.forms import Study
 
@@ -315,7 +315,7 @@ def test_stages_of_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_transformers_model_starts_as_itself(
     model: str, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The form transformers computes what transformers' model of the same seed computes."""
+    """A model of the form transformers starts with the logits of the transformers model it is made from."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     from iteration.forms import Study
     from iteration.training import initialise
@@ -332,7 +332,7 @@ def test_transformers_model_starts_as_itself(
 
 
 def test_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Static batches. tests/vllm tests the other arms."""
+    """Tests the arm static. tests/vllm tests adaptive."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the script sets it; this restores it afterwards
     small = ["--backbones", "mamba2", "--arms", "static", "--requests", "5", "--prompt", "2", "6"]
     small += ["--new", "1", "4", "--rate", "100", "--output", str(tmp_path)]

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from deqseq.causal_lm import ImplicitForCausalLM, reference
 
-# Tolerances on relative errors. mamba2 has looser ones: the reference's own search stopped at a residual of
-# 6e-5, and the reference's sequential and simultaneous logits differ by 3e-5.
+# Tolerances on relative errors. They are looser for mamba2: the reference's own search stopped at a residual
+# of 6e-5, and its sequential and simultaneous logits differ by 3e-5.
 PHANTOM = {"llama": 1e-4, "mamba2": 1e-3}
 EVALUATION = {"llama": 2e-5, "mamba2": 2e-4}
 

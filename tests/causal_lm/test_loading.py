@@ -113,7 +113,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found(folders: Path, tokens: Tensor) -> Any:
-    """What a process without our import gets from ``folders``."""
+    """What ``LOAD`` prints for ``folders``, in a process that has not imported deqseq."""
     return run(LOAD, str(folders), json.dumps([tokens.tolist(), PROMPTS]), cache=folders / "hf")
 
 

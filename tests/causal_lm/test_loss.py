@@ -123,7 +123,7 @@ def test_the_first_label_and_the_last_logits_do_not_matter(name: str) -> None:
 @fused
 @pytest.mark.parametrize("wrong", [-1, 37, 63, 10**12])
 def test_labels_outside_the_vocabulary(wrong: int) -> None:
-    """A label outside the vocabulary makes the loss NaN, and the gradient at the logits that predict it."""
+    """A label outside the vocabulary gives a NaN loss, and NaN gradients of the logits that predict it."""
     logits, labels = batch(37, 64)
     labels[0, 1] = wrong
     logits.requires_grad_()

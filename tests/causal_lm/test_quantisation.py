@@ -22,7 +22,7 @@ BODIES: dict[str, dict[str, Any]] = {
 MODELS = [(body, implicit) for body in BODIES for implicit in (True, False)]
 KINDS = ["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-nf4"]
 LOGITS = {"int8": 0.01, "int4": 0.25, "nf4": 0.25}  # largest relative error
-BYTES = {"int8": 0.5, "int4": 0.5, "nf4": 0.35}  # of the plain model's; torchao stores this int4 in bytes
+BYTES = {"int8": 0.5, "int4": 0.5, "nf4": 0.35}  # largest share of the plain model's bytes
 Make = Callable[..., ImplicitForCausalLM]
 
 
@@ -163,7 +163,7 @@ def test_lora_trains_on_quantised_weights(
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize(  # DoRA of PEFT fails in the forward pass of bitsandbytes' int8 maps on CPUs
+@pytest.mark.parametrize(  # PEFT's DoRA fails in the forward pass of bitsandbytes' int8 maps on CPUs
     ("kind", "dora"),
     [("torchao-int8", False), ("torchao-int8", True), ("bitsandbytes-int8", False),
      ("bitsandbytes-nf4", False), ("bitsandbytes-nf4", True)],
@@ -178,7 +178,7 @@ def test_effective_weights_compute_what_forward_computes(
     options = {"use_dora": dora, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     linear = model.model.layer.backbone.layers[0].mixer.wq
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["wq"], **options)).train()
-    x = torch.eye(64)  # bitsandbytes rounds the inputs of int8 maps; it rounds no 0 and no 1
+    x = torch.eye(64)  # bitsandbytes rounds the inputs of int8 maps, but 0 and 1 stay exact
     adapter = adapted.base_model.model.model.layer.backbone.layers[0].mixer.wq
     assert adapter.base_layer is linear
     for map_ in (adapter, linear):

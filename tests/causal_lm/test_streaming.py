@@ -82,7 +82,7 @@ def lengths(rows: Tensor, end: int) -> list[int]:
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize(("body", "form"), MODELS)
 def test_tokens_are_those_of_generate(make: Make, body: str, form: str, padding: str) -> None:
-    """Also if sequences end after different numbers of tokens."""
+    """The tokens are equal, even if sequences end after different numbers of tokens."""
     model, ids = make(body, form), prompts()
     mask = torch.ones_like(ids)
     for row, length in enumerate([9, 4, 1]):
@@ -178,7 +178,7 @@ def test_adapters(make: Make) -> None:
 
 @pytest.mark.parametrize(("body", "form"), [("mamba2", "implicit"), ("llama", "explicit")])
 def test_the_cache_ends_as_after_generate(make: Make, body: str, form: str) -> None:
-    """Also if the stream is closed before its end, and if the cache already has tokens."""
+    """The caches are equal, even if the stream is closed early or the cache already has tokens."""
     model, ids = make(body, form), prompts(2, 62)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -216,7 +216,7 @@ def same_content(found: EquilibriumCache, expected: EquilibriumCache) -> None:
 
 
 def values(state: State) -> list[Tensor]:
-    """The tensors of a state. Of slots for keys and values, only the filled ones of each sequence."""
+    """The tensors of a state. Keys and values include only the filled slots of each sequence."""
     tensors = state.tensors()[1:]
     if tensors[0].shape[1:] == tensors[1].shape[1:]:  # keys and values (B, J, S, P)
         return [t[row, :, :n] for t in tensors for row, n in enumerate(state.seen.tolist())]
@@ -231,7 +231,7 @@ def test_a_state_that_grows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class NeverWaits(TorchDispatchMode):
-    """Raises an error where the host would wait for a device: it reads a value, or a size depends on one."""
+    """Raises an error for operations that make the host wait for the device, such as reading a value."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "item")
 
@@ -257,7 +257,7 @@ def test_a_token_never_makes_the_host_wait_and_keeps_all_shapes(make: Make, body
 
 
 def test_searches_are_replayed_where_they_can_be(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the layer replays a recorded search. Here the recorded functions run again."""
+    """On a GPU, the layer replays recorded CUDA graphs. On a CPU, a replay calls the recorded functions."""
     model, ids = make("llama", convergence=TIGHT), prompts()
     expected = generated(model, ids, max_new_tokens=6)
     monkeypatch.setattr(graphs, "recordable", lambda problem: not torch.is_grad_enabled())

@@ -1,8 +1,8 @@
 """transformers' own test suites, run on implicit and explicit models with both backbones.
 
-Their wheel does not contain the suites. ``make suites`` downloads them into ``.transformers``, in the
-installed version. The variable ``DEQSEQ_TRANSFORMERS_TESTS`` may name another folder: a checkout of
-transformers with ``tests`` and ``utils``. Without such a folder, these tests are skipped.
+The wheel of transformers does not contain the suites. ``make suites`` downloads the suites of the installed
+version into ``.transformers``. The variable ``DEQSEQ_TRANSFORMERS_TESTS`` may name another folder: a checkout
+of transformers with ``tests`` and ``utils``. Without such a folder, these tests are skipped.
 """
 
 import os
@@ -40,7 +40,7 @@ if not (FOLDER / "tests" / "generation").is_dir():
 
 @contextmanager
 def package(modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Within the block, the package ``tests`` is that of transformers. Ours has the same name."""
+    """In the block, the name ``tests`` means the package of transformers, instead of ours."""
 
     def removed() -> dict[str, ModuleType]:
         names = [name for name in sys.modules if name.partition(".")[0] == "tests"]
@@ -61,7 +61,7 @@ def imported(names: list[str]) -> dict[str, Any]:
     with (
         package(modules),
         mock.patch.object(sys, "path", [str(FOLDER.absolute()), *sys.path]),
-        mock.patch.object(pytest.mark, "_config", None),  # --strict-markers: pytest does not know their marks
+        mock.patch.object(pytest.mark, "_config", None),  # else --strict-markers would refuse their marks
         # The suites would load transformers a second time, from the checkout.
         mock.patch("transformers.utils.direct_transformers_import", return_value=transformers),
     ):
@@ -94,7 +94,7 @@ CHECKPOINTING = (
 
 
 class Inputs:
-    """What the suites call a model tester: a configuration, inputs and sizes."""
+    """The configuration, inputs and sizes for the suites, which call such an object a model tester."""
 
     batch_size, seq_length, is_training = 3, 7, True
     vocab_size, hidden_size, num_hidden_layers = V, D, 2

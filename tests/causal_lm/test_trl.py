@@ -62,7 +62,7 @@ def folder(
 
 
 def arguments(folder: Path, **options: Any) -> dict[str, Any]:
-    """Options of a run of three steps. A batch has room for all of ``TEXTS``."""
+    """Options of a run of three steps. A batch contains all of ``TEXTS``."""
     return {
         "output_dir": str(folder.parent / "run"), "max_steps": 3, "logging_steps": 1, "save_strategy": "no",
         "report_to": [], "use_cpu": True, "bf16": False, "learning_rate": 1e-2, "disable_tqdm": True,
@@ -86,7 +86,7 @@ def train(trainer: Any, name: str = "loss") -> list[float]:
     ids=["padded", "padding_free", "packing"],
 )
 def test_fine_tuning(tokenizer: PreTrainedTokenizerFast, folder: Path, options: dict[str, Any]) -> None:
-    """The loss of the first step is that of each text alone, however texts share a batch."""
+    """The first loss equals the loss of the texts one by one, whether texts are padded or packed."""
     trainer = trl.SFTTrainer(
         str(folder), args=trl.SFTConfig(**arguments(folder, **options)),
         train_dataset=datasets.Dataset.from_list([{"text": text} for text in TEXTS]),
@@ -117,7 +117,7 @@ def test_preferences_with_the_automatic_reference_model(folder: Path) -> None:
 
 
 def test_rewards(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """A causal model's folder gives a reward model. Its first loss is that of each text alone."""
+    """The trainer loads a causal model as a reward model. Its first loss equals that of single texts."""
     trainer = trl.RewardTrainer(
         str(folder), args=trl.RewardConfig(**arguments(folder)),
         train_dataset=datasets.Dataset.from_list(PAIRS),

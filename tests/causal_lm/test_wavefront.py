@@ -26,7 +26,7 @@ Make = Callable[..., ImplicitForCausalLM]
 
 
 class Passes(ConvergencePolicy):
-    """``policy``, and the number of evaluations it has judged."""
+    """Applies ``policy``, and counts the evaluations."""
 
     def __init__(self, policy: Residual) -> None:
         self.policy, self.max_iter, self.count = policy, policy.max_iter, 0
@@ -72,7 +72,7 @@ def prompts(batch: int = 3, length: int = 6) -> tuple[Tensor, Tensor]:
 def test_tokens_are_those_of_generate(make: Make, body: str, window: int) -> None:
     model, (ids, mask) = make(body), prompts()
     plain = generated(model, ids, attention_mask=mask)
-    assert len(plain[:, 6:].unique()) > 4  # tokens that are all alike would show nothing
+    assert len(plain[:, 6:].unique()) > 4  # equal tokens would prove nothing
     assert torch.equal(generated(model, ids, attention_mask=mask, wavefront=window), plain)
 
 
@@ -95,7 +95,7 @@ def test_a_token_waits_for_its_input(make: Make, body: str) -> None:
 def test_a_token_with_another_input_has_not_failed() -> None:
     """A draft may lead to values that are not finite. The token is evaluated again with its final input."""
     policy = _UntilChosen(Residual(rtol=0.1), lambda z: torch.tensor([[5, 6, 7]]))
-    policy.inputs = torch.tensor([[4, 8, 6]])  # the second token's input is not the choice 5 of the first
+    policy.inputs = torch.tensor([[4, 8, 6]])  # the second token read 8, but the first chooses 5
     fz = torch.ones(1, 3, 2)
     fz[0, 1] = torch.nan
     verdict = policy.judge(fz.nan_to_num(1.0), fz, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))

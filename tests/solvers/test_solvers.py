@@ -177,7 +177,7 @@ def test_a_token_whose_map_shifts_takes_picard_steps(
         if step <= 3 and why == "entered":
             told.entered = told.entered | second
         elif step <= 3:
-            # The second token restarts: the first token's residual is more than STEADY_SHARE of its residual.
+            # The second token restarts: the first token's residual exceeds STEADY_SHARE of the second's.
             told.residual = torch.tensor([[0.5, 1.0]])
         return told
 

@@ -83,9 +83,10 @@ def flip(file: Path, place: float = 0.7) -> None:
 
 
 def dies(name: str, at: Callable[[Path], bool]) -> Callable[..., None]:
-    """Replaces the function ``name`` of ``seals`` or ``shutil``: raises KillError if ``at(path)`` is true.
+    """Make a replacement for the function ``name`` of ``seals`` or ``shutil``.
 
-    Before the exception, one file in ``path`` is removed. If ``at(path)`` is false, calls the original.
+    If ``at(path)`` is true, it removes one file in ``path`` and raises KillError. Otherwise it calls the
+    original function.
     """
     original = getattr(seals, name, None) or getattr(shutil, name)
 

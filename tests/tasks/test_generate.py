@@ -61,7 +61,7 @@ def test_text_streams(model: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_folder_of_a_run(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A pretraining run stands for the model in it."""
+    """The program also accepts the folder of a pretraining run, and uses the model in this folder."""
     shutil.copytree(model, tmp_path / "run" / "model")
     for folder in (model, str(tmp_path / "run")):
         assert main([folder, "the cat", "--max-new-tokens", "5"]) == 0

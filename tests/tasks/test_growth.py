@@ -31,7 +31,7 @@ def small(name: str, data: Path, **changes: Any) -> RunSettings:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, token_folder: Path) -> dict[str, Path]:
-    """A run that grows, and the injected form. The growing run has the solver of llama-tiny, which damps."""
+    """The folders of a growing run and of a run of the injected form. llama-tiny's solver damps."""
     folder = tmp_path_factory.mktemp("growth")
     for form in ("growth", "injected"):
         pretrain(small(f"llama-tiny-{form}", token_folder), folder / form, progress=False)
@@ -60,7 +60,7 @@ def test_the_shares_are_settings(tmp_path: Path) -> None:
 
 
 def test_the_first_stage_is_the_injected_form(runs: dict[str, Path]) -> None:
-    """Losses in training and evaluation are equal bit for bit, and so is the number of evaluations."""
+    """Until stage 1 ends after step 6, all losses are equal bit for bit, and f is evaluated once."""
     logs = [read_record(runs[form])["log"] for form in ("growth", "injected")]
     for name in ("loss", "eval_loss"):
         growth, injected = (
@@ -116,7 +116,7 @@ def test_comparisons_and_plans_show_the_stages(
 def test_a_resumed_run_continues_with_its_budget(
     token_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run is cut after every step of its adaptive stage. It ends with the same weights and budgets."""
+    """Runs resumed after step 4, 7 or 8 end with the same weights and budgets as the whole run."""
     stages = load_run("llama-tiny").stages
     assert stages is not None
     stages[0]["until"], stages[1]["adaptive_budget"] = 0.4, 0.2

@@ -116,7 +116,7 @@ def test_a_lost_process_is_not_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_output_on_a_disk_of_the_node_is_refused(
     has_folder: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The nodes must share the output folder. A process that does not see the first process's file raises."""
+    """The nodes must share the output folder: every process must see the first process's file in it."""
     folder = tmp_path / "run"
     if has_folder:
         folder.mkdir()

@@ -48,7 +48,7 @@ SETTINGS = json.loads(sys.argv[3])
 FSDP = json.loads(sys.argv[4])
 
 def shard_on_cpus():
-    '''accelerate shards on GPUs only; all that it does for that works on CPUs too.'''
+    '''Make accelerate shard on CPUs. It allows this on GPUs only, but its code also works on CPUs.'''
     from accelerate.state import AcceleratorState, DistributedType
     original = AcceleratorState.__init__
     def init(self, *args, fsdp_plugin=None, **options):
@@ -60,7 +60,7 @@ def shard_on_cpus():
     AcceleratorState.__init__ = init
 
 def write_late(calls, total):
-    '''Write shards only after two more steps, while their checkpoint has no seal.'''
+    '''Delay every writing of shards by two steps, and check that the checkpoint has no seal until then.'''
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     original = FileSystemWriter.write_data
     def write_data(self, *args, **kwargs):
@@ -72,7 +72,7 @@ def write_late(calls, total):
     FileSystemWriter.write_data = write_data
 
 def forked(output, environment, changes):
-    '''The id of a process that trains in folder tmp / output.'''
+    '''Fork a process that trains in the folder tmp / output. Returns its id.'''
     child = os.fork()
     if child:
         return child
@@ -102,7 +102,7 @@ def forked(output, environment, changes):
         os._exit(1)
 
 def launch(output, processes=1, fsdp=False, **changes):
-    '''Train on so many processes; their exit statuses.'''
+    '''Train on several processes. Returns their exit statuses.'''
     port = random.SystemRandom().randrange(20000, 60000)
     ranks = []
     for rank in range(processes):
@@ -114,14 +114,14 @@ def launch(output, processes=1, fsdp=False, **changes):
     return [os.waitpid(rank, 0)[1] for rank in ranks]
 
 def together(output, processes=1, fsdp=False, **changes):
-    '''Train on so many processes; the losses, in order.'''
+    '''Train on several processes. Returns the losses in order.'''
     codes = launch(output, processes, fsdp, **changes)
     assert codes == [0] * processes, codes
     log = json.loads((tmp / output / "training.json").read_text())["log"]
     return [line["loss"] for line in log if "loss" in line]
 
 def cut(whole, output, step):
-    '''A copy of a run as it was after a step at which it was saved.'''
+    '''Copy a run, without everything that was written after the checkpoint of ``step``.'''
     shutil.copytree(tmp / whole, tmp / output)
     for path in (tmp / output).iterdir():
         if path.name in ("model", "training.json") or path.name.split("-")[-1].isdigit() and (

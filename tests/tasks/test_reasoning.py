@@ -133,7 +133,7 @@ def test_iterates_persist_until_a_sequence_leaves() -> None:
 
 
 def test_a_sequence_leaves_after_some_solved_steps_in_a_row() -> None:
-    """Here it leaves after two. A step in which it is not solved makes the count begin again."""
+    """Here a sequence leaves after two such steps. A step that does not solve it resets the count."""
     iterates = Iterates(budget=9, solved_steps=2)
     stays = []
     for step, solved in enumerate([True, False, True, True, True]):
@@ -163,7 +163,7 @@ def test_the_model_continues_from_its_iterates() -> None:
 def test_depths_go_on_from_each_other() -> None:
     """A search to depth 2 that goes on to depth 5 gives the result of a direct search to depth 5.
 
-    The other boards in the batch do not change a board's result. Another start does.
+    The other boards in the batch do not change a board's result, but another start does.
     """
     made = model()
     boards = torch.randint(0, 5, (3, 16))

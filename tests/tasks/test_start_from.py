@@ -22,7 +22,7 @@ IDS = torch.arange(24).view(2, 12)
 
 
 def settings(form: str, data: Path, backbone: dict[str, Any] = LLAMA, **changes: Any) -> RunSettings:
-    """A small run of a form. *Bounded* and *free* are the first or the last stage of llama-tiny alone."""
+    """A small run of a form. *bounded* has only the first stage of llama-tiny, *free* only the last."""
     name = f"llama-tiny-{form}" if form in ("injected", "explicit", "growth") else "llama-tiny"
     run = load_run(name)
     if form in ("bounded", "free"):

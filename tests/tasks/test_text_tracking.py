@@ -51,7 +51,7 @@ class Interpreter:
         self.stated[name] = self.mentioned = value
 
     def sentences(self, text: str, end: str) -> list[tuple[int, str]]:
-        """The sentences without their ends, with the index of their first word."""
+        """For every sentence: the index of its first word, and the sentence without its end mark."""
         return [
             (len(text[: match.start()].split()), match[1].strip())
             for match in re.finditer(rf"([^{end}]*){re.escape(end)}", text)
@@ -277,7 +277,7 @@ def test_the_score_is_that_of_a_count_by_hand(folder: Path, make: Callable[[], A
 
 
 def test_a_perfect_reader_scores_one(folder: Path) -> None:
-    """A model that has read the test documents knows all answers."""
+    """A model that always predicts the right next token has accuracy 1 and loss 0."""
     tests, tokenizer = read_test(folder, LENGTH), read_tokenizer(folder)
 
     class Oracle(LlamaForCausalLM):

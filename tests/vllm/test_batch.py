@@ -1,4 +1,4 @@
-"""Solves of flat batches, and folded checkpoints. These tests do not need vLLM."""
+"""Solves of vLLM's flat batches (T, D), and folded checkpoints. These tests do not need vLLM."""
 
 from dataclasses import dataclass, field
 
@@ -67,7 +67,7 @@ def test_requests_are_solved_as_if_alone(
     torch.testing.assert_close(found[: sum(LENGTHS)], torch.cat(alone), rtol=1e-5, atol=1e-6)
     assert not found[sum(LENGTHS) :].any()
     if compact and not isinstance(options.convergence, FixedIterations):
-        # Each request takes as many evaluations as alone. The first evaluation has the padding too.
+        # Each request takes as many evaluations as alone. Padding stays until the first request leaves.
         assert sum(together.sizes) < len(x) * len(together.sizes)
         first, needed = len(x) - sum(LENGTHS), sum(sum(f.sizes) for f in parts)
         still = min(count for count in range(len(together.sizes)) if together.sizes[count] < len(x))
@@ -95,7 +95,7 @@ def test_a_request_that_is_not_finite_leaves_the_others_alone() -> None:
 
 
 def test_rows() -> None:
-    """One row for each request with tokens. vLLM may list requests without tokens."""
+    """``rows_of`` makes a row for each request that has tokens. vLLM may list requests without tokens."""
     rows = rows_of(torch.tensor([0, 2, 2, 5]), 7)
     assert rows.lengths.tolist() == [2, 3]
     assert rows.real.tolist() == [[True] * 5 + [False] * 2]

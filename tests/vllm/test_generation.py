@@ -36,9 +36,9 @@ MakeModel = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """``make_model(backbone, **settings)``: the folder of a model that was saved.
+    """``make_model(backbone, contract, **settings)``: saves a model and returns its folder.
 
-    Its weights are random and contractive, and it writes many different tokens.
+    The weights are random, and ``contract`` makes f a contraction. The model generates many different tokens.
     """
     made: dict[str, str] = {}
 
@@ -75,7 +75,7 @@ def make_prompts(*lengths: int) -> Prompts:
 
 
 def expected(folder: str, prompts: Prompts, new: int = 16, **settings: Any) -> list[list[int]]:
-    """The tokens that the model generates without vLLM, each prompt alone."""
+    """The tokens that the model generates without vLLM, for each prompt alone."""
     model = ImplicitForCausalLM.from_pretrained(folder, **settings).eval()
     rows = [
         model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None)[0]
@@ -115,7 +115,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
 
 
 LENGTHS = (1, 3, 10, 17, 24, 31, 38, 45)
-"""More requests than the 4 seats of the engine, and a prompt of one token."""
+"""Lengths of the prompts. There are more prompts than the engine runs at once (4)."""
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_llama(model: MakeModel, engine: Callable[..., Engine], settings: dict[s
 def test_settled_requests_leave(
     model: MakeModel, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then f is evaluated for fewer tokens, and the results are the same."""
+    """If settled requests leave the batch, f is evaluated for fewer tokens, and the results are the same."""
     monkeypatch.setattr("deqseq.compact.SHARE", 1e-9)  # every request leaves at once
     folder, prompts = model(LLAMA), make_prompts(*LENGTHS)
     served, sizes = engine(folder), list[int]()
@@ -189,7 +189,7 @@ PATHS = {
 
 
 def check_path(engine: Engine, name: str, prompts: Prompts, tokens: list[list[int]]) -> None:
-    """Check the tokens, and that vLLM took the way through its code that ``name`` stands for."""
+    """Check the tokens, and that vLLM used the feature ``name``."""
     assert engine(prompts, len(tokens[0])) == tokens
     if name == "prefixes":
         assert engine(prompts, len(tokens[0])) == tokens

@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md run as printed, and 16 clients at once get what each would get alone."""
+"""The commands of docs/serving.md run as printed. 16 clients at once get the same tokens as one by one."""
 
 import os
 import re
@@ -56,7 +56,7 @@ def model(folder: Path, contractive: Callable[[Backbone], Backbone]) -> Implicit
 
 @pytest.fixture
 def server(folder: Path, model: ImplicitForCausalLM) -> Iterator[str]:
-    """The address of the page's server, on a free port."""
+    """Run the server of docs/serving.md on a free port. The value of the fixture is the server's address."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

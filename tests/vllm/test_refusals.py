@@ -1,4 +1,4 @@
-"""What the models do not support is refused when they load, by one sentence."""
+"""Settings that the models do not support raise an error of one sentence when a model is loaded."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ Configure = Callable[..., Any]
 
 @pytest.fixture
 def configure(tmp_path: Path) -> Configure:
-    """``configure(backbone, settings, **options)``: what vLLM does with a model before it builds it."""
+    """``configure(backbone, settings, **options)``: makes vLLM's configuration, but builds no model."""
 
     def made(backbone: dict[str, Any], settings: dict[str, Any] | None = None, **options: Any) -> Any:
         settings = {"architectures": ["ImplicitForCausalLM"], **(settings or {})}
@@ -43,7 +43,7 @@ def configure(tmp_path: Path) -> Configure:
 
 
 def test_models_that_are_served(configure: Configure) -> None:
-    """The arguments of the other tests are refused for the reason that they name, not for another one."""
+    """vLLM accepts the models of the other tests, which add a setting that is refused."""
     assert configure(LLAMA).model_config.architecture == "ImplicitLlamaForCausalLM"
     assert configure(LLAMA, speculative_config=NGRAM).speculative_config is not None
     assert configure(MAMBA2).model_config.architecture == "ImplicitRecurrentForCausalLM"
@@ -125,7 +125,7 @@ def test_backbones(configure: Configure, sentence: str, backbone: dict[str, Any]
 
 
 def test_a_growing_state(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Llama of another package may compute something else, so paged attention is not used for it."""
+    """A subclass of ``LlamaBackbone`` may compute something else, so it does not get paged attention."""
     module = SimpleNamespace(Other=type("Other", (LlamaBackbone,), {}))
     monkeypatch.setitem(sys.modules, "other", module)
     monkeypatch.setitem(backbones._builtin, "other", "other:Other")
@@ -139,7 +139,7 @@ def test_an_explicit_model_is_not_solved(configure: Configure) -> None:
 
 
 def test_another_version(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Other models must load as before, so this is a warning."""
+    """With another version of vLLM, ``register`` only warns, so that other models still load."""
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
     monkeypatch.delitem(MODEL_ARCH_CONFIG_CONVERTORS, "implicit_lm", raising=False)
     register()

@@ -60,7 +60,7 @@ def shard_on_cpus():
     AcceleratorState.__init__ = init
 
 def write_late(calls, total):
-    '''Delay every writing of shards by two steps, and check that the checkpoint has no seal until then.'''
+    '''Write all shards two steps late, and check that their checkpoint has no seal before.'''
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     original = FileSystemWriter.write_data
     def write_data(self, *args, **kwargs):
@@ -121,7 +121,7 @@ def together(output, processes=1, fsdp=False, **changes):
     return [line["loss"] for line in log if "loss" in line]
 
 def cut(whole, output, step):
-    '''Copy a run, without everything that was written after the checkpoint of ``step``.'''
+    '''Copy a run, without its model, its record and the checkpoints after ``step``.'''
     shutil.copytree(tmp / whole, tmp / output)
     for path in (tmp / output).iterdir():
         if path.name in ("model", "training.json") or path.name.split("-")[-1].isdigit() and (

@@ -18,8 +18,8 @@ Each arm runs in a process of its own. Loading, compiling and a short warm-up ar
     tokens / s          requested tokens, divided by the wall-clock time
     first, ms           time from the arrival of a request to its first token: median and 95th percentile
     between, ms         time between two tokens of a request: median and 95th percentile
-    counted / needed    tokens in the batch, summed over all evaluations of f, divided by this sum if every
-                        request left the batch as soon as it converged; padding does not count
+    counted / needed    tokens in the batch, summed over all evaluations of f; divided by the sum that would
+                        result if every request left the batch as soon as it converged; padding does not count
     equal               share of the requests that get the same tokens as in static
 
 By default, two random models are served, a Llama and a Mamba2. A fifth of their tokens has weak embeddings.

@@ -130,7 +130,8 @@ class Budget:
         """
         if self.unit == "tokens":  # every step costs the same number of tokens
             times = [float(batch_tokens)] * len(ends)
-        spent = np.cumsum(np.diff([0, *ends]) * times)  # until the end of every stage, per step of the run
+        # The part of the budget used up at the end of every stage, divided by the number of steps of the run.
+        spent = np.cumsum(np.diff([0, *ends]) * times)
         steps = int(self.amount / spent[-1] + 1e-9)
         if any(round(end * steps) <= round(begin * steps) for begin, end in pairwise([0, *ends])):
             raise ValueError(f"{self.amount:g} {self.unit} are {steps} steps, too few for {len(ends)} stages")

@@ -48,7 +48,7 @@ SETTINGS = json.loads(sys.argv[3])
 FSDP = json.loads(sys.argv[4])
 
 def shard_on_cpus():
-    '''Make accelerate shard on CPUs. It allows this on GPUs only, but its code also works on CPUs.'''
+    '''Make accelerate shard on CPUs too. By default it shards on GPUs only, but its code works on both.'''
     from accelerate.state import AcceleratorState, DistributedType
     original = AcceleratorState.__init__
     def init(self, *args, fsdp_plugin=None, **options):

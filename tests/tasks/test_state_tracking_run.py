@@ -375,8 +375,9 @@ def test_sequences_grow_when_the_last_two_tokens_are_right() -> None:
 def test_batches_of_the_phase_before_do_not_count() -> None:
     """A phase ends early if the mean accuracy of 20 of its batches reaches ``grow_at``.
 
-    Here phase 1 ends at step 40, as the settings say: its last 18 batches are accurate, but 20 are needed.
-    All batches of phase 2 are wrong. If phase 2 also counted the batches of phase 1, it would end early.
+    Here phase 1 ends at step 40, as the settings say: only 18 of its accurate batches count, and 20 are
+    needed. All batches of phase 2 are wrong. If phase 2 also counted the batches of phase 1, it would end
+    early.
     """
     progress = Progress(
         small(length=16, unrolled_length=4, short_length=16, grow_at=0.8, unrolled_share=0.2, short_share=0.8,

@@ -43,7 +43,7 @@ def configure(tmp_path: Path) -> Configure:
 
 
 def test_models_that_are_served(configure: Configure) -> None:
-    """vLLM accepts the models of the other tests, which add a setting that is refused."""
+    """vLLM accepts these models. A refusal in another test is due to the setting that the test adds."""
     assert configure(LLAMA).model_config.architecture == "ImplicitLlamaForCausalLM"
     assert configure(LLAMA, speculative_config=NGRAM).speculative_config is not None
     assert configure(MAMBA2).model_config.architecture == "ImplicitRecurrentForCausalLM"

@@ -33,7 +33,7 @@ def make(implicit: bool, weight_norm: bool) -> Any:
 
 
 def shard(model: Any, units: list[nn.Module], mesh: Any, version: int) -> Any:
-    """Make ``units`` and then the whole model FSDP units."""
+    """Wrap each module in ``units``, and then the whole model, with FSDP."""
     if version == 2:
         for unit in [*units, model]:
             fully_shard(unit, mesh=mesh)

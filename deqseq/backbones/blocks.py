@@ -363,5 +363,5 @@ def check_sizes(**sizes: int) -> None:
     """Raise ``ValueError`` if a size is not an integer >= 1, or if ``n_layer`` is too large."""
     for name, value in sizes.items():
         check_count(name, value)
-    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # surely a typing error: so many blocks take minutes to build
+    if sizes.get("n_layer", 1) > _MOST_BLOCKS:  # surely a typo: so large a model takes minutes to build
         raise ValueError(f"n_layer must be at most {_MOST_BLOCKS}, got {sizes['n_layer']}")

@@ -1,4 +1,7 @@
-"""Checks for decoding methods of ``generate`` that do not call the model's ``forward`` for new tokens."""
+"""Check whether a model and a call of ``generate`` support decoding without the model's ``forward``.
+
+``fast_generate``, ``stream`` and wavefront decoding compute new tokens without ``forward``.
+"""
 
 from typing import Any
 

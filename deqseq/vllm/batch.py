@@ -62,7 +62,7 @@ class FlatMap:
         return self.rows.pack(self.function(self.rows.unpack(z)[0])[None]), None
 
     def select(self, rows: Tensor) -> FlatMap:
-        """The map of the requests ``rows`` (r,) int64. It evaluates only their tokens."""
+        """The map of some of the requests; it evaluates only their tokens. ``rows`` (r,) int64: indices."""
         lengths, source = self.rows.lengths[rows], self.rows.source[rows]
         tokens = source[torch.arange(source.shape[1], device=rows.device) < lengths[:, None]]
         starts = F.pad(lengths.cumsum(0), (1, 0))

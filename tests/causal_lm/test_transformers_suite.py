@@ -147,7 +147,7 @@ class Suite(
             self.enterContext(mock.patch.dict(getattr(THEIRS[MODELING], table), names))
         for context in (
             package(THEIRS),
-            # A cache of Mamba2 cannot forget tokens, so the suites must not speculate.
+            # A cache of Mamba2 cannot forget tokens, so it does not support speculative decoding.
             mock.patch.object(ImplicitForCausalLM, "_is_stateful", self.body == "mamba2"),
             mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
         ):

@@ -70,8 +70,8 @@ def _settle_kernel(residual, converged, stops, settled, iterations, status, new_
     before = tl.load(settled + place, mask, 1).to(tl.int1)
     ends = tl.load(stops + place, mask, 1).to(tl.int1) & finite
     exhausted = tl.load(iterations + place, mask, 0) >= max_iter
-    # A non-finite token has failed if all earlier unsettled tokens are non-finite too: z of these tokens no
-    # longer changes, so f(z) at this token stays non-finite.
+    # The loop does not change z of non-finite tokens. So if a token and all unsettled tokens before it are
+    # non-finite, f(z) at this token cannot become finite again: the token has failed.
     open_before = tl.where(before | ~finite, 0, 1)
     failed = ~finite & (tl.cumsum(open_before, 0) - open_before == 0)
     done = before | ends | exhausted | failed

@@ -90,8 +90,8 @@ class Perplexity(_TextReport):
 class Length(_TextReport):
     """Perplexity of a text in sequences of several lengths: does the model work beyond its training length?
 
-    The predicted tokens are the same for every length. The figure also compares each length with the first
-    length: it shows how much the loss of a token changes, by the token's position in the sequence.
+    The predicted tokens are the same for every length. The figure also compares each length with the first:
+    for every position in the sequence, it shows the change of a token's loss.
 
     Args:
         length: tokens per sequence; longer sequences run in smaller batches

@@ -57,9 +57,9 @@ class Algebra:
         """The indices of the elements in the group part and in the monoid part of a direct product.
 
         The result is two sorted int64 tensors on the CPU. In ``A5xM``, the group part contains the elements
-        (a, 1), and the monoid part the elements (1, m), where 1 is the identity. With more factors, the
-        group part contains the elements that are 1 in every factor that is not a group. The monoid part
-        contains the elements that are 1 in every factor that is a group.
+        (a, 1), and the monoid part the elements (1, m), where 1 is the identity. With more factors,
+        elements of the group part have the component 1 in all factors except the groups. Elements of the
+        monoid part have the component 1 in all groups.
 
         Every element is the product of one element of each part: (a, m) = (a, 1)·(1, m). The index of
         (a, m) is the sum of the indices of (a, 1) and (1, m).

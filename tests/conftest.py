@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deqseq import Backbone, Context, ImplicitSequenceLayer, State
 from deqseq.backbone import Trace
-from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
+from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone, fold_weight_norm
 from deqseq.solver import Progress
 
 if not torch.cuda.is_available():  # set it early: Triton reads it when a kernel is defined
@@ -112,6 +112,33 @@ def contract(backbone: Backbone) -> Backbone:
 def _seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture
+def unset_default_device() -> Iterator[Callable[[], None]]:
+    """``unset_default_device()``: unset torch's default device until the test ends.
+
+    Call it before compiled code runs: :func:`torch.compile` cannot trace calls that go through the default
+    device. Make the model and its inputs before the call.
+    """
+    yield lambda: torch.set_default_device(None)
+    torch.set_default_device(device or None)
+
+
+@pytest.fixture
+def fold_on_gpu() -> Callable[[Backbone], Backbone]:
+    """``fold_on_gpu(backbone)``: on a GPU, replace weight-normalised maps by plain ones, in place.
+
+    Call it before comparing gradients with finite differences of the weights. On a GPU, torch computes weight
+    norm only to 1e-7, even in float64. The differences would not be exact enough.
+    """
+
+    def fold(backbone: Backbone) -> Backbone:
+        on_gpu = torch.get_default_device().type == "cuda"
+        has_weight_norm = not isinstance(backbone, ModuleBackbone)
+        return fold_weight_norm(backbone) if on_gpu and has_weight_norm else backbone
+
+    return fold
 
 
 @pytest.fixture(scope="session")

@@ -663,5 +663,5 @@ def test_good_input_is_still_accepted() -> None:
     assert ask(logits_to_keep=L)().logits.shape == (B, L, V)
     assert ask(logits_to_keep=torch.tensor([0, -1]))().logits.shape == (B, 2, V)
     assert Picard(1) == Picard(1.0) and Curriculum([Stage(1, "phantom")]).stages[0].until == 1
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert layer()(x()).z.isfinite().all() and layer()(x(torch.bfloat16)).z.isfinite().all()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqseq import (
+    Backbone,
     ConvergencePolicy,
     FixedIterations,
     GradientStrategy,
@@ -86,9 +87,14 @@ def test_solvers_of_the_backward_system(
 @pytest.mark.parametrize("gradient", [EXACT, Unrolled(150)], ids=["implicit", "unrolled"])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_finite_differences(
-    make_layer: MakeLayer, gradients_of: GradientsOf, backbone: str, gradient: GradientStrategy
+    make_layer: MakeLayer,
+    fold_on_gpu: Callable[[Backbone], Backbone],
+    gradients_of: GradientsOf,
+    backbone: str,
+    gradient: GradientStrategy,
 ) -> None:
     layer = make_layer(backbone, gradient=gradient, convergence=TIGHT, dtype=torch.float64)
+    fold_on_gpu(layer.backbone)
     x, weight = inputs()
     gradients = gradients_of(layer, x, weight)
 

@@ -419,7 +419,7 @@ def test_autocast(make_layer: MakeLayer, backbone: str, solver: object, window: 
         state = layer.backbone.initial_state(2)
         with torch.no_grad():
             expected = layer(x)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             for _ in range(2):
                 out = layer(x, state=state)
         loss = out.z.float().square().sum()

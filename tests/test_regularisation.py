@@ -31,13 +31,15 @@ def test_penalty_against_the_exact_jacobian(make_backbone: MakeBackbone) -> None
 
 
 @pytest.mark.parametrize("backbone", ["mamba2", "llama", "module"])
-def test_penalty_trains_the_weights(make_backbone: MakeBackbone, backbone: str) -> None:
+def test_penalty_trains_the_weights(
+    make_backbone: MakeBackbone, fold_on_gpu: Callable[[Backbone], Backbone], backbone: str
+) -> None:
     """The penalty's gradient w.r.t. the weights agrees with finite differences."""
-    f = make_backbone(backbone, dtype=torch.float64)
+    f = fold_on_gpu(make_backbone(backbone, dtype=torch.float64))
     x, z = torch.randn(2, 1, 4, 16, dtype=torch.float64)
 
     def penalty() -> Tensor:
-        generator = torch.Generator().manual_seed(3)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(3)
         context = f.prepare(x)
         return jacobian_penalty(lambda z: f(z, context), z, samples=4, generator=generator)
 
@@ -74,7 +76,9 @@ def test_penalty_takes_z_as_a_constant() -> None:
 def test_penalty_is_reproducible_with_a_generator() -> None:
     z, matrix = torch.randn(1, 3, 4), torch.randn(4, 4)
     a, b, c = (
-        jacobian_penalty(lambda z: z @ matrix, z, generator=torch.Generator().manual_seed(seed))
+        jacobian_penalty(
+            lambda z: z @ matrix, z, generator=torch.Generator(torch.get_default_device()).manual_seed(seed)
+        )
         for seed in (1, 1, 2)
     )
     assert a == b != c

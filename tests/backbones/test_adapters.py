@@ -178,11 +178,11 @@ def test_weights_are_read_once_in_a_forward_pass(make_backbone: MakeBackbone) ->
 def test_under_autocast_the_delta_is_not_rounded(make_backbone: MakeBackbone) -> None:
     backbone = fold_weight_norm(make_backbone("llama"))
     adapters = adapt(backbone)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         found = value(backbone)
     for adapter in adapters:
         adapter.merge()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert torch.equal(value(backbone), found)
 
 

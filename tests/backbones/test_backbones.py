@@ -126,12 +126,12 @@ def test_causal(make_backbone: MakeBackbone, name: str, options: dict[str, objec
 
 @pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
 def test_gradients_of_one_evaluation(
-    make_backbone: MakeBackbone, name: str, options: dict[str, object]
+    make_backbone: MakeBackbone,
+    fold_on_gpu: Callable[[Backbone], Backbone],
+    name: str,
+    options: dict[str, object],
 ) -> None:
-    if name != "module" and torch.get_default_device().type == "cuda":
-        # Switch weight norm off: on a GPU, torch computes it only to 1e-7, even in float64.
-        options = {**options, "weight_norm": False}
-    f = make_backbone(name, dtype=torch.float64, **options)
+    f = fold_on_gpu(make_backbone(name, dtype=torch.float64, **options))
     z, x = (torch.randn(1, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
     parameters = list(f.parameters())
     with torch.no_grad():  # change all weights, so that no weight is exactly 1 or 0

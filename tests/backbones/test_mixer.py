@@ -1,5 +1,6 @@
 """Tests of the mixer, a backbone whose blocks mix tokens, then channels."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, SolveOptions, Status
+from deqseq import Backbone, ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, SolveOptions, Status
 from deqseq.backbone import backbones
 from deqseq.backbones import MixerBackbone
 from deqseq.solvers import Anderson
@@ -60,8 +61,9 @@ def test_against_the_equations(post_norm: bool, options: dict[str, bool]) -> Non
 
 
 @pytest.mark.parametrize("post_norm", [True, False])
-def test_gradients_of_one_evaluation(post_norm: bool) -> None:
+def test_gradients_of_one_evaluation(fold_on_gpu: Callable[[Backbone], Backbone], post_norm: bool) -> None:
     f = mixer(d_model=3, tokens=2, n_layer=1, d_inner=3, tokens_inner=2, post_norm=post_norm).double()
+    fold_on_gpu(f)
     z, x = torch.randn(2, 1, 2, 3, dtype=torch.float64)
     tensors = (z.requires_grad_(), x.requires_grad_(), *f.parameters())
     assert torch.autograd.gradcheck(lambda *_: f(z, f.prepare(x)), tensors)
@@ -110,7 +112,7 @@ def test_initial_weights_and_widths() -> None:
 
 def test_autocast_casts_the_weights_once() -> None:
     f = mixer()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         weights = f.prepare(torch.randn(1, L, D)).shared.weights
     assert {t.dtype for block in weights for part in block for t in part} == {torch.bfloat16}
 

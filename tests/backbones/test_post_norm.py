@@ -1,5 +1,6 @@
 """Post-norm blocks: u <- norm(u + mixer(u)), then u <- norm2(u + mlp(u)), without a final norm."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deqseq import FixedIterations, ImplicitSequenceLayer
+from deqseq import Backbone, FixedIterations, ImplicitSequenceLayer
 from deqseq.backbones import LlamaBackbone
 
 D = 8
@@ -44,8 +45,8 @@ def test_against_the_equations() -> None:
     torch.testing.assert_close(found, u, rtol=1e-6, atol=1e-7)
 
 
-def test_gradients_of_one_evaluation() -> None:
-    f = llama(d_model=4, d_inner=3).double()
+def test_gradients_of_one_evaluation(fold_on_gpu: Callable[[Backbone], Backbone]) -> None:
+    f = fold_on_gpu(llama(d_model=4, d_inner=3).double())
     z, x = torch.randn(2, 1, 3, 4, dtype=torch.float64)
     tensors = (z.requires_grad_(), x.requires_grad_(), *f.parameters())
     assert torch.autograd.gradcheck(lambda *_: f(z, f.prepare(x)), tensors)
@@ -64,18 +65,19 @@ def test_every_parameter_takes_part() -> None:
 def test_the_result_has_the_type_of_z(dtype: torch.dtype) -> None:
     f = llama()
     z, x = torch.randn(2, 2, 5, D)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16), torch.no_grad():
         found = f(z.to(dtype), f.prepare(x.to(dtype)))
         assert found.dtype == dtype
     torch.testing.assert_close(found.float(), f(z, f.prepare(x)), rtol=0.1, atol=0.1)
 
 
-def test_the_solve_runs_compiled_blocks(counting: Any) -> None:
+def test_the_solve_runs_compiled_blocks(counting: Any, unset_default_device: Callable[[], None]) -> None:
     layer = ImplicitSequenceLayer(llama(), convergence=FixedIterations(3)).eval()
     x = torch.randn(2, 5, D)
     with torch.no_grad():
         expected = layer(x).z
         layer.backbone.compile(backend=counting, fullgraph=True)
+        unset_default_device()
         out = layer(x)
     assert counting.runs == 2 * out.solution.nfe  # each evaluation runs two blocks
     torch.testing.assert_close(out.z, expected)

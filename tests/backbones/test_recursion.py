@@ -1,13 +1,14 @@
 """The recursion backbone: z consists of two latents (high and low), which one map updates in turn."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from deqseq import FixedIterations, ImplicitSequenceLayer, Residual, SolveOptions, Status
+from deqseq import Backbone, FixedIterations, ImplicitSequenceLayer, Residual, SolveOptions, Status
 from deqseq.backbone import backbones
 from deqseq.backbones import LlamaBackbone, ModuleBackbone, RecursionBackbone
 from deqseq.gradients import ImplicitDifferentiation, Phantom
@@ -45,9 +46,9 @@ def test_against_a_hand_written_round(map: dict[str, Any]) -> None:
     torch.testing.assert_close(found, torch.cat([high, low], -1), rtol=1e-9, atol=1e-9)
 
 
-def test_gradients_of_one_evaluation() -> None:
+def test_gradients_of_one_evaluation(fold_on_gpu: Callable[[Backbone], Backbone]) -> None:
     map = {**MIXER, "d_model": 2, "tokens": 2, "d_inner": 3, "tokens_inner": 2}
-    f = recursion(map).double()
+    f = fold_on_gpu(recursion(map).double())
     z, x = torch.randn(2, 1, 2, 4, dtype=torch.float64)
     tensors = (z.requires_grad_(), x.requires_grad_(), *f.parameters())
     assert torch.autograd.gradcheck(lambda *_: f(z, f.prepare(x)), tensors)
@@ -140,7 +141,9 @@ def test_settled_sequences_can_leave_the_batch() -> None:
 
 
 @pytest.mark.parametrize("map", [MIXER, LLAMA], ids=["mixer", "llama"])
-def test_the_compiled_round_equals_the_plain_one(map: dict[str, Any], counting: Any) -> None:
+def test_the_compiled_round_equals_the_plain_one(
+    map: dict[str, Any], counting: Any, unset_default_device: Callable[[], None]
+) -> None:
     """A compiled backbone gives the same results, and every evaluation runs the compiled code.
 
     The compilation has no graph breaks. A copy of the layer does not run the compiled code.
@@ -155,6 +158,7 @@ def test_the_compiled_round_equals_the_plain_one(map: dict[str, Any], counting: 
 
     expected = run(layer)
     layer.backbone.compile(backend=counting, fullgraph=True)
+    unset_default_device()
     for found, value in zip(run(layer), expected, strict=True):
         torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
     before = counting.runs

@@ -326,7 +326,7 @@ def test_transformers_model_starts_as_itself(
     theirs = initialise(settings, tmp_path / "start").eval()
     args = arguments(settings, tmp_path / "run", progress=False)
     ours = make_trainer(settings, open_data(settings), args).model.eval()
-    ids = torch.randint(257, (2, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(257, (2, 12), generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
 

@@ -151,7 +151,7 @@ def test_options_of_the_solve(make: Make) -> None:
 
 def test_bfloat16_and_autocast(make: Make) -> None:
     model, ids = make("mamba2"), prompts()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         expected = generated(model, ids, max_new_tokens=4)
         assert torch.equal(streamed(model, ids, max_new_tokens=4), expected)
     model = model.bfloat16()
@@ -280,7 +280,7 @@ def test_samples_are_those_of_generate_and_of_their_seed(make: Make) -> None:
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
     found = []
     for seed in (7, 7, 8):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
         found.append(streamed(model, ids, generator=generator, **options))
     again = generated(
         model, ids, custom_generate=fast_generate, generator=generator.manual_seed(7), **options
@@ -300,7 +300,7 @@ def test_samples_have_the_right_distribution(make: Make) -> None:
         before = kept[order].softmax(0).cumsum(0) - kept[order].softmax(0)
         kept[order[before >= options.get("top_p", 1.0)]] = -torch.inf  # enough likelier tokens are kept
         expected = kept.softmax(0)
-        generator = torch.Generator().manual_seed(2)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(2)
         (drawn,) = stream(
             model, ids, max_new_tokens=1, do_sample=True, temperature=0.7, generator=generator, **options
         )

@@ -60,7 +60,9 @@ def generated(model: ImplicitForCausalLM, ids: Tensor, **options: Any) -> Tensor
 
 def prompts(batch: int = 3, length: int = 6) -> tuple[Tensor, Tensor]:
     """Prompts and their mask. The second prompt has padding on the left, the third on the right."""
-    ids = torch.randint(1, V, (batch, length), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        1, V, (batch, length), generator=torch.Generator(torch.get_default_device()).manual_seed(1)
+    )
     mask = torch.ones_like(ids)
     mask[1:2, :2] = 0
     mask[2:3, -2:] = 0

@@ -205,7 +205,7 @@ def test_windows_agree_at_the_equilibrium_and_not_before_it(
 
 
 def test_the_worst_tokens_are_where_the_logits_differ_most(model: ImplicitForCausalLM) -> None:
-    noise = torch.randint(300, (86,), generator=torch.Generator().manual_seed(0))
+    noise = torch.randint(300, (86,), generator=torch.Generator(torch.get_default_device()).manual_seed(0))
     rule = FixedIterations(2)
     _, found = compare_windows(model, noise, 20, [None, 1], rule, batch_size=2)
     ways = [SolveOptions(convergence=rule), SolveOptions(convergence=rule, window=1)]

@@ -75,7 +75,7 @@ def test_the_state_is_float32_under_autocast() -> None:
     q, k, v = (F.normalize(torch.randn(1, 6, 2, 4), dim=-1) for _ in range(3))
     g, beta = torch.zeros(1, 6, 2), torch.ones(1, 6, 2)
     exact = delta_product(q, k, v, g, beta, 1)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert torch.equal(delta_product(q, k, v, g, beta, 1), exact)
 
 

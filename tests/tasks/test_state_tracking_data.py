@@ -32,7 +32,7 @@ seed,input,target
 
 
 def random_tokens(name: str, batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randint(len(algebra(name)), (batch, length), generator=generator)
 
 
@@ -161,9 +161,8 @@ class TestSample:
     @pytest.mark.parametrize("p", [0.0, 0.3, 0.9, 1.0])
     def test_frequencies(self, name: str, p: float) -> None:
         chosen = algebra(name)
-        tokens, targets = sample(
-            chosen, 500, 200, identity_probability=p, generator=torch.Generator().manual_seed(3)
-        )
+        generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+        tokens, targets = sample(chosen, 500, 200, identity_probability=p, generator=generator)
         assert torch.equal(targets, prefix_products(chosen, tokens))
 
         group, monoid = chosen.parts
@@ -184,13 +183,13 @@ class TestSample:
 
     def test_extreme_probabilities_stay_in_range(self) -> None:
         for p in (1e-17, 1 - 2**-53, math.nextafter(1.0, 0.0)):
-            generator = torch.Generator().manual_seed(0)
+            generator = torch.Generator(torch.get_default_device()).manual_seed(0)
             tokens, _ = sample(algebra("A5"), 100, 100, identity_probability=p, generator=generator)
             assert int(tokens.min()) >= 0 and int(tokens.max()) < 60
 
     def test_seeded(self) -> None:
         def draw(seed: int) -> torch.Tensor:
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
             chosen = algebra("A5xM")
             return sample(chosen, 4, 8, identity_probability=0.5, generator=generator)[0]
 

@@ -100,7 +100,8 @@ def twice_differentiable() -> Iterator[None]:
 
 def chosen() -> str | None:
     """The name given to :func:`use`, else the value of ``DEQSEQ_KERNELS``, else ``None``."""
-    return next(reversed(_named.values()), None) or os.environ.get("DEQSEQ_KERNELS") or None
+    names = list(_named.values())  # next(reversed(...), None) fails in torch.compile of torch 2.11
+    return (names[-1] if names else None) or os.environ.get("DEQSEQ_KERNELS") or None
 
 
 def implementation(x: Tensor, products: bool = False) -> str:

@@ -70,8 +70,10 @@ def active_norm(module: nn.Module) -> nn.RMSNorm:
 
 def is_quantised(module: nn.Module | None) -> bool:
     """Whether ``module`` is a linear map that bitsandbytes or torchao has quantised."""
-    weight = None if module is None else module._parameters.get("weight")
-    return type(weight).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
+    kind = type(None if module is None else module._parameters.get("weight"))
+    if kind in (type(None), nn.Parameter):  # torch.compile of torch 2.11 cannot read the name of their modules
+        return False
+    return kind.__module__.partition(".")[0] in ("bitsandbytes", "torchao")
 
 
 def _dequantised(module: nn.Module) -> Tensor:

@@ -459,6 +459,32 @@ def test_run_leaves_a_model_a_card_and_a_log(run: Path) -> None:
     )
 
 
+def test_the_last_evaluation_is_on_all_rows_and_runs_once(tmp_path: Path, token_folder: Path) -> None:
+    """If evaluations during training are on all rows, the one after the last step is not repeated."""
+    folder = tmp_path / "run"
+
+    def evaluations(eval_rows: str) -> list[dict[str, Any]]:
+        settings = small(("data", str(token_folder)), ("steps", "4"), ("eval_rows", eval_rows))
+        rows = len(open_data(settings).validation)
+        pretrain(settings, folder, progress=False)
+        record = json.loads((folder / "training.json").read_text())
+        found = [line for line in record["log"] if "eval_loss" in line and line["step"] == 4]
+        assert record["validation"].items() <= found[-1].items()
+        assert record["validation"]["eval_rows"] == rows > 4
+        return found
+
+    (whole,) = evaluations("null")
+    # A run that resumes from its last checkpoint does not evaluate again, unless on more rows.
+    (folder / "training.json").unlink()
+    assert evaluations("null") == [whole]
+    shutil.rmtree(folder)
+    few, again = evaluations("4")
+    assert few["eval_rows"] == 4 and again["eval_loss"] == whole["eval_loss"] != few["eval_loss"]
+    (folder / "training.json").unlink()
+    few, again = evaluations("null")
+    assert few["eval_rows"] == 4 and again["eval_loss"] == whole["eval_loss"]
+
+
 def test_model_generates_and_is_evaluated(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

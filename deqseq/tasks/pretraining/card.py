@@ -83,8 +83,9 @@ def write_card(folder: Path, settings: RunSettings, record: Mapping[str, Any]) -
 def scores(log: Sequence[Mapping[str, Any]], settings: RunSettings) -> dict[int, SimpleNamespace]:
     """The scores of the evaluations during training, by step.
 
-    If a step has two evaluations, takes the first. The second is the evaluation after training: the log
-    gives it the same step as the last evaluation during training.
+    If a step has two evaluations, takes the first. The second is the evaluation after training on all
+    held-out rows. The log gives it the same step as the last evaluation during training, which was on
+    ``eval_rows`` rows.
     """
     found: dict[int, SimpleNamespace] = {}
     for entry in log:

@@ -70,12 +70,12 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
                 state.num_processes, args.device.type, f", resuming from {checkpoint}" if checkpoint else "",
             )  # fmt: skip
         record = trainer.train_from(checkpoint)
-        scores = trainer.evaluate(data.validation)
+        scores = trainer.final_scores(data.validation)
         with writing(final):
             trainer.save_model(str(final))
         if state.is_main_process:
             record["processes"] = state.num_processes
-            record["validation"] = {name: value for name, value in scores.items() if isinstance(value, float)}
+            record["validation"] = {name: scores[name] for name in scores if name.startswith("eval_")}
             logger.info("held-out perplexity %.2f", math.exp(scores["eval_loss"]))
             write_card(final, settings, record)
             folder.finish(record, [file for file in final.rglob("*") if file.suffix != ".md"])

@@ -79,6 +79,7 @@ class PretrainTrainer(CurriculumTrainer):
         self.advice = Advice()
         self.spectral_every = spectral_every
         self.eval_solves = SolveStatistics(tail=True)
+        self._eval_rows = 0  # number of rows in the newest evaluation
         self.add_callback(speed)
         self.add_callback(_Schedule(self, curriculum, eval_at))
         self._faults = torch.zeros(2, device=args.device)  # sum of losses, count of non-finite tokens
@@ -156,6 +157,7 @@ class PretrainTrainer(CurriculumTrainer):
         """
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
+        self._eval_rows = len(data)
         if processes > 1:
             fits = [n for n in range(1, size + 1) if len(data) % (n * processes) == 0]
             self.args.per_device_eval_batch_size = max(fits, default=1)
@@ -163,6 +165,20 @@ class PretrainTrainer(CurriculumTrainer):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self.args.per_device_eval_batch_size = size
+
+    def final_scores(self, held_out: Any) -> dict[str, Any]:
+        """The log's entry with the scores on the rows ``held_out`` after the last step.
+
+        Evaluates only if the log has no evaluation of this step on as many rows.
+        """
+
+        def last() -> dict[str, Any]:
+            return next((entry for entry in reversed(self.state.log_history) if "eval_loss" in entry), {})
+
+        # Compare the rows too: a run that resumes from its last checkpoint may change ``eval_rows``.
+        if (last().get("step"), last().get("eval_rows")) != (self.state.global_step, len(held_out)):
+            self.evaluate(held_out)
+        return last()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -179,7 +195,8 @@ class PretrainTrainer(CurriculumTrainer):
             if self.layer is not None:
                 self._advise(logs, self.layer.train_solve.convergence)
         if "eval_loss" in logs:
-            logs = {**logs, "eval_perplexity": round(math.exp(min(logs["eval_loss"], 700)), 4)}
+            logs = {**logs, "eval_rows": self._eval_rows}
+            logs["eval_perplexity"] = round(math.exp(min(logs["eval_loss"], 700)), 4)
             logs |= {f"eval_{name}": value for name, value in self.read(self.eval_solves).items()}
         super().log({**logs, "train_seconds": round(self.speed.elapsed, 2)}, start_time)
 

@@ -59,13 +59,14 @@ def _pretrain(
     Args:
         run: run file, name of a shipped run file, or the command 'demo' or 'compare'
         output: folder of the run; runs/RUN by default
-        dry_run: do not train; print the run's costs (FLOPs, memory) and draw its schedule
+        dry_run: do not train; print the run's costs (FLOPs, memory) and draw its schedule. If the data
+            are not ready, end with the error of a real run; --data null plans without data
         plot: PNG file to which a dry run draws the schedule; beside the output folder by default
         processes: number of processes that a dry run assumes
     """
     # Import these modules late, so that wrong arguments are reported at once. The imports take seconds.
     from deqseq.tasks.common.models import quiet_transformers
-    from deqseq.tasks.pretraining.plan import describe, plot_schedule
+    from deqseq.tasks.pretraining.plan import describe, held_out_rows, plot_schedule
     from deqseq.tasks.pretraining.run_files import load_run
     from deqseq.tasks.pretraining.train import pretrain
 
@@ -77,6 +78,8 @@ def _pretrain(
         plot = plot or output.with_name(f"{output.name}-schedule.png")
         if plot_schedule(found, plot):
             print(f"drew the schedule in {plot}")
+        if isinstance(found.data, str):
+            held_out_rows(found)  # raises the error that ends a real run if the data are not ready
         return
     with logging_redirect_tqdm():  # print log lines above the progress bars
         model = pretrain(found, output)

@@ -107,7 +107,7 @@ def test_comparisons_and_plans_show_the_stages(
     assert main(["compare", *map(str, runs.values()), "--output", str(tmp_path / "a.png")]) == 0
     budgets = [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:6]]
     assert budgets == ["0+1", "1+1", "2+1", "12+4", "0+1"]
-    assert main(["llama-tiny-growth", "--dry-run", "--plot", str(tmp_path / "b.png")]) == 0
+    assert main(["llama-tiny-growth", "--dry-run", "--data", "null", "--plot", str(tmp_path / "b.png")]) == 0
     shown = capsys.readouterr().out
     for number, text in enumerate(("0 + 1", "1 + 1", "2 + 1", "12 + 4"), 1):
         assert f"stage {number}" in shown and f": {text} evaluations" in shown

@@ -254,13 +254,39 @@ def test_policies_hold_until_a_stage_names_its_own() -> None:
 
 def test_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "schedule.png"
-    assert main(["llama-tiny", "--dry-run", "--plot", str(plot), *flags()]) == 0
+    assert main(["llama-tiny", "--dry-run", "--plot", str(plot), *flags(("data", "null"))]) == 0
     shown = capsys.readouterr().out
-    for word in ("parameters", "640 in rows of 16", "10 of 64 tokens", "FLOPs", "GiB", "4 + 1 evaluations"):
+    for word in (
+        "none yet",
+        "parameters",
+        "640 in rows of 16",
+        "10 of 64 tokens",
+        "FLOPs",
+        "GiB",
+        "4 + 1 evaluations",
+    ):
         assert word in shown, shown
     assert plot.stat().st_size > 0 and [path.name for path in tmp_path.iterdir()] == ["schedule.png"]
     assert "sharded over 2" in describe(small(), 2)
-    assert "NOT READY: no token shards" in describe(small(("data", str(tmp_path))))
+
+
+def test_dry_run_ends_with_the_error_of_a_real_run_if_the_data_are_not_ready(
+    tmp_path: Path, token_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = ["--output", str(tmp_path / "run")]
+    unready = {
+        "no token shards": [("data", str(tmp_path))],
+        "allow --passes": [("data", str(token_folder)), ("passes", "0.1")],
+        "257 tokens, the model 200": [("data", str(token_folder)), ("model.vocab_size", "200")],
+    }
+    for message, given in unready.items():
+        assert main(["llama-tiny", *output, *flags(*given), "--dry-run"]) == 2
+        planned = capsys.readouterr()
+        assert "NOT READY" in planned.out and "FLOPs" in planned.out and message in planned.err
+        assert main(["llama-tiny", *output, *flags(*given)]) == 2
+        assert capsys.readouterr().err == planned.err and planned.err.count("\n") == 1
+    ready = ["llama-tiny", *output, *flags(("data", str(token_folder))), "--dry-run"]
+    assert main(ready) == 0 and "NOT READY" not in capsys.readouterr().out
 
 
 # Data

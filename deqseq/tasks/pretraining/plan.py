@@ -155,16 +155,25 @@ def describe(settings: RunSettings, processes: int = 1) -> str:
     return f"{tabulate(lines, tablefmt='plain', colalign=('right', 'left'))}\n{note}"
 
 
+def held_out_rows(settings: RunSettings) -> int:
+    """The number of held-out rows in the folder of prepared data that the run names.
+
+    Raises:
+        ValueError: the data are missing, unfinished or too few, or do not fit the model's vocabulary.
+    """
+    data = open_data(settings)
+    data.fitted(settings.config())
+    return len(data.validation)
+
+
 def _data(settings: RunSettings) -> str:
-    """A text that names the data and its number of held-out rows, or says why the data is not ready."""
+    """A text that names the data and its number of held-out rows, or says that the data are not ready."""
     if not isinstance(settings.data, str):
         return "none yet" if settings.data is None else f"streamed from {settings.data.get('dataset')}"
     try:
-        data = open_data(settings)
-        data.fitted(settings.config())
-    except ValueError as error:
-        return f"NOT READY: {error}"
-    return f"{settings.data}, {len(data.validation):,} rows held out"
+        return f"{settings.data}, {held_out_rows(settings):,} rows held out"
+    except ValueError:
+        return f"{settings.data}, NOT READY"
 
 
 def learning_rates(settings: RunSettings) -> tuple[list[int], list[float]]:

@@ -82,7 +82,7 @@ def prepare(
         documents: where plain text is divided into documents: never (file), at blank lines (blank) or after
             each line (line). With file, random pieces of about 1,000 tokens are held out. In folders, every
             file is one document, which is held out as a whole
-        column: column with the text, in JSONL, parquet and datasets
+        column: column with the text; only for JSONL, parquet and datasets
         dataset: name on the hub; or a file format such as json, which then reads the files TEXT
         subset: configuration of the dataset
         split: split of the dataset

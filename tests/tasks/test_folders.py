@@ -337,6 +337,10 @@ def test_installed_packages() -> None:
         (["{tree}", "{tree}/a/m0.py"], "name files or folders, not both"),
         (["{tree}", "{tree}/../tree"], "named twice"),
         (["{tree}", "--documents", "line"], "each file of a folder is one document"),
+        (["{tree}", "--column", "body"], "plain text, which has no columns, but --column is 'body'"),
+        (["{tree}/a/m0.py", "--column", "body"], "plain text has no columns, but --column is 'body'"),
+        (["{rows}", "--documents", "line"], "--documents is for plain text, but none is named; got 'line'"),
+        (["{rows}", "--dataset", "json", "--documents", "line"], "each row of a dataset is one document"),
         (["{tree}", "--files", "*.md"], "no file for the pattern '*.md' is kept"),
         (["{tree}", "--files", "a/*.py"], "a pattern is compared with names of files"),
         (["{tree}/a/m0.py", "--files", "*.py"], "--files and --rules need a folder"),
@@ -352,7 +356,9 @@ def test_installed_packages() -> None:
 def test_mistakes(
     tmp_path: Path, tree: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    given = [argument.format(tree=tree) for argument in arguments]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    given = [argument.format(tree=tree, rows=rows) for argument in arguments]
     assert (
         main([*given, "--output", str(tmp_path / "out"), *([] if "--tokenizer" in given else OPTIONS)]) == 2
     )

@@ -42,17 +42,29 @@ def sources(
     if dataset is not None:
         if installed or files is not None or rules != "code":
             raise ValueError("--files, --rules and --installed are for folders: leave out --dataset")
+        if documents != "file":
+            raise ValueError(f"each row of a dataset is one document, but --documents is {documents!r}")
         return [DatasetRows(dataset, subset, split, paths, column)]
     if subset is not None or split != "train":
         raise ValueError("subset and split need a --dataset, but none is named")
     if not installed and not any(map(os.path.isdir, paths)):
         if files is not None or rules != "code":
             raise ValueError("--files and --rules need a folder, but none is named")
-        return [_file(path, documents, column) for path in paths]
+        found = [_file(path, documents, column) for path in paths]
+        plain = [type(source) is TextFile for source in found]
+        if column != "text" and all(plain):
+            raise ValueError(f"plain text has no columns, but --column is {column!r}")
+        if documents != "file" and not any(plain):
+            raise ValueError(f"--documents is for plain text, but none is named; got {documents!r}")
+        return found
     if other := [path for path in paths if not os.path.isdir(path)]:
         raise ValueError(f"{other[0]} is not a folder: name files or folders, not both")
     if documents != "file":
         raise ValueError(f"each file of a folder is one document, but --documents is {documents!r}")
+    if column != "text":
+        raise ValueError(
+            f"the files of a folder are read as plain text, which has no columns, but --column is {column!r}"
+        )
     more, foreign = installed_folders() if installed else ([], [])
     folders = [*paths, *(folder for folder in more if Path(folder) not in real)]
     pattern = files if files is not None else "*.py" if installed else "*"

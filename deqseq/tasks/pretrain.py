@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,8 @@ Pretrain a language model, implicit or not, stage by stage, with checkpoints, sc
 RUN is a run file (YAML) or the name of one of the paper's models: mamba2-130m, llama-1.3b, ... NAME-explicit
 is the explicit twin of NAME. NAME-injected evaluates the map of NAME once: the control that shows what
 iterating contributes. NAME-growth begins training with one evaluation of this map, and adds iterations in
-later stages. Options override any field of the run; nested fields have dotted names:
+later stages. Options override any field of the run; nested fields have dotted names. `RUN --help` lists all
+fields with the values of RUN.
 
   python -m deqseq.tasks.prepare books/*.txt --output data/books
   python -m deqseq.tasks.pretrain llama-130m --data data/books --tokens 1e9 --dry-run
@@ -45,6 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
 
 
+def _fields(run: str) -> Mapping[str, Any]:
+    """The fields of a run, by name."""
+    from deqseq.tasks.pretraining.run_files import load_run
+
+    return vars(load_run(run))
+
+
 def _pretrain(
     run: str,
     *,
@@ -52,7 +60,7 @@ def _pretrain(
     dry_run: bool = False,
     plot: Path | None = None,
     processes: PositiveInt = 1,
-    settings: Annotated[dict[str, Any], RunSettings],
+    settings: Annotated[dict[str, Any], RunSettings, _fields],
 ) -> None:
     """Train a model, or print what its training would cost.
 

@@ -1,5 +1,6 @@
 """Tests that a program that fails prints one line about the error and returns an exit status."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from deqseq.tasks.catbabi import __main__ as catbabi
 from deqseq.tasks.common import command_line
 from deqseq.tasks.evaluate import __main__ as evaluate
 from deqseq.tasks.pretraining.trainer import Diverged
+from deqseq.tasks.reasoning import __main__ as reasoning
 from deqseq.tasks.state_tracking import __main__ as state_tracking
 
 PROGRAMS = [
@@ -50,6 +52,34 @@ def test_every_program_ends_with_one_line(
     assert program.main(arguments) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "value"),
+    [
+        (pretrain, ["--help"], "null"),
+        (pretrain, ["llama-tiny", "--help"], "0.002"),
+        (pretrain, ["--data", "x", "{file}", "-h"], "0.123"),
+        (reasoning, ["train", "{file}", "--help"], "0.123"),
+        (state_tracking, ["train", "--run", "{file}", "--help"], "0.123"),
+        (state_tracking, ["train", "--help"], "0.006"),
+    ],
+)
+def test_help_shows_the_values_of_the_run(
+    program: Any, arguments: list[str], value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(("base: llama-tiny\n" if program is pretrain else "") + "learning_rate: 0.123")
+    with pytest.raises(SystemExit) as end:
+        program.main([argument.format(file=file) for argument in arguments])
+    shown = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"highest learning rate[^()]*\(type: positive, finite number, default: (\S+)\)", shown)
+    assert not end.value.code and found is not None and found[1] == value
+
+
+def test_help_of_a_run_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.main(["nothing", "--help"]) == 2
+    assert capsys.readouterr().err.startswith("error: there is no 'nothing': name a YAML file, or one of ")
 
 
 def _read(*, number: str) -> None:

@@ -22,6 +22,7 @@ from deqseq.tasks.common import processes
 from deqseq.tasks.common.settings import add_parameters, one_line, plain, unknown_field, yaml_value
 
 Command = Callable[..., Any]
+_HELP = {"-h", "--help"}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -56,7 +57,8 @@ def main(
         commands: the commands by name. A command may have a parameter ``settings: Annotated[dict,
             A_DATACLASS]``. The fields of the dataclass then become arguments, and ``settings`` contains the
             values that the user has given, such as ``{"solver.name": "anderson"}`` for ``--solver.name
-            anderson``.
+            anderson``. In ``Annotated[dict, A_DATACLASS, READ_RUN]``, the function ``READ_RUN`` returns the
+            fields of the run that the argument ``run`` names. ``--help`` shows them as defaults.
         arguments: the arguments; ``sys.argv[1:]`` by default.
         interrupted: advice to print after an interruption, such as how to resume.
         default: the command to run if the first argument is not the name of a command.
@@ -135,16 +137,9 @@ def execute(command: Command, values: Mapping[str, Any]) -> None:
 
 def _parse(prog: str, command: Command, arguments: Sequence[str], about: str | None = None) -> dict[str, Any]:
     """Parse the arguments of a command. The result has no entries for arguments that the user left out."""
-    documented = docstring_parser.parse(command.__doc__ or "")
-    said = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
-    made = ArgumentParser(
-        prog=prog, description=about or said, formatter_class=_Help, exit_on_error=False, allow_abbrev=False
-    )
-    add_parameters(made, command, skip=["settings"])
     hint = get_type_hints(command, include_extras=True).get("settings")
-    kind = hint.__metadata__[0] if hint else None
-    if kind:
-        add_parameters(made, kind, required=False)
+    kind, *read_run = hint.__metadata__ if hint else (None,)
+    made = _parser(prog, command, kind, about)
     known = [f.name for f in fields(kind)] if kind else []
     flags = [flag for flag in made._option_string_actions if flag.startswith("--")]
     rest, dotted, words = [], {}, iter(arguments)
@@ -162,11 +157,42 @@ def _parse(prog: str, command: Command, arguments: Sequence[str], about: str | N
             dotted[name.replace("-", "_")] = yaml_value(value, f"the value of {name}")
         else:
             rest.append(word)
+    if read_run and _HELP & {*rest} and (run := _named_run(command, kind, rest)):
+        made.set_defaults({name: value for name, value in read_run[0](run).items() if name in known})
     found = made.parse_args(rest, defaults=False).as_dict()
     values = {name: plain(value) for name, value in found.items()}
     if kind:
         values["settings"] = {name: values.pop(name) for name in known if name in values} | dotted
     return values
+
+
+def _parser(
+    prog: str, command: Command, kind: type | None, about: str | None = None, required: bool = True
+) -> ArgumentParser:
+    """The parser of a command, whose settings are of class ``kind``.
+
+    ``required``: whether the user must give all options that have no default.
+    """
+    documented = docstring_parser.parse(command.__doc__ or "")
+    said = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
+    made = ArgumentParser(
+        prog=prog, description=about or said, formatter_class=_Help, exit_on_error=False, allow_abbrev=False
+    )
+    add_parameters(made, command, required, skip=["settings"])
+    if kind:
+        add_parameters(made, kind, required=False)
+    return made
+
+
+def _named_run(command: Command, kind: type | None, words: Sequence[str]) -> str | None:
+    """The value of the argument ``run``; ``None`` if it is missing, or if an argument is wrong."""
+    try:
+        found = _parser("", command, kind, required=False).parse_args(
+            [word for word in words if word not in _HELP], defaults=False
+        )
+    except argparse.ArgumentError:
+        return None
+    return found.get("run")
 
 
 def _choice(prog: str, about: str, commands: Mapping[str, Command]) -> ArgumentParser:

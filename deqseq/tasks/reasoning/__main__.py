@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,13 +47,13 @@ def _train(
     *,
     output: Path,
     save_steps: PositiveInt = 1000,
-    settings: Annotated[dict[str, Any], TrainSettings],
+    settings: Annotated[dict[str, Any], TrainSettings, partial(read_yaml, shipped=RUNS)],
 ) -> None:
     """Train a model and write it to a folder.
 
     RUN is a YAML file with settings, or the name of a shipped YAML file. The options below override the
-    settings in the file. --data is always needed. To resume after an interruption, run the same command
-    again.
+    settings in the file. `train RUN --help` lists all settings with the values of RUN. --data is always
+    needed. To resume after an interruption, run the same command again.
 
       python -m deqseq.tasks.reasoning data sudoku --size 4 --count 20000 --output sudoku4.csv
       python -m deqseq.tasks.reasoning train sudoku-small --data sudoku4.csv --output runs/sudoku4

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -54,7 +55,7 @@ def _train(
     output: Path,
     run: str | None = None,
     save_steps: PositiveInt = 500,
-    settings: Annotated[dict[str, Any], TrainSettings],
+    settings: Annotated[dict[str, Any], TrainSettings, partial(read_yaml, shipped=RUNS)],
 ) -> None:
     """Train a model in a folder.
 
@@ -66,7 +67,8 @@ def _train(
 
     Args:
         output: folder of the run
-        run: YAML file with default values of the settings below; or a shipped file: a5xm, s5, s5xm, s5-small
+        run: YAML file with default values of the settings below; or a shipped file: a5xm, s5, s5xm, s5-small.
+            With --help, the list below shows the file's values
         save_steps: steps between checkpoints
     """
     if run is None and settings.get("group") == "S5":

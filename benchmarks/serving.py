@@ -3,13 +3,13 @@
 All arms serve the same requests, greedily, in float32, on the CPU, at most --batch requests at a time.
 Prompts are random tokens. The lengths of prompts and answers are uniform between two limits. The arms:
 
-    static      ImplicitForCausalLM.generate, in batches in order of arrival, padded on the left; a batch runs
-                until its longest request ends, and surplus tokens of the other requests are dropped
-    adaptive    vLLM; every token is solved to the model's tolerance
-    no-leaving  like adaptive, but a request that has converged stays in the batch until the step ends
-    fixed       vLLM; all tokens get as many evaluations as the slowest token needed in the arm adaptive
-    explicit    vLLM with the explicit twin, which evaluates the same stack once, without injection
-    injected    vLLM with the injected form, which evaluates f once
+    static         ImplicitForCausalLM.generate, in batches in order of arrival, padded on the left; a batch
+                   runs until its longest request ends, and surplus tokens of the other requests are dropped
+    adaptive       vLLM; every token is solved to the model's tolerance
+    no-compaction  like adaptive, but a request that has converged stays in the batch until the step ends
+    fixed          vLLM; all tokens get as many evaluations as the slowest token needed in the arm adaptive
+    explicit       vLLM with the explicit twin, which evaluates the same stack once, without injection
+    injected       vLLM with the injected form, which evaluates f once
 
 Each arm runs in a process of its own. Loading, compiling and a short warm-up are not counted. The columns:
 
@@ -60,8 +60,8 @@ from deqseq.checks import check_count
 from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.common.models import quiet_transformers
 
-ARMS = ("static", "adaptive", "no-leaving", "fixed", "explicit", "injected")
-SOLVED = ("static", "adaptive", "no-leaving", "fixed")
+ARMS = ("static", "adaptive", "no-compaction", "fixed", "explicit", "injected")
+SOLVED = ("static", "adaptive", "no-compaction", "fixed")
 """The arms that evaluate f several times."""
 
 
@@ -104,7 +104,7 @@ def serve(cases: Mapping[str, Case], options: argparse.Namespace, key: Mapping[s
     call = partial(static if arm == "static" else vllm, folder, case.requests, options.batch)
     if arm != "static":
         call = partial(call, eager=options.eager)
-    if arm == "no-leaving":
+    if arm == "no-compaction":
         call = partial(call, additional_config={"compact": False})
     if arm == "fixed":
         if key["depth"] is None:
@@ -154,7 +154,7 @@ def line(rows: Sequence[Row], row: Row) -> Row:
         return {"model": row["model"], "arm": row["arm"], "problem": row["problem"]}
     arms = {each["arm"]: each for each in rows if "problem" not in each}
     first, speed = arms.get("static"), row["tokens a CPU second"]
-    needed = [arms[name]["needed"] for name in ("adaptive", "no-leaving") if name in arms]
+    needed = [arms[name]["needed"] for name in ("adaptive", "no-compaction") if name in arms]
     cells = {
         "model": row["model"], "arm": row["arm"], "tokens / CPU s": f"{speed:.1f}",
         "over static": f"{speed / first['tokens a CPU second']:.2f}" if first else None,

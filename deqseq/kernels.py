@@ -135,7 +135,7 @@ def choose(x: Tensor) -> Choice:
     return Choice(implementation(x, products=True), implementation(x))
 
 
-def in_force(choice: Choice) -> Choice:
+def effective(choice: Choice) -> Choice:
     """The implementations to use now: ``choice``, or torch inside :func:`twice_differentiable`."""
     if torch.compiler.is_compiling():  # torch.compile cannot read context variables
         return choice

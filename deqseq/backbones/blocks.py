@@ -213,7 +213,7 @@ class Stack(Backbone):
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         stream, injection = self.enter(z, context.tokens)
-        return self.through(stream, context, state, kernels.in_force(context.shared.choice), injection)
+        return self.through(stream, context, state, kernels.effective(context.shared.choice), injection)
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile every block. The arguments are passed to :func:`torch.compile`.

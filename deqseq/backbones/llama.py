@@ -220,7 +220,7 @@ class LlamaBackbone(Stack):
         return angle.cos(), angle.sin()
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        choice = kernels.in_force(context.shared.choice)
+        choice = kernels.effective(context.shared.choice)
         cos, sin, *tokens = context.tokens
         real = tokens.pop() if context.shared.padded else None
         stream, injection = self.enter(z, tuple(tokens))
@@ -229,7 +229,7 @@ class LlamaBackbone(Stack):
         mask = None if real is None else real[:, None, None]  # (B, 1, 1, L)
         if self.attention is not None and (state is None or no_slots(state.layers[0])):
             mask = self.attention.mask(stream)
-        elif state is not None and one_token.applies(stream, state.layers[0], choice):
+        elif state is not None and one_token.supports(stream, state.layers[0], choice):
             seen = state.seen
         elif state is not None:
             mask = self._mask(z.shape[1], state)

@@ -69,7 +69,7 @@ class Mamba2Block(Block):
     ) -> tuple[Tensor, Tensor | None, LayerTrace | None]:  # fmt: skip
         """Returns the residual stream, the output that the next block adds to the stream, and the trace."""
         sizes: MixerSizes = self.mixer.sizes
-        if state is not None and sizes.norm_groups == 1 and one_token.applies(stream, state, choice):
+        if state is not None and sizes.norm_groups == 1 and one_token.supports(stream, state, choice):
             from deqseq.ops.one_token.triton import mamba2_block
 
             return mamba2_block(stream, added, *weights, injection, state, sizes, *self.norms())

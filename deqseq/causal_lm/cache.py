@@ -53,7 +53,7 @@ class StateLayer(CacheLayerMixin):
         earlier = column >= self._earlier_columns - self._earlier[:, None]
         return earlier if self._called is None else torch.cat([earlier, self._called], 1)
 
-    def continued(self, fresh: State) -> State:
+    def starting_state(self, fresh: State) -> State:
         """The state that a call starts from: the cached state, or ``fresh`` if the cache has no state.
 
         Raises:

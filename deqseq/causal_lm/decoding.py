@@ -117,7 +117,7 @@ class Decoder:
             self._content.commit(self.memory.state, z, None)
 
 
-def chosen(scores: Tensor, do_sample: bool, generator: torch.Generator | None) -> Tensor:
+def choose_ids(scores: Tensor, do_sample: bool, generator: torch.Generator | None) -> Tensor:
     """Choose a token of every sequence: (B, V) scores -> (B,) ids.
 
     Sampling divides the probabilities by exponential random numbers and takes the largest quotient.

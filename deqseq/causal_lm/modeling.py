@@ -253,7 +253,7 @@ class ImplicitModel(ImplicitPreTrainedModel):
         state = None
         if content is not None:
             backbone = self.layer.backbone
-            state = content.continued(
+            state = content.starting_state(
                 backbone.initial_state(batch, inputs_embeds.device, inputs_embeds.dtype)
             )
         options: dict[str, Any] = {}

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from deqseq.causal_lm.cache import EquilibriumCache
-from deqseq.causal_lm.decoding import Decoder, check_model, chosen
+from deqseq.causal_lm.decoding import Decoder, check_model, choose_ids
 from deqseq.causal_lm.modeling import ImplicitForCausalLM
 from deqseq.causal_lm.support import unsupported
 from deqseq.checks import check_count, check_flag, check_instance, check_positive, check_share, check_tensor
@@ -110,7 +110,7 @@ def stream(
 
     def choose(logits: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the next tokens (B,), and (B,) bool, true for sequences that have ended."""
-        ids = chosen(warpers(None, logits), do_sample, generator)
+        ids = choose_ids(warpers(None, logits), do_sample, generator)
         ids = ids.masked_fill(ended, pad)
         return ids, ended | torch.isin(ids, ends)
 
@@ -203,7 +203,7 @@ def fast_generate(
         raw_logits = None if raw_logits is None else (*raw_logits, logits)
         changed = logits_processor(input_ids, logits)
         scores = None if scores is None else (*scores, changed)
-        ids = chosen(changed, config.do_sample, generator)
+        ids = choose_ids(changed, config.do_sample, generator)
         if pads:
             ids = torch.where(ended, config._pad_token_tensor, ids)
         input_ids = torch.cat([input_ids, ids[:, None]], 1)

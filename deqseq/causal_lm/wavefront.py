@@ -33,7 +33,7 @@ from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
 from deqseq.problem import Problem, SolveOptions
 
 
-class _UntilChosen(ConvergencePolicy):
+class _MatchingInputs(ConvergencePolicy):
     """Wraps ``policy`` and adds a condition.
 
     A token settles only if its input is also the id that was chosen after the token before it.
@@ -74,7 +74,7 @@ class _Wavefront(Runner):
         self, problem: Problem, first: Tensor, prepare: Callable[[Tensor, Tensor], Context], ends: Tensor
     ) -> None:
         super().__init__(problem)
-        assert isinstance(problem.policy, _UntilChosen)
+        assert isinstance(problem.policy, _MatchingInputs)
         self._policy, self._prepare, self._eos = problem.policy, prepare, ends
         self.ids = first[:, None].repeat(1, problem.z0.shape[1] + len(problem.offsets) + 1)
 
@@ -115,7 +115,7 @@ class _Wavefront(Runner):
         return (ended | (self.carry.start >= self.problem.ends)).all()
 
 
-def continued(
+def continue_greedily(
     backbone: Backbone,
     embed: Callable[[Tensor], Tensor],
     choose: Callable[[Tensor], Tensor],
@@ -153,7 +153,7 @@ def continued(
     places = torch.arange(length + options.window + 1, device=first.device)
     context = backbone.prepare_next(x.expand(-1, len(places), -1), position + places, fixed)
     context = replace(context, tokens=tuple(t.contiguous() for t in context.tokens))
-    policy = _UntilChosen(options.convergence, choose)
+    policy = _MatchingInputs(options.convergence, choose)
     problem = Problem(
         backbone, context, torch.zeros_like(x).repeat(1, length, 1),
         SolveOptions(options.solver, policy, options.window),
@@ -211,7 +211,7 @@ def wavefront_generate(
 
     position, most = position.expand(len(first), 1), config.max_length - input_ids.shape[1] - 1
     with kernels.device_of(input_ids):
-        rest, _ = continued(
+        rest, _ = continue_greedily(
             layer.backbone, model.model.embed_tokens, choose, first, state, position,
             replace(options, window=min(wavefront, max(most, 1))), most, ends,
         )  # fmt: skip

@@ -29,7 +29,7 @@ class Selector:
         self.vllm_config = vllm_config
         self._builder: AttentionMetadataBuilder[Any] | None = None
 
-    def possible(self, context: ForwardContext) -> bool:
+    def can_select(self, context: ForwardContext) -> bool:
         """Whether requests may leave the step. CUDA graphs fix the number of tokens, so they forbid it."""
         return context.cudagraph_runtime_mode == CUDAGraphMode.NONE
 

@@ -228,7 +228,7 @@ class ImplicitLlamaForCausalLM(nn.Module):
         starts = context.attn_metadata[self.layer_name].query_start_loc
         requests = (starts[1:] > starts[:-1]).nonzero()[:, 0]  # vLLM may list requests without tokens
         step = Step(self.evaluation, self.selector, requests, positions, injection, x, context)
-        compact = self.compact and self.selector.possible(context)
+        compact = self.compact and self.selector.can_select(context)
         z, solution = solve(step, x, starts, self.options, self.group, compact)
         if self.counters is not None:
             self.counters.add(solution)

@@ -20,7 +20,7 @@ from deqseq.causal_lm import (
     fast_generate,
     stream,
 )
-from deqseq.causal_lm.decoding import Decoder, chosen
+from deqseq.causal_lm.decoding import Decoder, choose_ids
 
 V = 40
 BODIES: dict[str, dict[str, Any]] = {
@@ -249,7 +249,7 @@ def test_a_token_never_makes_the_host_wait_and_keeps_all_shapes(make: Make, body
     memory = decoder.memory
     with NeverWaits():
         logits, after = decoder.step(ids[:, 1], memory)
-        chosen(logits, True, None)
+        choose_ids(logits, True, None)
     assert [t.shape for t in after.state.tensors()] == [t.shape for t in memory.state.tensors()]
     assert after.position_ids.shape == memory.position_ids.shape
     with pytest.raises(AssertionError, match="wait"), NeverWaits():

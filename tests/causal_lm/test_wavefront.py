@@ -10,7 +10,7 @@ from transformers import TextIteratorStreamer
 
 from deqseq import Backbone, ConvergencePolicy, Residual, SolveOptions
 from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM
-from deqseq.causal_lm.wavefront import _UntilChosen
+from deqseq.causal_lm.wavefront import _MatchingInputs
 from deqseq.policy import Judgement
 
 V = 40
@@ -96,7 +96,7 @@ def test_a_token_waits_for_its_input(make: Make, body: str) -> None:
 
 def test_a_token_with_another_input_has_not_failed() -> None:
     """A draft may lead to values that are not finite. The token is evaluated again with its final input."""
-    policy = _UntilChosen(Residual(rtol=0.1), lambda z: torch.tensor([[5, 6, 7]]))
+    policy = _MatchingInputs(Residual(rtol=0.1), lambda z: torch.tensor([[5, 6, 7]]))
     policy.inputs = torch.tensor([[4, 8, 6]])  # the second token read 8, but the first chooses 5
     fz = torch.ones(1, 3, 2)
     fz[0, 1] = torch.nan

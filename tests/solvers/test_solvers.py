@@ -165,7 +165,7 @@ def test_anderson_against_least_squares(make_progress: MakeProgress, memory: int
 
 
 @pytest.mark.parametrize("name", ["anderson", "broyden"])
-@pytest.mark.parametrize("why", ["stirred", "entered"])
+@pytest.mark.parametrize("why", ["residual", "entered"])
 def test_a_token_whose_map_shifts_takes_picard_steps(
     make_progress: MakeProgress, name: str, why: str
 ) -> None:
@@ -198,7 +198,7 @@ def test_a_token_whose_map_shifts_takes_picard_steps(
     torch.testing.assert_close(iterates[4][:, 1:], fresh[1])
 
 
-def test_history_counts_behind_tokens_that_are_calm_or_settled() -> None:
+def test_history_counts_after_tokens_that_are_steady_or_settled() -> None:
     residual = torch.tensor([[0.2, 1.0, 0.5, 1.0, float("nan"), 1.0]])
     no = torch.zeros(1, 6, dtype=torch.bool)
     told = Progress(residual, ~no, torch.full((1, 6), 3), no, budget=9)
@@ -208,7 +208,7 @@ def test_history_counts_behind_tokens_that_are_calm_or_settled() -> None:
 
 
 @pytest.mark.parametrize("name", ["anderson", "broyden"])
-def test_history_counts_from_when_the_predecessors_are_calm(name: str) -> None:
+def test_history_counts_once_the_earlier_tokens_are_steady(name: str) -> None:
     """If each token depends on the token before it, a solver with a history is about as fast as Picard.
 
     The sum of the tokens' iterations must be at most Picard's. The number of evaluations of the whole
@@ -325,10 +325,10 @@ def test_damping(pointwise: Pointwise) -> None:
     policy = Residual(rtol=1e-4, max_iter=60)
     with torch.no_grad():
         plain = ImplicitSequenceLayer(f, convergence=policy)(x).solution
-        calm = ImplicitSequenceLayer(f, solver=Picard(0.6), convergence=policy)(x).solution
+        damped = ImplicitSequenceLayer(f, solver=Picard(0.6), convergence=policy)(x).solution
     assert not (plain.status == Status.CONVERGED).any()
-    assert (calm.status == Status.CONVERGED).all()
-    torch.testing.assert_close(calm.z, -1.5 / 2.5 * x, rtol=1e-3, atol=1e-3)
+    assert (damped.status == Status.CONVERGED).all()
+    torch.testing.assert_close(damped.z, -1.5 / 2.5 * x, rtol=1e-3, atol=1e-3)
 
 
 def test_picard_step(make_progress: MakeProgress) -> None:

@@ -121,7 +121,7 @@ def test_output_on_a_disk_of_the_node_is_refused(
     if has_folder:
         folder.mkdir()
     monkeypatch.setattr(train, "on_first", lambda _: folder / "file.part")
-    monkeypatch.setattr(train, "_VISIBLE_AFTER", 0)
+    monkeypatch.setattr(train, "_SHARED_FOLDER_TIMEOUT", 0)
     with pytest.raises(ValueError, match="all nodes must share it"):
         train._check_shared(folder)
 

@@ -35,7 +35,7 @@ class SwiGLUWeights(NamedTuple):
     out: Tensor  # (D, M)
 
 
-def applies(stream: Tensor, state: tuple[Tensor, ...] | None, choice: Choice) -> bool:
+def supports(stream: Tensor, state: tuple[Tensor, ...] | None, choice: Choice) -> bool:
     """Whether the fused blocks can process ``stream`` (B, W, D) with a layer's ``state``."""
     return (
         state is not None

@@ -28,7 +28,7 @@ from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
 
 logger = logging.getLogger(__name__)
 
-_VISIBLE_AFTER = 60  # seconds in which a shared file system must show a new file to all nodes
+_SHARED_FOLDER_TIMEOUT = 60  # seconds in which a shared file system must show a new file to all nodes
 
 
 def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -> Path:
@@ -102,7 +102,7 @@ def _check_shared(folder: Path) -> None:
     on_first(file.touch)
 
     def look() -> None:
-        end = time.monotonic() + _VISIBLE_AFTER
+        end = time.monotonic() + _SHARED_FOLDER_TIMEOUT
         while not (folder.is_dir() and file.name in os.listdir(folder)):
             if time.monotonic() > end:
                 raise ValueError(

@@ -153,28 +153,29 @@ class StreamedRows(IterableDataset[Row]):
     """Rows packed from a stream of documents, in the order of the stream. Iterating tokenises the documents.
 
     Args:
-        documents: texts, or rows of a dataset whose field ``column`` is the text.
+        texts: texts, or rows of a dataset whose field ``column`` is the text. Each is one document.
+        documents: with ``"separate"``, positions restart in every document of a row.
         split: read only the documents of this split; ``None``: all documents.
         hold_out: the rule that assigns each document to a split; by default 0.1 % is held out.
     """
 
     def __init__(
-        self, documents: Iterable[str | Mapping[str, Any]], tokenizer: Any, length: int,
-        documents_mode: Documents = "joined", *, column: str = "text", split: Split | None = None,
+        self, texts: Iterable[str | Mapping[str, Any]], tokenizer: Any, length: int,
+        documents: Documents = "joined", *, column: str = "text", split: Split | None = None,
         hold_out: HoldOut | None = None,
     ) -> None:  # fmt: skip
         check_count("length", length)
         self.length = length
-        self._documents = documents
+        self._texts = texts
         self._encoder = Encoder(tokenizer)
-        self._separator = _separator(documents_mode, self._encoder.end_of_text)
+        self._separator = _separator(documents, self._encoder.end_of_text)
         self._column = column
         self._split = split
         self._hold_out = hold_out or HoldOut()
 
     def __iter__(self) -> Iterator[Row]:
         left = np.empty(0, np.int64)
-        for document in self._documents:
+        for document in self._texts:
             text = document if isinstance(document, str) else text_of(document, self._column)
             if not text or (self._split and self._hold_out.split(text) != self._split):
                 continue

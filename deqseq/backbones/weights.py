@@ -71,7 +71,8 @@ def active_norm(module: nn.Module) -> nn.RMSNorm:
 def is_quantised(module: nn.Module | None) -> bool:
     """Whether ``module`` is a linear map that bitsandbytes or torchao has quantised."""
     kind = type(None if module is None else module._parameters.get("weight"))
-    if kind in (type(None), nn.Parameter):  # torch.compile of torch 2.11 cannot read the name of their modules
+    # torch.compile of torch 2.11 cannot read the modules of these two classes.
+    if kind in (type(None), nn.Parameter):
         return False
     return kind.__module__.partition(".")[0] in ("bitsandbytes", "torchao")
 

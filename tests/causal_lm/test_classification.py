@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-from deqseq import Backbone
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, ImplicitForSequenceClassification
+from deqseq.causal_lm import ImplicitForCausalLM, ImplicitForSequenceClassification
 
 V = 16
 BODIES: dict[str, dict[str, Any]] = {
@@ -22,20 +21,13 @@ Make = Callable[..., Any]
 
 
 @pytest.fixture
-def make(contractive: Callable[[Backbone], Backbone]) -> Make:
-    """``make(body="llama", kind=ImplicitForSequenceClassification, **options)``: a small model."""
+def make(make_model: Make) -> Make:
+    """``make(body="llama", kind=ImplicitForSequenceClassification, **options)`` makes a small model."""
 
     def build(body: str = "llama", kind: Any = ImplicitForSequenceClassification, **options: Any) -> Any:
-        torch.manual_seed(3)
         options = {"num_labels": 3, "convergence": {"rtol": 1e-6, "max_iter": 100}, **options}
         options["convergence"] = {"name": "residual", **options["convergence"]}
-        model = kind(
-            ImplicitConfig(
-                vocab_size=V, backbone=BODIES[body], initializer_range=0.5, pad_token_id=0, **options
-            )
-        )
-        contractive(model.model.layer.backbone)
-        return model.eval()
+        return make_model(BODIES[body], kind, vocab_size=V, **options)
 
     return build
 

@@ -27,24 +27,14 @@ Make = Callable[..., ImplicitForCausalLM]
 
 
 @pytest.fixture
-def make(contractive: Callable[[Backbone], Backbone]) -> Make:
-    """``make(body, implicit=True, **options)`` makes a small model in evaluation mode.
-
-    Implicit models get a tight tolerance.
-    """
+def make(make_model: Make) -> Make:
+    """``make(body, implicit=True, **options)`` makes a small model. Implicit models get a tight tolerance."""
 
     def build(body: str, implicit: bool = True, **options: Any) -> ImplicitForCausalLM:
-        torch.manual_seed(3)
         if implicit:
             options = {"convergence": TIGHT, **options}
-        options = {"backbone": BODIES[body], **options}
-        config = ImplicitConfig(
-            vocab_size=V, implicit=implicit, initializer_range=0.5,
-            pad_token_id=0, eos_token_id=None, tie_word_embeddings=False, **options,
-        )  # fmt: skip
-        model = ImplicitForCausalLM(config).eval()
-        contractive(model.model.layer.backbone)
-        return model
+        options = {"backbone": BODIES[body], "eos_token_id": None, "tie_word_embeddings": False, **options}
+        return make_model(vocab_size=V, implicit=implicit, **options)
 
     return build
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from deqseq import Backbone
 from deqseq.backbones import fold_weight_norm
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.causal_lm import ImplicitForCausalLM
 
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
 
@@ -26,19 +25,13 @@ Make = Callable[..., ImplicitForCausalLM]
 
 
 @pytest.fixture
-def make(contractive: Callable[[Backbone], Backbone]) -> Make:
-    """A function ``make(body, implicit=True, **options)`` that builds a small model in evaluation mode."""
+def make(make_model: Make) -> Make:
+    """``make(body, implicit=True, **options)`` makes a small model with a tight tolerance."""
 
     def build(body: str, implicit: bool = True, **options: Any) -> ImplicitForCausalLM:
-        torch.manual_seed(3)
         options = {"convergence": {"name": "residual", "rtol": 1e-6, "max_iter": 100}, **options}
-        config = ImplicitConfig(
-            vocab_size=V, backbone=BODIES[body], implicit=implicit, initializer_range=0.5, pad_token_id=0,
-            tie_word_embeddings=False, **options,
-        )  # fmt: skip
-        model = ImplicitForCausalLM(config).eval()
-        contractive(model.model.layer.backbone)
-        return model
+        options |= {"implicit": implicit, "tie_word_embeddings": False}
+        return make_model(BODIES[body], vocab_size=V, **options)
 
     return build
 

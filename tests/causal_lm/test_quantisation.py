@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deqseq import Backbone
 from deqseq.backbones import fold_weight_norm
 from deqseq.backbones.weights import effective_weight
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.causal_lm import ImplicitForCausalLM
 
 V = 32
 BODIES: dict[str, dict[str, Any]] = {
@@ -27,16 +26,14 @@ Make = Callable[..., ImplicitForCausalLM]
 
 
 @pytest.fixture
-def make(contractive: Callable[[Backbone], Backbone]) -> Make:
-    """A function ``make(body, implicit, fold=True)`` that builds a small model in evaluation mode."""
+def make(make_model: Make) -> Make:
+    """``make(body, implicit, fold=True)`` makes a small model with a tight tolerance."""
 
     def build(body: str, implicit: bool, fold: bool = True) -> ImplicitForCausalLM:
-        config = ImplicitConfig(
-            vocab_size=V, backbone=BODIES[body], implicit=implicit, initializer_range=0.5, pad_token_id=0,
-            convergence={"name": "residual", "rtol": 1e-6, "max_iter": 100},
-        )  # fmt: skip
-        model = ImplicitForCausalLM(config).eval()
-        contractive(model.model.layer.backbone)
+        tight = {"name": "residual", "rtol": 1e-6, "max_iter": 100}
+        model: ImplicitForCausalLM = make_model(
+            BODIES[body], vocab_size=V, implicit=implicit, convergence=tight
+        )
         return fold_weight_norm(model) if fold else model
 
     return build

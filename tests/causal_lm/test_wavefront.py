@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import TextIteratorStreamer
 
-from deqseq import Backbone, ConvergencePolicy, Residual, SolveOptions
+from deqseq import ConvergencePolicy, Residual, SolveOptions
 from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM
 from deqseq.causal_lm.wavefront import _MatchingInputs
 from deqseq.policy import Judgement
@@ -37,16 +37,12 @@ class Passes(ConvergencePolicy):
 
 
 @pytest.fixture
-def make(contractive: Callable[[Backbone], Backbone]) -> Make:
+def make(make_model: Make) -> Make:
+    """``make(body, **options)`` makes a small implicit model."""
+
     def build(body: str, **options: Any) -> ImplicitForCausalLM:
-        torch.manual_seed(3)
-        config = ImplicitConfig(
-            vocab_size=V, backbone=BODIES[body], initializer_range=0.5, pad_token_id=0, eos_token_id=None,
-            tie_word_embeddings=False, **options,
-        )  # fmt: skip
-        model = ImplicitForCausalLM(config).eval()
-        contractive(model.model.layer.backbone)
-        return model
+        options = {"eos_token_id": None, "tie_word_embeddings": False, **options}
+        return make_model(BODIES[body], vocab_size=V, **options)
 
     return build
 

@@ -76,6 +76,8 @@ class MixerBackbone(Stack):
         input_skip: true: the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0.
         post_norm: true: a block computes u <- norm(u + mix(u)), then u <- norm2(u + mlp(u)), and there is no
             final norm. False: pre-norm blocks and a final norm.
+        norm_gain: true: norms have learned gains. False: the gains stay 1, as in TRM (arXiv 2510.04871). The
+            output of a post-norm mixer then always has a root mean square of 1.
 
     Raises:
         ValueError: a size is too small or not a whole number, or another option is invalid; in a call, the
@@ -88,7 +90,7 @@ class MixerBackbone(Stack):
     def __init__(
         self, d_model: int, n_layer: int, tokens: int, d_inner: int | None = None,
         tokens_inner: int | None = None, norm_eps: float = RMS_EPS, weight_norm: bool = True,
-        injection: bool = True, input_skip: bool = False, post_norm: bool = True,
+        injection: bool = True, input_skip: bool = False, post_norm: bool = True, norm_gain: bool = True,
     ) -> None:  # fmt: skip
         check_sizes(d_model=d_model, n_layer=n_layer, tokens=tokens)
         d_inner = 4 * d_model if d_inner is None else d_inner
@@ -97,6 +99,7 @@ class MixerBackbone(Stack):
         check_sizes(**sizes)
         check_hidden(**sizes)
         check_flag("post_norm", post_norm)
+        check_flag("norm_gain", norm_gain)
         blocks = [
             MixerBlock(
                 d_model, norm_eps, TokenMixer(tokens, tokens_inner), SwiGLU(d_model, d_inner), post_norm
@@ -105,6 +108,10 @@ class MixerBackbone(Stack):
         ]
         super().__init__(blocks, d_model, d_model, norm_eps, weight_norm, injection, input_skip, post_norm)
         self.tokens = tokens
+        if not norm_gain:
+            for module in self.modules():
+                if isinstance(module, nn.RMSNorm):
+                    module.weight.requires_grad_(False)
 
     def initialise(self) -> None:
         for module in self.modules():

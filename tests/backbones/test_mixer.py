@@ -60,6 +60,18 @@ def test_against_the_equations(post_norm: bool, options: dict[str, bool]) -> Non
     torch.testing.assert_close(f(z, f.prepare(x)), expected, rtol=1e-6, atol=1e-7)
 
 
+def test_norms_without_gains_keep_the_size_of_tokens() -> None:
+    layer = ImplicitSequenceLayer(mixer(norm_gain=False), convergence=Residual(0.05, max_iter=4))
+    optimiser = torch.optim.SGD(layer.parameters(), 0.5)
+    before = layer.backbone.layers[0].mlp.fc2.weight.detach().clone()
+    layer(torch.randn(3, L, D)).z[..., 0].sum().backward()
+    optimiser.step()
+    assert not torch.equal(layer.backbone.layers[0].mlp.fc2.weight, before)
+    f, (z, x) = layer.backbone, torch.randn(2, 3, L, D)
+    sizes = f(z, f.prepare(x)).square().mean(-1)
+    torch.testing.assert_close(sizes, torch.ones_like(sizes), rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("post_norm", [True, False])
 def test_gradients_of_one_evaluation(fold_on_gpu: Callable[[Backbone], Backbone], post_norm: bool) -> None:
     f = mixer(d_model=3, tokens=2, n_layer=1, d_inner=3, tokens_inner=2, post_norm=post_norm).double()
@@ -146,6 +158,7 @@ def test_wrong_inputs() -> None:
         ({"d_inner": 1}, "d_inner must be at least 2, got 1"),
         ({"tokens_inner": 1}, "tokens_inner must be at least 2, got 1"),
         ({"post_norm": "no"}, "post_norm must be true or false, got 'no'"),
+        ({"norm_gain": 2}, "norm_gain must be true or false, got 2"),
         ({"norm_eps": 0.0}, "norm_eps must be a finite number above 0, got 0.0"),
         ({"input_skip": True, "injection": False}, "input_skip needs injection=True"),
     ],

@@ -24,7 +24,7 @@ from deqseq.tasks.text_tracking.worlds import WORLDS, Answer
 LENGTH = 64
 OPTIONS: dict[str, Any] = {
     "kinds": ["programs", "boxes", "cards"], "length": LENGTH, "test_lengths": [LENGTH, 2 * LENGTH],
-    "places": 4, "documents": 60, "test_documents": 9, "validation_share": 0.2, "seed": 3,
+    "places": 4, "longest_run": 2, "documents": 60, "test_documents": 9, "validation_share": 0.2, "seed": 3,
 }  # fmt: skip
 
 
@@ -130,11 +130,12 @@ class Interpreter:
                 self.world = dict(zip(names, row, strict=False))
 
 
+@pytest.mark.parametrize("longest_run", [None, 1, 4])
 @pytest.mark.parametrize("places", [3, 5, 8])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interpreter_finds_the_same_answers(kind: Kind, places: int) -> None:
-    for number in range(30):
-        document = make_document([kind], 100 + number, places, f"{number}")
+def test_an_interpreter_finds_the_same_answers(kind: Kind, places: int, longest_run: int | None) -> None:
+    for number in range(20):
+        document = make_document([kind], 100 + number, places, f"{number}", longest_run)
         reader = Interpreter()
         getattr(reader, kind)(document.text)
         words = document.words
@@ -160,6 +161,23 @@ def test_the_depth_of_answers_grows_with_the_length(kind: Kind) -> None:
         return sum(depths) / len(depths)
 
     assert depth(256) > 1.3 * depth(128) > 1.6 * depth(64)
+
+
+def test_a_longest_run_of_one_asks_after_every_operation() -> None:
+    for number in range(30):
+        document = make_document(["cards"], 100, 5, f"{number}", 1)
+        asked = "(?:swap|rotate|reverse) ; [a-z]+ -> [a-z]+ ; "
+        assert re.fullmatch(rf"lay [^;]*; (?:{asked})+(?:[a-z]+ -> [a-z]+ ; )*[; ]*", document.text + " ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shorter_runs_have_more_answers(kind: Kind) -> None:
+    def answers(longest_run: int | None) -> int:
+        return sum(len(make_document([kind], 256, 5, f"{i}", longest_run).answers) for i in range(50))
+
+    counts = [answers(longest_run) for longest_run in (None, 16, 4, 1)]
+    assert counts == sorted(counts)
+    assert counts[-1] > 1.5 * counts[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -330,6 +348,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kinds": ["chess"]}, "'chess'"),
     ({"places": 2}, "from 3 to 8, got 2"),
     ({"places": 9}, "from 3 to 8, got 9"),
+    ({"longest_run": 0}, "longest_run must be a whole number >= 1, got 0"),
     ({"length": 47}, "boxes with 4 places need a length of at least 48 tokens, got 47"),
     ({"test_lengths": [64, 0]}, "length must be a whole number >= 1, got 0"),
     ({"documents": 0}, "documents"),

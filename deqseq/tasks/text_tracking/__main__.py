@@ -38,6 +38,7 @@ def make_data(
     length: PositiveInt = 256,
     test_lengths: list[PositiveInt] | None = None,
     places: PositiveInt = 5,
+    longest_run: PositiveInt | None = 1,
     documents: PositiveInt = 100_000,
     test_documents: PositiveInt = 500,
     validation_share: BelowOne = 0.01,
@@ -54,6 +55,9 @@ def make_data(
         length: number of tokens in a training document, including the end-of-text token
         test_lengths: numbers of tokens in the test documents; by default LENGTH, 2 LENGTH and 4 LENGTH
         places: number of variables in a program, of things in boxes, or of cards; 3 to 8
+        longest_run: largest number of operations between two answers. 1 asks after every operation, so small
+            models learn early. null sets no limit: documents have fewer answers, and longer ones need more
+            operations
         documents: number of training documents, including those held out for validation
         test_documents: number of test documents of each length
         validation_share: share of the training documents that pretraining evaluates on
@@ -64,8 +68,8 @@ def make_data(
     from deqseq.tasks.text_tracking.data import make_folder
 
     made = make_folder(
-        output, kinds, length, test_lengths or [length, 2 * length, 4 * length], places, documents,
-        test_documents, validation_share, seed,
+        output, kinds, length, test_lengths or [length, 2 * length, 4 * length], places,
+        longest_run, documents, test_documents, validation_share, seed,
     )  # fmt: skip
     shards = TokenFolder(output / "shards")
     print(

@@ -39,7 +39,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_folder(
     folder: Path, kinds: Sequence[Kind], length: int, test_lengths: Sequence[int], places: int,
-    documents: int, test_documents: int, validation_share: float, seed: int,
+    longest_run: int | None, documents: int, test_documents: int, validation_share: float, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Make a folder of data. After an interruption, a new call keeps finished files and makes the others.
 
@@ -59,15 +59,15 @@ def make_folder(
         ValueError: an option is out of range; the folder holds other files, or data with other settings.
     """
     for one in (length, *test_lengths):
-        check_options(kinds, one, places)
+        check_options(kinds, one, places, longest_run)
     check_count("documents", documents)
     check_count("test_documents", test_documents)
     hold_out = HoldOut(validation_share)
     lengths = sorted(set(test_lengths))
     settings = {
         "kinds": sorted(kinds), "length": length, "test_lengths": lengths, "places": places,
-        "documents": documents, "test_documents": test_documents, "validation_share": validation_share,
-        "seed": seed,
+        "longest_run": longest_run, "documents": documents, "test_documents": test_documents,
+        "validation_share": validation_share, "seed": seed,
     }  # fmt: skip
     with locked(folder, "makes"):
         _check_folder(folder, settings)
@@ -77,7 +77,10 @@ def make_folder(
         files = {_test(one): (one, test_documents) for one in lengths} | {_TRAIN: (length, documents)}
         for name, (size, count) in files.items():
             if not (folder / name).exists():
-                own = (make_document(kinds, size, places, f"{seed} {name} {i}") for i in range(count))
+                own = (
+                    make_document(kinds, size, places, f"{seed} {name} {i}", longest_run)
+                    for i in range(count)
+                )
                 write_documents(folder / name, own, count)
         source = JsonLines(str(folder / _TRAIN))
         pipeline.prepare(folder / _SHARDS, [source], tokenizer, _TOKENIZER, hold_out, _SHARD_TOKENS, 1)

@@ -37,37 +37,43 @@ class Document:
         return [i in places for i in range(len(self.words))]
 
 
-def make_document(kinds: Sequence[Kind], length: int, places: int, seed: str) -> Document:
+def make_document(
+    kinds: Sequence[Kind], length: int, places: int, seed: str, longest_run: int | None = None
+) -> Document:
     """A random document of ``length`` - 1 words; with the end-of-text token it has ``length`` tokens.
 
     Args:
         kinds: one of these kinds is chosen at random.
         places: number of variables, things or cards.
         seed: equal seeds give equal documents.
+        longest_run: largest number of operations between two answers; ``None``: as many as fit into the
+            document. See :meth:`World.write`.
 
     Raises:
         ValueError: see :func:`check_options`.
     """
-    check_options(kinds, length, places)
+    check_options(kinds, length, places, longest_run)
     random = Random(seed)  # seeded with a text: gives the same numbers in every process
     kind = random.choice(sorted(kinds))
     world = WORLDS[kind](places, random)
-    world.write(length - 1)
+    world.write(length - 1, longest_run)
     return Document(kind, " ".join(world.words), world.answers)
 
 
-def check_options(kinds: Sequence[str], length: int, places: int) -> None:
+def check_options(kinds: Sequence[str], length: int, places: int, longest_run: int | None = None) -> None:
     """Check the options of :func:`make_document`.
 
     Raises:
-        ValueError: no kind, an unknown kind, or a kind named twice; ``places`` is out of range; ``length``
-            may be too short for one operation and one answer.
+        ValueError: no kind, an unknown kind, or a kind named twice; ``places`` or ``longest_run`` is
+            out of range; ``length`` may be too short for one operation and one answer.
     """
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {unknown[0]!r}")
     if not kinds or len(set(kinds)) < len(kinds):
         raise ValueError(f"kinds must name one or more different kinds, got {list(kinds)}")
     check_places(places)
+    if longest_run is not None:
+        check_count("longest_run", longest_run)
     check_count("length", length)
     for kind in kinds:
         if length <= (needed := WORLDS[kind].shortest_document(places)):

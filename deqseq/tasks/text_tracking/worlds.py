@@ -82,17 +82,24 @@ class World(ABC):
         """A number of words that is enough for the start, the longest operation and one answer."""
         return cls.START * places + 2 + cls.LONGEST + cls.QUESTION
 
-    def write(self, words: int) -> None:
+    def write(self, words: int, longest_run: int | None) -> None:
         """Write a document of exactly ``words`` words.
 
-        The number of operations between two answers is log-uniform between 1 and the number that still fits
-        into the document. So the longest dependences grow with the document. When no further operation fits,
-        answers and empty sentences fill the rest.
+        Between two answers is a run of operations. The number of operations in a run is log-uniform between 1
+        and the number that still fits into the document, but at most ``longest_run``. When no further
+        operation fits, answers and empty sentences fill the rest.
+
+        Args:
+            longest_run: 1 asks after every operation. ``None`` sets no limit, so the longest dependences grow
+                with the document. Two things make a run longer than this: a run goes on until an operation
+                has changed a place, and a loop is never cut.
         """
         self._start()
         while self._room(words) >= self.QUESTION:
-            fit = (self._room(words) - self.QUESTION) // self.SHORTEST
-            wanted = round(math.exp(self.random.uniform(0, math.log(max(1, fit)))))
+            longest = max(1, (self._room(words) - self.QUESTION) // self.SHORTEST)
+            if longest_run is not None:
+                longest = min(longest, longest_run)
+            wanted = round(math.exp(self.random.uniform(0, math.log(longest))))
             begun = self._done
             while self._room(words) >= self.LONGEST + self.QUESTION and (
                 self._done - begun < wanted or not self._changed

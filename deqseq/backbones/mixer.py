@@ -76,8 +76,8 @@ class MixerBackbone(Stack):
         input_skip: true: the first block gets ``gain * z + x``. ``gain`` (D,) is learned and initially 0.
         post_norm: true: a block computes u <- norm(u + mix(u)), then u <- norm2(u + mlp(u)), and there is no
             final norm. False: pre-norm blocks and a final norm.
-        norm_gain: true: norms have learned gains. False: the gains stay 1, as in TRM (arXiv 2510.04871). The
-            output of a post-norm mixer then always has a root mean square of 1.
+        norm_gain: true: norms have learned gains. False: the gains are 1, and training does not change them,
+            as in TRM (arXiv 2510.04871). The output of a post-norm mixer then has a root mean square of 1.
 
     Raises:
         ValueError: a size is too small or not a whole number, or another option is invalid; in a call, the

@@ -279,12 +279,12 @@ class ImplicitConfig(PreTrainedConfig):
 
     @property
     def num_key_value_heads(self) -> int:
-        """Number of key/value heads. Backbones without ``n_head`` do not have this attribute."""
+        """Number of key/value heads. Missing if the backbone has no ``n_head``."""
         return int(self.backbone.get("n_kv_head") or self.num_attention_heads)
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head. Backbones without ``n_head`` do not have this attribute."""
+        """Width of an attention head. Missing if the backbone has no ``n_head``."""
         return self.hidden_size // self.num_attention_heads
 
     def to_dict(self) -> dict[str, Any]:

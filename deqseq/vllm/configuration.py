@@ -1,4 +1,4 @@
-"""Describes our models to vLLM before it builds them, and refuses unsupported settings."""
+"""Describes our models to vLLM before vLLM builds them, and refuses unsupported settings."""
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig

@@ -30,7 +30,7 @@ class TrainSettings:
     steps in a row, or after ``budget`` steps.
 
     Args:
-        data: CSV file of the training puzzles; the command ``data`` makes such files
+        data: CSV file of the training puzzles; written by the command 'data'
         test: CSV file of the puzzles on which accuracy is logged during training; by default the last tenth
             of the training puzzles, which training then leaves out
         task: sudoku or maze

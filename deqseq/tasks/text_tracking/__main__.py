@@ -55,9 +55,9 @@ def make_data(
         length: number of tokens in a training document, including the end-of-text token
         test_lengths: numbers of tokens in the test documents; by default LENGTH, 2 LENGTH and 4 LENGTH
         places: number of variables in a program, of things in boxes, or of cards; 3 to 8
-        longest_run: largest number of operations between two answers. 1 asks after every operation, so small
-            models learn early. null sets no limit: documents have fewer answers, and longer ones need more
-            operations
+        longest_run: largest number of operations between two answers; loops may exceed it. 1 asks after
+            every operation, so small models learn early. null sets no limit: documents have fewer answers,
+            and longer ones need more operations
         documents: number of training documents, including those held out for validation
         test_documents: number of test documents of each length
         validation_share: share of the training documents that pretraining evaluates on

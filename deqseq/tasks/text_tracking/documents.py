@@ -46,8 +46,8 @@ def make_document(
         kinds: one of these kinds is chosen at random.
         places: number of variables, things or cards.
         seed: equal seeds give equal documents.
-        longest_run: largest number of operations between two answers; ``None``: as many as fit into the
-            document. See :meth:`World.write`.
+        longest_run: largest number of operations between two answers, with the exceptions of
+            :meth:`World.write`; ``None``: as many as fit into the document.
 
     Raises:
         ValueError: see :func:`check_options`.

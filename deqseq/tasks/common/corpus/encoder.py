@@ -23,8 +23,8 @@ _PROBE = (
 )
 # The normalisers that never look across a space. With them, a text can be cut at spaces before normalisation.
 _NEAR = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "ByteLevel"}
-# Maximum number of characters in the cache. A fuller cache is emptied. A million English words have about as
-# many characters, and take 300 MB.
+# Maximum number of characters in the cache. A fuller cache is emptied. The limit is about a million English
+# words, which take 300 MB.
 _REMEMBERED = 2**23
 
 

@@ -54,6 +54,21 @@ def test_gradients_of_one_evaluation(fold_on_gpu: Callable[[Backbone], Backbone]
     assert torch.autograd.gradcheck(lambda *_: f(z, f.prepare(x)), tensors)
 
 
+def test_a_new_wide_mixer_is_not_chaotic() -> None:
+    """Nearby iterates come closer in a round, and the round's gradients stay of the size of its output's."""
+    torch.manual_seed(0)
+    mixer = {"name": "mixer", "d_model": 256, "n_layer": 2, "tokens": 81, "weight_norm": False}
+    f = RecursionBackbone(mixer, updates=6, damping=0.95)
+    x, z, step, direction = torch.randn(4, 1, 81, 512)
+    context = f.prepare(x)
+    z.requires_grad_()
+    near = f(z.detach() + 1e-3 * step, context)
+    out = f(z, context)
+    assert (near - out).norm() < (1e-3 * step).norm()
+    (out * direction).sum().backward()
+    assert z.grad is not None and z.grad.norm() < direction.norm()
+
+
 @pytest.mark.parametrize("solver", ["picard", "anderson", {"name": "anderson", "scope": "sequence"}], ids=str)
 @pytest.mark.parametrize("map", [MIXER, LLAMA], ids=["mixer", "llama"])
 def test_the_layer_finds_the_fixed_point(solver: Any, map: dict[str, Any]) -> None:

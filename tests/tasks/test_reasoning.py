@@ -38,7 +38,7 @@ RECURSION = {"name": "recursion", "updates": 1, "noise": 0.01, "map": MIXER}
 LLAMA = {"name": "llama", "d_model": 8, "n_layer": 1, "n_head": 2, "causal": False}
 SMALL: dict[str, Any] = {
     "size": 4, "backbone": RECURSION, "gradient": {"name": "unrolled", "iterations": 1}, "budget": 3,
-    "solved_steps": 2,
+    "solved_steps": 2, "batches": 2,
     "steps": 12, "batch_size": 8, "learning_rate": 3e-3, "eval_steps": 6, "eval_depth": 2, "average": 0.9,
     "tolerance": 0.05, "max_iter": 24,
 }  # fmt: skip
@@ -141,6 +141,27 @@ def test_a_sequence_leaves_after_some_solved_steps_in_a_row() -> None:
         stays.append(labels[-1].item())  # the last row has a budget of nine steps
         iterates.put(torch.zeros(9, 1, 2), torch.tensor([False] * 8 + [solved]))
     assert stays == [0, 0, 0, 0, 4]
+
+
+def test_batches_take_turns(puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three batches, a step continues with the puzzles and iterates of the third step before it."""
+    seen: list[dict[str, Any]] = []
+    original = BoardModel.forward
+
+    def forward(self: Any, input_ids: Any, **inputs: Any) -> Any:
+        out = original(self, input_ids, **inputs)
+        if len(input_ids) > 1 and self.training:  # not the check of one board before training
+            seen.append({"boards": input_ids, "z": out.z.detach(), **inputs})
+        return out
+
+    monkeypatch.setattr(BoardModel, "forward", forward)
+    train(small(puzzles, batches=3, solved_steps=3, steps=6, eval_steps=0), tmp_path / "run", save_steps=100)
+    assert all("z0" not in inputs for inputs in seen[:3])
+    for before, after in zip(seen[:3], seen[3:], strict=True):
+        stayed = ~after["fresh"]
+        assert stayed.any()
+        assert torch.equal(after["z0"], before["z"])
+        assert torch.equal(after["boards"][stayed], before["boards"][stayed])
 
 
 def test_the_model_continues_from_its_iterates() -> None:

@@ -6,6 +6,10 @@ row, or until its budget of steps is spent. Then a fresh sequence takes its plac
 deep supervision in segments (HRM, arXiv 2506.21734; TRM, arXiv 2510.04871; Equilibrium Reasoners, arXiv
 2605.21488).
 
+Several batches can take turns, one in each step. With a single batch, many steps in a row train on the same
+sequences. Then a change of the weights that fits these few answers can solve a sequence in training, and
+fresh sequences are not solved.
+
 The gradient strategy decides which iterations a step does. For example, ``unrolled`` with ``iterations: 1``
 does one iteration and records its autograd graph.
 
@@ -21,25 +25,29 @@ from torch import Tensor
 
 from deqseq.tasks.common.trainer import AlignedTrainer
 
-_FILE = "iterates.safetensors"
 _STATE = ("z", "left", "solved")
 
 
 class Iterates:
-    """The sequences in the batch, their iterates, and the number of steps that each may still stay.
+    """The sequences in a batch, their iterates, and the number of steps that each may still stay.
+
+    Only the steps that train this batch count.
 
     Args:
-        budget: maximum number of optimiser steps for which a sequence stays in the batch. The sequences of
-            the first batch get different budgets, from 1 to ``budget``. With equal budgets, all of them could
-            leave in the same step.
+        budget: maximum number of steps for which a sequence stays in the batch. The sequences of the first
+            batch get different budgets, from 1 to ``budget``. With equal budgets, all of them could leave in
+            the same step.
         solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, training
             never continues from iterates that already give the answer. So the model need not learn to
             stay at an answer.
+        number: number of this batch among the batches that take turns; checkpoints store it in the file
+            ``iterates-NUMBER.safetensors``.
     """
 
-    def __init__(self, budget: int, solved_steps: int = 1) -> None:
+    def __init__(self, budget: int, solved_steps: int = 1, number: int = 0) -> None:
         self.budget = budget
         self.solved_steps = solved_steps
+        self._file = f"iterates-{number}.safetensors"
         self.batch: dict[str, Tensor] = {}
         self.z: Tensor | None = None
         self.left: Tensor | None = None  # (B,) int64, steps left
@@ -76,10 +84,10 @@ class Iterates:
     def save(self, folder: Path) -> None:
         found = {f"batch.{name}": value for name, value in self.batch.items()}
         found |= {name: value for name in _STATE if (value := getattr(self, name)) is not None}
-        save_file({name: value.contiguous() for name, value in found.items()}, folder / _FILE)
+        save_file({name: value.contiguous() for name, value in found.items()}, folder / self._file)
 
     def load(self, folder: Path, device: torch.device) -> None:
-        found = load_file(folder / _FILE, device=str(device))
+        found = load_file(folder / self._file, device=str(device))
         self.z, self.left, self.solved = (found.pop(name, None) for name in _STATE)
         self.batch = {name.removeprefix("batch."): value for name, value in found.items()}
 
@@ -93,23 +101,27 @@ class PersistentTrainer(AlignedTrainer):
 
     Args:
         budget, solved_steps: as in :class:`Iterates`.
+        batches: number of batches that take turns. All their iterates are kept in the device's memory.
     """
 
-    def __init__(self, *args: Any, budget: int, solved_steps: int = 1, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, budget: int, solved_steps: int = 1, batches: int = 1, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self.iterates = Iterates(budget, solved_steps)
-        self.parts.append(self.iterates)
+        self.batches = [Iterates(budget, solved_steps, number) for number in range(batches)]
+        self.parts.extend(self.batches)
         self._ended: list[Any] = [0, 0]  # counts since the last log: left, and left as solved
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        inputs = self.iterates.take(inputs)
+        iterates = self.batches[self.state.global_step % len(self.batches)]
+        inputs = iterates.take(inputs)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         solved = (outputs.logits.argmax(-1) == inputs["labels"]).all(1)
-        self.iterates.put(outputs.z, solved)
-        assert self.iterates.left is not None
-        ended = self.iterates.left == 0
+        iterates.put(outputs.z, solved)
+        assert iterates.left is not None
+        ended = iterates.left == 0
         self._ended = [self._ended[0] + ended.sum(), self._ended[1] + (ended & solved).sum()]
         return (loss, outputs) if return_outputs else loss
 

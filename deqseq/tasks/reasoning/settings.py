@@ -25,9 +25,9 @@ RUNS = Path(__file__).parent / "runs"
 class TrainSettings:
     """All settings of a run; saved in the folder of the run as ``settings.json``.
 
-    Every training step does a few iterations for each puzzle of its batch. The next step continues from the
-    iterates at which this step ends. A puzzle leaves the batch when it has been solved in ``solved_steps``
-    steps in a row, or after ``budget`` steps.
+    Every training step does a few iterations for each puzzle of its batch. The next step with this batch
+    continues from the iterates at which this step ends. A puzzle leaves the batch when it has been solved in
+    ``solved_steps`` steps in a row, or after ``budget`` steps. Steps with other batches do not count.
 
     Args:
         data: CSV file of the training puzzles; written by the command 'data'
@@ -47,6 +47,8 @@ class TrainSettings:
         budget: maximum number of steps for which a puzzle stays in the batch
         solved_steps: a puzzle leaves the batch when it has been solved in this many steps in a row. With 1,
             the model need not learn to stay at an answer
+        batches: number of batches that take turns. With few, many steps in a row train on the same puzzles,
+            and the weights follow these puzzles instead of learning to search
         loss: softmax, or stablemax, which grows more slowly and keeps logits small
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps
@@ -81,6 +83,7 @@ class TrainSettings:
     train_max_iter: PositiveInt = 16
     budget: PositiveInt = 32
     solved_steps: PositiveInt = 1
+    batches: PositiveInt = 16
     loss: Literal["stablemax", "softmax"] = "stablemax"
     augment: bool = True
     steps: PositiveInt

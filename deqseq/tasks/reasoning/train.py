@@ -108,7 +108,9 @@ class _Trainer(PersistentTrainer):
 
     def __init__(self, settings: TrainSettings, tests: Puzzles, *args: Any, **options: Any) -> None:
         budget = 1 if settings.explicit else settings.budget
-        super().__init__(*args, budget=budget, solved_steps=settings.solved_steps, **options)
+        super().__init__(
+            *args, budget=budget, solved_steps=settings.solved_steps, batches=settings.batches, **options
+        )
         self.settings, self.tests = settings, tests
         self.average = Averaging(options["model"], settings.average)
         self.parts.append(self.average)

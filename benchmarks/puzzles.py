@@ -11,14 +11,17 @@ Solvers: all solvers solve the same test puzzles with the same trained model. Th
 Gradient strategies: every strategy trains a new model for about --seconds. The script first measures how
 long a step takes. It then computes the number of steps that take this time.
 
-    persistent      a few iterations in each step; they start at the iterates of the previous step
+    persistent      a few iterations in each step; they start at the iterates of an earlier step
+    one-batch       like persistent, but every step continues with the same batch
     segments        like persistent, with three iterations; only the last has an autograd graph
+    published       like segments, with one batch of 768 puzzles, a budget of 16, and learning rate 1e-4
     unrolled-16     16 iterations from a random iterate, all with an autograd graph
     phantom-4       a search from a random iterate, then 4 iterations with an autograd graph
     implicit        a search from a random iterate, then implicit differentiation
     explicit        f is applied once; explicit-4-blocks: f is applied once and has 4 blocks
 
-The papers of HRM (arXiv 2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488) use segments.
+The papers of HRM (arXiv 2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488) use segments. The
+strategy published has our reading of EqR's settings.
 
 The columns:
 
@@ -65,11 +68,15 @@ SOLVERS: dict[str, str | dict[str, Any]] = {
     "broyden-8-sequence": {"name": "broyden", "memory": 8, "scope": "sequence"},
     **{f"torchdeq-{name}": f"torchdeq:{name}" for name in ("fixed_point_iter", "anderson", "broyden")},
 }
-FRESH = {"budget": 1}
+FRESH = {"budget": 1, "solved_steps": 1, "batches": 1}
+ONE_BATCH = {"batches": 1, "solved_steps": 1}
+SEGMENTS = {"gradient": {"name": "unrolled", "iterations": 1, "before": 2}}
 FIXED = {"name": "fixed", "iterations": 16}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "persistent": {},
-    "segments": {"gradient": {"name": "unrolled", "iterations": 1, "before": 2}},
+    "one-batch": ONE_BATCH,
+    "segments": SEGMENTS,
+    "published": {**SEGMENTS, **ONE_BATCH, "batch_size": 768, "budget": 16, "learning_rate": 1e-4},
     "unrolled-16": {"gradient": {"name": "unrolled", "iterations": 16}, **FRESH},
     "phantom-4": {"gradient": {"name": "phantom", "steps": 4, "damping": 0.95}, **FRESH},
     "implicit": {"gradient": {"name": "implicit", "solver": "picard:0.95", "convergence": FIXED}, **FRESH},

@@ -12,16 +12,16 @@ Gradient strategies: every strategy trains a new model for about --seconds. The 
 long a step takes. It then computes the number of steps that take this time.
 
     persistent      a few iterations in each step; they start at the iterates of an earlier step
-    one-batch       like persistent, but every step continues with the same batch
+    one-batch       like persistent, with one batch and solved_steps 1
     segments        like persistent, with three iterations; only the last has an autograd graph
-    published       like segments, with one batch of 768 puzzles, a budget of 16, and learning rate 1e-4
+    published       like segments, with one batch of 768 puzzles, solved_steps 1, budget 16, learning rate 1e-4
     unrolled-16     16 iterations from a random iterate, all with an autograd graph
     phantom-4       a search from a random iterate, then 4 iterations with an autograd graph
     implicit        a search from a random iterate, then implicit differentiation
     explicit        f is applied once; explicit-4-blocks: f is applied once and has 4 blocks
 
-The papers of HRM (arXiv 2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488) use segments. The
-strategy published has our reading of EqR's settings.
+The papers of HRM (arXiv 2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488) use segments.
+"published" has EqR's settings, as we understand them.
 
 The columns:
 

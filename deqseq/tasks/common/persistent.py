@@ -1,14 +1,14 @@
 """Iterates that persist over optimiser steps.
 
-Every optimiser step does a few iterations for each sequence of its batch. The next step continues from the
-iterates at which this step ends. A sequence stays in the batch until it has been solved in a few steps in a
+Every optimiser step does a few iterations for each sequence of its batch. The next step with this batch
+continues from the iterates at which this step ends. A sequence stays in the batch until it has been solved in a few steps in a
 row, or until its budget of steps is spent. Then a fresh sequence takes its place. The method was published as
 deep supervision in segments (HRM, arXiv 2506.21734; TRM, arXiv 2510.04871; Equilibrium Reasoners, arXiv
 2605.21488).
 
 Several batches can take turns, one in each step. With a single batch, many steps in a row train on the same
-sequences. Then a change of the weights that fits these few answers can solve a sequence in training, and
-fresh sequences are not solved.
+sequences. The weights can then fit these few answers, so that training solves its sequences but not fresh
+ones.
 
 The gradient strategy decides which iterations a step does. For example, ``unrolled`` with ``iterations: 1``
 does one iteration and records its autograd graph.
@@ -31,17 +31,17 @@ _STATE = ("z", "left", "solved")
 class Iterates:
     """The sequences in a batch, their iterates, and the number of steps that each may still stay.
 
-    Only the steps that train this batch count.
+    Steps with other batches do not count.
 
     Args:
-        budget: maximum number of steps for which a sequence stays in the batch. The sequences of the first
-            batch get different budgets, from 1 to ``budget``. With equal budgets, all of them could leave in
-            the same step.
-        solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, training
-            never continues from iterates that already give the answer. So the model need not learn to
+        budget: maximum number of steps for which a sequence stays in the batch. The batch's first
+            sequences get different budgets, from 1 to ``budget``. With equal budgets, all of them could leave
+            in the same step.
+        solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, no step
+            continues from iterates that gave the answer when they were stored. So the model need not learn to
             stay at an answer.
-        number: number of this batch among the batches that take turns; checkpoints store it in the file
-            ``iterates-NUMBER.safetensors``.
+        number: number of this batch among the batches that take turns; checkpoints store this
+            batch in the file ``iterates-NUMBER.safetensors``.
     """
 
     def __init__(self, budget: int, solved_steps: int = 1, number: int = 0) -> None:
@@ -57,7 +57,7 @@ class Iterates:
         """Make the batch of the next step. Sequences in ``fresh`` replace sequences without steps left.
 
         The batch gets two more entries: ``z0`` (B, L, D), the iterates to continue from, and ``fresh`` (B,)
-        bool, true for sequences that have no iterate yet. The first batch does not have these two entries.
+        bool, true for sequences that have no iterate yet. In the first step of a batch, it lacks both.
         """
         if self.left is None or self.solved is None:
             size, device = len(fresh["labels"]), fresh["labels"].device

@@ -47,8 +47,8 @@ class TrainSettings:
         budget: maximum number of steps for which a puzzle stays in the batch
         solved_steps: a puzzle leaves the batch when it has been solved in this many steps in a row. With 1,
             the model need not learn to stay at an answer
-        batches: number of batches that take turns. With few, many steps in a row train on the same puzzles,
-            and the weights follow these puzzles instead of learning to search
+        batches: number of batches that take turns. With few, the same puzzles return soon. The model then
+            fits these puzzles, and solves fewer fresh ones
         loss: softmax, or stablemax, which grows more slowly and keeps logits small
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps

@@ -1,10 +1,10 @@
 """Iterates that persist over optimiser steps.
 
 Every optimiser step does a few iterations for each sequence of its batch. The next step with this batch
-continues from the iterates at which this step ends. A sequence stays in the batch until it has been solved in a few steps in a
-row, or until its budget of steps is spent. Then a fresh sequence takes its place. The method was published as
-deep supervision in segments (HRM, arXiv 2506.21734; TRM, arXiv 2510.04871; Equilibrium Reasoners, arXiv
-2605.21488).
+continues from the iterates at which this step ends. A sequence stays in the batch until it has been solved
+in a few steps in a row, or until its budget of steps is spent. Then a fresh sequence takes its place. The
+method was published as deep supervision in segments (HRM, arXiv 2506.21734; TRM, arXiv 2510.04871;
+Equilibrium Reasoners, arXiv 2605.21488).
 
 Several batches can take turns, one in each step. With a single batch, many steps in a row train on the same
 sequences. The weights can then fit these few answers, so that training solves its sequences but not fresh

@@ -28,10 +28,14 @@ class ChannelMixer(SwiGLU):
 
 
 class TokenMixer(nn.Module):
-    """A SwiGLU over the L tokens of each channel.
+    """A SwiGLU over the L tokens of each channel, with bounded outputs.
 
-    It computes weights @ board, without transposing the board. Products of transposed boards, whose rows have
-    L = 81 numbers, were slower on a GPU.
+    Every output token is divided by sqrt(m + 1), where m is its mean square. So its root mean square is below
+    1. Without this bound, training can make outputs very large for boards whose tokens are all equal. The
+    input x is then lost, such a board becomes a fixed point for every x, and searches end there.
+
+    The mixer computes weights @ board, without transposing the board. Products of transposed boards, whose
+    rows have L = 81 numbers, were slower on a GPU.
 
     Its hidden width is int(2 d_inner / 3), rounded up to a multiple of 8. Matrix products of such widths are
     faster on GPUs.
@@ -51,7 +55,8 @@ class TokenMixer(nn.Module):
             u = u + injection
         into, out = (weight.expand(len(u), -1, -1) for weight in weights)
         value, gate = torch.bmm(into, u).chunk(2, 1)
-        return torch.bmm(out, value * F.silu(gate)), None
+        mixed = torch.bmm(out, value * F.silu(gate))
+        return F.rms_norm(mixed, mixed.shape[-1:], eps=1.0), None
 
 
 def _merged(weights: SwiGLUWeights) -> ValueGateWeights:
@@ -78,7 +83,8 @@ class MixerBackbone(Stack):
     The MLP-Mixer is by Tolstikhin et al. (2021, arXiv 2105.01601). This version uses SwiGLU and RMSNorm.
 
     A block mixes the tokens of each channel, then the channels of each token. One shared injection
-    W RMSNorm(x) + b is added to the input of every token mixer.
+    W RMSNorm(x) + b is added to the input of every token mixer. The root mean square of a token mixer's
+    output is bounded by 1, so that mixing cannot drown out x.
 
     The MLPs over tokens have separate weights for every position, so a mixer needs no position embeddings. It
     takes sequences of exactly ``tokens`` tokens, without padding. It is not causal and keeps no state.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deqseq import Backbone, ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, SolveOptions, Status
 from deqseq.backbone import backbones
-from deqseq.backbones import MixerBackbone
+from deqseq.backbones import MixerBackbone, RecursionBackbone
 from deqseq.solvers import Anderson
 
 D, L = 8, 6
@@ -39,6 +39,11 @@ def swiglu(u: Tensor, mlp: Any) -> Tensor:
     return mlp.fc2(F.silu(mlp.w1(u)) * mlp.w3(u))
 
 
+def mixed(u: Tensor, mlp: Any) -> Tensor:
+    out = swiglu(u.mT, mlp).mT
+    return out / (out.square().mean(-1, keepdim=True) + 1).sqrt()
+
+
 @pytest.mark.parametrize("post_norm", [True, False])
 @pytest.mark.parametrize("options", [{}, {"injection": False}, {"input_skip": True}], ids=str)
 @torch.no_grad()
@@ -51,13 +56,27 @@ def test_against_the_equations(post_norm: bool, options: dict[str, bool]) -> Non
     injection = f.injection.linear(rms(x, f.injection.norm)) if f.injection else 0
     for block in f.layers:
         if post_norm:
-            u = rms(u + swiglu((u + injection).mT, block.mixer.mlp).mT, block.norm)
+            u = rms(u + mixed(u + injection, block.mixer.mlp), block.norm)
             u = rms(u + swiglu(u, block.mlp), block.norm2)
         else:
-            u = u + swiglu((rms(u, block.norm) + injection).mT, block.mixer.mlp).mT
+            u = u + mixed(rms(u, block.norm) + injection, block.mixer.mlp)
             u = u + swiglu(rms(u, block.norm2), block.mlp)
     expected = u if post_norm else rms(u, f.norm_f)
     torch.testing.assert_close(f(z, f.prepare(x)), expected, rtol=1e-6, atol=1e-7)
+
+
+@torch.no_grad()
+def test_mixing_tokens_cannot_drown_out_x() -> None:
+    f = RecursionBackbone(
+        {"name": "mixer", "d_model": D, "n_layer": 1, "tokens": L, "weight_norm": False}, updates=2
+    )
+    for weight in f.map.layers[0].mixer.parameters():  # trained weights have large outputs for equal tokens
+        weight.abs_().mul_(100)
+    x = torch.randn(1, L, 2 * D)
+    z = torch.randn(1, 1, 2 * D).expand(1, L, -1)
+    for _ in range(8):
+        z = f(z, f.prepare(x))
+    assert z.std(1).mean() > 0.2
 
 
 def test_norms_without_gains_keep_the_size_of_tokens() -> None:

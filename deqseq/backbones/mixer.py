@@ -1,9 +1,10 @@
-"""The mixer backbone: a stack of blocks. Each block mixes tokens with one MLP, then channels with another.
+"""The mixer backbone: a stack of blocks. Each block mixes tokens, then channels.
 
 Shapes: B sequences, L tokens, D width.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context
 from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_hidden, check_sizes
+from deqseq.backbones.weights import LinearMaps, projection
 from deqseq.checks import check_flag
 from deqseq.ops.one_token import SwiGLUWeights, ValueGateWeights
 
@@ -55,8 +57,38 @@ class TokenMixer(nn.Module):
             u = u + injection
         into, out = (weight.expand(len(u), -1, -1) for weight in weights)
         value, gate = torch.bmm(into, u).chunk(2, 1)
-        mixed = torch.bmm(out, value * F.silu(gate))
-        return F.rms_norm(mixed, mixed.shape[-1:], eps=1.0), None
+        return _bounded(torch.bmm(out, value * F.silu(gate))), None
+
+
+class BoardConvolution(LinearMaps):
+    """A gated convolution of each channel over a square board of L cells, with bounded outputs.
+
+    A cell gets value * silu(gate). Both are weighted sums of a channel over the window of ``kernel`` by
+    ``kernel`` cells around the cell. All cells share the weights. Cells outside the board count as zero.
+    Outputs are bounded as in :class:`TokenMixer`.
+    """
+
+    def __init__(self, d_model: int, tokens: int, kernel: int) -> None:
+        super().__init__()
+        self.side = math.isqrt(tokens)
+        self.conv = nn.Conv2d(d_model, 2 * d_model, kernel, padding=kernel // 2, groups=d_model, bias=False)
+
+    def weights(self, x: Tensor) -> Tensor:
+        return projection(self.conv, x)
+
+    def forward(self, u: Tensor, weights: Tensor, injection: Tensor | None) -> tuple[Tensor, None]:
+        """Returns the output (B, L, D) and no trace (``None``), because the mixer keeps no state."""
+        if injection is not None:
+            u = u + injection
+        board = u.mT.unflatten(2, (self.side, self.side))
+        both = F.conv2d(board, weights, padding=self.conv.padding, groups=u.shape[-1])
+        value, gate = both.unflatten(1, (-1, 2)).unbind(2)
+        return _bounded((value * F.silu(gate)).flatten(2).mT), None
+
+
+def _bounded(mixed: Tensor) -> Tensor:
+    """``mixed`` (B, L, D), with every token divided by sqrt(m + 1), where m is its mean square."""
+    return F.rms_norm(mixed, mixed.shape[-1:], eps=1.0)
 
 
 def _merged(weights: SwiGLUWeights) -> ValueGateWeights:
@@ -64,9 +96,26 @@ def _merged(weights: SwiGLUWeights) -> ValueGateWeights:
     return ValueGateWeights(torch.cat([weights.value, weights.gate]), weights.out)
 
 
+def _token_mixer(d_model: int, tokens: int, d_inner: int | None, kernel: int | None) -> nn.Module:
+    if kernel is None:
+        d_inner = 4 * tokens if d_inner is None else d_inner
+        check_sizes(tokens_inner=d_inner)
+        check_hidden(tokens_inner=d_inner)
+        return TokenMixer(tokens, d_inner)
+    check_sizes(kernel=kernel)
+    if d_inner is not None:
+        raise ValueError(f"a mixer with a kernel has no tokens_inner, got {d_inner}")
+    if kernel % 2 == 0 or math.isqrt(tokens) ** 2 != tokens:
+        raise ValueError(
+            "a convolution needs an odd kernel and a square number of tokens, got "
+            f"kernel = {kernel} and tokens = {tokens}"
+        )
+    return BoardConvolution(d_model, tokens, kernel)
+
+
 class MixerBlock(Block):
     def forward(
-        self, stream: Tensor, added: Tensor | None, weights: tuple[ValueGateWeights, ValueGateWeights],
+        self, stream: Tensor, added: Tensor | None, weights: tuple[Any, ValueGateWeights],
         state: None, choice: kernels.Choice, injection: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, None]:  # fmt: skip
         """Returns the residual stream, the block's last output, and no trace (``None``).
@@ -86,13 +135,18 @@ class MixerBackbone(Stack):
     W RMSNorm(x) + b is added to the input of every token mixer. The root mean square of a token mixer's
     output is bounded by 1, so that mixing cannot drown out x.
 
-    The MLPs over tokens have separate weights for every position, so a mixer needs no position embeddings. It
-    takes sequences of exactly ``tokens`` tokens, without padding. It is not causal and keeps no state.
+    By default, an MLP over all tokens mixes them. It has separate weights for every position, so it needs no
+    position embeddings. With ``kernel``, a gated convolution over a square board mixes tokens instead. It has
+    the same weights at all positions, and a cell sees only its neighbours. This suits puzzles with local
+    rules, such as mazes (ConvMixer, Trockman and Kolter, 2022, arXiv 2201.09792).
 
-    The initial weights of linear maps are drawn from a normal distribution with standard deviation
-    1 / sqrt(fan-in), truncated to [-2, 2]. The last map (``fc2``) of every MLP gets a tenth of this. With the
-    full standard deviation, gradients of a new post-norm mixer explode in a :class:`RecursionBackbone`: with
-    width 512, their norm was 3e4 instead of 3.
+    A mixer takes sequences of exactly ``tokens`` tokens, without padding. It is not causal and keeps no
+    state.
+
+    Initial weights are drawn from a normal distribution with standard deviation 1 / sqrt(fan-in), truncated
+    to [-2, 2]. The last map (``fc2``) of every MLP gets a tenth of this. With the full standard deviation,
+    gradients of a new post-norm mixer explode in a :class:`RecursionBackbone`: with width 512, their norm was
+    3e4 instead of 3.
 
     Args:
         d_model: width D.
@@ -100,7 +154,9 @@ class MixerBackbone(Stack):
         tokens: number of tokens L of every sequence, such as 81 for a Sudoku.
         d_inner: the MLP over channels has int(2 d_inner / 3) hidden units; by default ``d_inner`` is 4 D.
         tokens_inner: the MLP over tokens has int(2 tokens_inner / 3) hidden units, rounded up to a multiple
-            of 8; by default ``tokens_inner`` is 4 L.
+            of 8; by default ``tokens_inner`` is 4 L. Only without ``kernel``.
+        kernel: side of the convolution's window in cells, an odd number such as 3. ``None``: an MLP mixes the
+            tokens.
         norm_eps: constant that every norm adds to the mean square.
         weight_norm: true: use weight normalisation for every linear map.
         injection: true: every block adds the injection. False makes the plain stack of an explicit layer.
@@ -111,8 +167,9 @@ class MixerBackbone(Stack):
             as in TRM (arXiv 2510.04871). The output of a post-norm mixer then has a root mean square of 1.
 
     Raises:
-        ValueError: a size is too small or not a whole number, or another option is invalid; in a call, the
-            number of tokens is not ``tokens``, or a mask is given.
+        ValueError: a size is too small or not a whole number, or another option is invalid; ``kernel`` is
+            even, or given without a square number of tokens; in a call, the number of tokens is not
+            ``tokens``, or a mask is given.
     """
 
     causal = False
@@ -122,21 +179,18 @@ class MixerBackbone(Stack):
         self, d_model: int, n_layer: int, tokens: int, d_inner: int | None = None,
         tokens_inner: int | None = None, norm_eps: float = RMS_EPS, weight_norm: bool = True,
         injection: bool = True, input_skip: bool = False, post_norm: bool = True, norm_gain: bool = True,
+        kernel: int | None = None,
     ) -> None:  # fmt: skip
         check_sizes(d_model=d_model, n_layer=n_layer, tokens=tokens)
         d_inner = 4 * d_model if d_inner is None else d_inner
-        tokens_inner = 4 * tokens if tokens_inner is None else tokens_inner
-        sizes = {"d_inner": d_inner, "tokens_inner": tokens_inner}
-        check_sizes(**sizes)
-        check_hidden(**sizes)
+        check_sizes(d_inner=d_inner)
+        check_hidden(d_inner=d_inner)
         check_flag("post_norm", post_norm)
         check_flag("norm_gain", norm_gain)
-        blocks = [
-            MixerBlock(
-                d_model, norm_eps, TokenMixer(tokens, tokens_inner), ChannelMixer(d_model, d_inner), post_norm
-            )
-            for _ in range(n_layer)
-        ]
+        blocks = []
+        for _ in range(n_layer):
+            mixer = _token_mixer(d_model, tokens, tokens_inner, kernel)
+            blocks.append(MixerBlock(d_model, norm_eps, mixer, ChannelMixer(d_model, d_inner), post_norm))
         super().__init__(blocks, d_model, d_model, norm_eps, weight_norm, injection, input_skip, post_norm)
         self.tokens = tokens
         if not norm_gain:
@@ -146,9 +200,9 @@ class MixerBackbone(Stack):
 
     def initialise(self) -> None:
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, (nn.Linear, nn.Conv2d)):
                 size = 0.1 if name.endswith("fc2") else 1.0
-                nn.init.trunc_normal_(module.weight, std=size / math.sqrt(module.in_features))
+                nn.init.trunc_normal_(module.weight, std=size / math.sqrt(module.weight[0].numel()))
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         if x.shape[1] != self.tokens:

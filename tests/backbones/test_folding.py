@@ -19,7 +19,8 @@ from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
 BODIES: dict[str, dict[str, Any]] = {
     "mamba2": {"name": "mamba2", "d_model": 16, "n_layer": 2, "d_state": 8, "headdim": 8, "d_inner": 24},
     "llama": {"name": "llama", "d_model": 16, "n_layer": 2, "n_head": 4, "n_kv_head": 2},
-    "mixer": {"name": "mixer", "d_model": 16, "n_layer": 2, "tokens": 6},
+    "mixer": {"name": "mixer", "d_model": 16, "n_layer": 2, "tokens": 9},
+    "convolution": {"name": "mixer", "d_model": 16, "n_layer": 2, "tokens": 9, "kernel": 3},
 }
 BODIES["recursion"] = {"name": "recursion", "map": BODIES["mixer"], "updates": 2}
 V = 32
@@ -41,7 +42,7 @@ def assert_plain(module: nn.Module) -> None:
 @pytest.mark.parametrize("body", BODIES)
 def test_a_backbone(body: str, assert_close: Callable[..., None]) -> None:
     backbone = trained(backbones.create(BODIES[body]))
-    x, z = torch.randn(2, 2, 6, 2 * 16 if body == "recursion" else 16)
+    x, z = torch.randn(2, 2, 9, 2 * 16 if body == "recursion" else 16)
     expected = backbone(z, backbone.prepare(x))
     assert fold_weight_norm(backbone) is backbone
     assert_plain(backbone)

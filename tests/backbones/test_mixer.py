@@ -1,5 +1,6 @@
 """Tests of the mixer, a backbone whose blocks mix tokens, then channels."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,36 @@ def test_against_the_equations(post_norm: bool, options: dict[str, bool]) -> Non
 
 
 @torch.no_grad()
+def test_a_convolution_against_the_equations() -> None:
+    side, reach = 4, 1
+    f = mixer(tokens=side * side, kernel=2 * reach + 1, n_layer=1, weight_norm=False).double()
+    (block,) = f.layers
+    z, x = torch.randn(2, 1, side * side, D, dtype=torch.float64)
+    board = (z + f.injection.linear(rms(x, f.injection.norm))).view(side, side, D)
+    weights = block.mixer.conv.weight.view(D, 2, 2 * reach + 1, 2 * reach + 1)
+    sums = torch.zeros(side, side, D, 2, dtype=torch.float64)
+    for i, j, di, dj in itertools.product(range(side), range(side), (-1, 0, 1), (-1, 0, 1)):
+        if 0 <= i + di < side and 0 <= j + dj < side:
+            sums[i, j] += board[i + di, j + dj, :, None] * weights[:, :, di + reach, dj + reach]
+    out = (sums[..., 0] * F.silu(sums[..., 1])).view(1, side * side, D)
+    u = rms(z + out / (out.square().mean(-1, keepdim=True) + 1).sqrt(), block.norm)
+    expected = rms(u + swiglu(u, block.mlp), block.norm2)
+    torch.testing.assert_close(f(z, f.prepare(x)), expected, rtol=1e-6, atol=1e-7)
+
+
+@torch.no_grad()
+def test_a_convolution_sees_neighbours_only() -> None:
+    f = mixer(tokens=49, kernel=3, n_layer=1)
+    z, x = torch.randn(2, 1, 49, D)
+    before = f(z, f.prepare(x))
+    z[0, 24] += 1  # the cell in the middle
+    changed = (f(z, f.prepare(x)) != before).any(-1).view(7, 7)
+    expected = torch.zeros(7, 7, dtype=torch.bool)
+    expected[2:5, 2:5] = True
+    assert torch.equal(changed, expected)
+
+
+@torch.no_grad()
 def test_mixing_tokens_cannot_drown_out_x() -> None:
     f = RecursionBackbone(
         {"name": "mixer", "d_model": D, "n_layer": 1, "tokens": L, "weight_norm": False}, updates=2
@@ -91,11 +122,15 @@ def test_norms_without_gains_keep_the_size_of_tokens() -> None:
     torch.testing.assert_close(sizes, torch.ones_like(sizes), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("post_norm", [True, False])
-def test_gradients_of_one_evaluation(fold_on_gpu: Callable[[Backbone], Backbone], post_norm: bool) -> None:
-    f = mixer(d_model=3, tokens=2, n_layer=1, d_inner=3, tokens_inner=2, post_norm=post_norm).double()
+@pytest.mark.parametrize(
+    "options",
+    [{"tokens_inner": 2}, {"tokens_inner": 2, "post_norm": False}, {"kernel": 3}],
+    ids=str,
+)
+def test_gradients_of_one_evaluation(fold_on_gpu: Callable[[Backbone], Backbone], options: Any) -> None:
+    f = mixer(d_model=3, tokens=4, n_layer=1, d_inner=3, **options).double()
     fold_on_gpu(f)
-    z, x = torch.randn(2, 1, 2, 3, dtype=torch.float64)
+    z, x = torch.randn(2, 1, 4, 3, dtype=torch.float64)
     tensors = (z.requires_grad_(), x.requires_grad_(), *f.parameters())
     assert torch.autograd.gradcheck(lambda *_: f(z, f.prepare(x)), tensors)
 
@@ -181,6 +216,13 @@ def test_wrong_inputs() -> None:
         ({"norm_gain": 2}, "norm_gain must be true or false, got 2"),
         ({"norm_eps": 0.0}, "norm_eps must be a finite number above 0, got 0.0"),
         ({"input_skip": True, "injection": False}, "input_skip needs injection=True"),
+        (
+            {"kernel": 2, "tokens": 9},
+            "an odd kernel and a square number of tokens, got kernel = 2 and tokens = 9",
+        ),
+        ({"kernel": 3}, "an odd kernel and a square number of tokens, got kernel = 3 and tokens = 6"),
+        ({"kernel": 0}, "kernel must be a whole number >= 1, got 0"),
+        ({"kernel": 3, "tokens": 9, "tokens_inner": 8}, "a mixer with a kernel has no tokens_inner, got 8"),
     ],
 )
 def test_wrong_options(options: dict[str, object], said: str) -> None:

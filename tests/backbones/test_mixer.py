@@ -166,6 +166,8 @@ def test_initial_weights_and_widths() -> None:
         if isinstance(module, nn.Linear):
             size = 0.1 if name.endswith("fc2") else 1.0
             assert module.weight.std().item() == pytest.approx(size * module.in_features**-0.5, rel=0.1), name
+    convolution = mixer(d_model=512, tokens=81, kernel=3).layers[0].mixer.conv
+    assert convolution.weight.std().item() == pytest.approx(0.3 / 3, rel=0.1)
     assert f.layers[0].mixer.mlp.w1.out_features == 216  # 2/3 of 4 * 81
     assert f.layers[0].mlp.w1.out_features == 170  # 2/3 of 4 * 64, rounded down
     assert mixer(tokens_inner=2).layers[0].mixer.mlp.w1.out_features == 8

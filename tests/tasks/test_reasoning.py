@@ -280,7 +280,9 @@ def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.C
 
     ``evaluate`` reads a CSV file. ``solve`` reads a board as text, and all CSV files of a folder.
     """
-    assert main(["evaluate", str(trained), str(puzzles), "--depth", "2", "8", "--starts", "2"]) == 0
+    assert (
+        main(["evaluate", str(trained), str(puzzles), "--depth", "2", "8", "--starts", "2", "--compile"]) == 0
+    )
     out = capsys.readouterr().out
     assert "starts" in out and "tolerance" in out
     written = json.loads((trained / "evaluation" / "evaluation.json").read_text())

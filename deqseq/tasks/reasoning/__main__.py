@@ -79,6 +79,7 @@ def _evaluate(
     rtol: float | None = None,
     max_iter: PositiveInt | None = None,
     batch_size: PositiveInt = 512,
+    compile: bool = False,
     output: Path | None = None,
     force: bool = False,
 ) -> None:
@@ -99,6 +100,7 @@ def _evaluate(
         rtol: tolerance for the second table; by default the tolerance of the run
         max_iter: maximum number of evaluations in a search for the second table; by default as in the run
         batch_size: puzzles solved together
+        compile: compile the map with torch.compile, on GPUs only; pays for great depths and many starts
         output: folder for results, by default RUN/evaluation
         force: overwrite an existing result that has other settings
     """
@@ -112,6 +114,8 @@ def _evaluate(
     asked = {"puzzles": str(puzzles), "count": len(tests.ratings), "depth": depth, "starts": starts}
     asked |= {"rtol": rtol, "max_iter": max_iter}
     solve = solve_options(model, rtol=rtol, max_iter=max_iter)
+    if compile:
+        model.compile_map(model.device)
     folder = ResultFolder(output or run / "evaluation", "evaluation", str(run), asked, force)
     found = evaluate(model, tests, depth, starts, batch_size, progress=True)
     print(table(COLUMNS, found))

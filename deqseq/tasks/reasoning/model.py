@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -116,6 +117,17 @@ class BoardModel(PreTrainedModel):
     @property
     def task(self) -> Task:
         return self.config.task  # type: ignore[return-value]
+
+    def compile_map(self, device: torch.device) -> None:
+        """Compile the layer's map with :func:`torch.compile`, unless ``device`` is the CPU.
+
+        The first evaluations then take about half a minute longer, and all later ones are faster.
+        """
+        if device.type != "cpu":
+            # The map is compiled again for other batch sizes, and in evaluation. After more compilations than
+            # the limit, PyTorch silently runs it uncompiled.
+            torch._dynamo.config.recompile_limit = 64
+            self.layer.backbone.compile()
 
     def precision(self) -> AbstractContextManager[Any]:
         """A context manager for the precision of evaluation: bfloat16 on GPUs if ``config.bf16``."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.config
 from torch import Tensor
 from transformers import TrainerCallback, set_seed
 from xxhash import xxh3_128
@@ -53,11 +52,8 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
             model(puzzles.questions[:1].long())
         folder.start()
         arguments = short_run_arguments(settings, folder.path, save_steps)
-        if settings.compile and arguments.device.type != "cpu":
-            # The map is compiled again for tests and for other batch sizes. After more compilations than the
-            # limit, PyTorch silently runs it uncompiled.
-            torch._dynamo.config.recompile_limit = 64
-            model.layer.backbone.compile()
+        if settings.compile:
+            model.compile_map(arguments.device)
         stream = PuzzleStream(
             settings.task, puzzles, settings.batch_size, augment=settings.augment, seed=settings.seed,
             device=arguments.device,

@@ -163,7 +163,7 @@ class Stack(Backbone):
         self.initialise()
         if weight_norm:  # in every output row w = g v / ||v|| (Salimans & Kingma, 2016); g starts at ||w||
             for module in self.modules():
-                if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)):
+                if isinstance(module, (nn.Linear, nn.Conv1d)):
                     # On GPUs torch computes the weight w in float32, even if the module is float64.
                     parametrizations.weight_norm(module)
                     setattr(type(module), "register_parameter", _register_parameter)  # noqa: B010 - for mypy

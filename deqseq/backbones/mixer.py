@@ -3,6 +3,7 @@
 Shapes: B sequences, L tokens, D width.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -13,12 +14,8 @@ from torch import Tensor, nn
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context
 from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_hidden, check_sizes
-from deqseq.backbones.weights import LinearMaps, projection
 from deqseq.checks import check_flag
 from deqseq.ops.one_token import SwiGLUWeights, ValueGateWeights
-
-_INITIAL_SIZES = {"fc2": 0.1, "conv": 0.3}
-"""Initial weights of the modules with these names, relative to 1 / sqrt(fan-in)."""
 
 
 class ChannelMixer(SwiGLU):
@@ -32,12 +29,12 @@ class ChannelMixer(SwiGLU):
         return F.linear(value * F.silu(gate), weights.out)
 
 
-class TokenMixer(nn.Module):
+class TokenMixer(SwiGLU):
     """A SwiGLU over the L tokens of each channel, with bounded outputs.
 
-    Every output token is divided by sqrt(m + 1), where m is its mean square. So its root mean square is below
-    1. Without this bound, training can make outputs very large for boards whose tokens are all equal. The
-    input x is then lost, such a board becomes a fixed point for every x, and searches end there.
+    Every output token is divided by sqrt(m + 1), where m is its mean square. So the token's root mean square
+    is below 1. Without this bound, a trained model had very large outputs for boards whose tokens are all
+    equal. Such a board was then a fixed point, whatever x was, and some searches ended there.
 
     The mixer computes weights @ board, without transposing the board. Products of transposed boards, whose
     rows have L = 81 numbers, were slower on a GPU.
@@ -47,14 +44,15 @@ class TokenMixer(nn.Module):
     """
 
     def __init__(self, tokens: int, d_inner: int) -> None:
-        super().__init__()
         hidden = -(-(2 * d_inner // 3) // 8) * 8
-        self.mlp = SwiGLU(tokens, 3 * hidden // 2)
+        super().__init__(tokens, 3 * hidden // 2)
 
-    def weights(self, x: Tensor) -> ValueGateWeights:
-        return _merged(self.mlp.weights(x))
+    def weights(self, x: Tensor) -> ValueGateWeights:  # type: ignore[override]
+        return _merged(super().weights(x))
 
-    def forward(self, u: Tensor, weights: ValueGateWeights, injection: Tensor | None) -> tuple[Tensor, None]:
+    def forward(  # type: ignore[override]
+        self, u: Tensor, weights: ValueGateWeights, injection: Tensor | None
+    ) -> tuple[Tensor, None]:
         """Returns the output (B, L, D) and no trace (``None``), because the mixer keeps no state."""
         if injection is not None:
             u = u + injection
@@ -63,35 +61,43 @@ class TokenMixer(nn.Module):
         return _bounded(torch.bmm(out, value * F.silu(gate))), None
 
 
-class BoardConvolution(LinearMaps):
+class BoardConvolution(nn.Module):
     """A gated convolution of each channel over a square board of L cells, with bounded outputs.
 
-    A cell gets value * silu(gate). Both are weighted sums of a channel over the window of ``kernel`` by
+    A cell gets value * silu(gate). Both are weighted sums of a channel over a window of ``kernel`` by
     ``kernel`` cells around the cell. All cells share the weights. Cells outside the board count as zero.
     Outputs are bounded as in :class:`TokenMixer`.
+
+    The sums are computed from shifted boards, not by cuDNN, which rounds float32 to TF32 by default. And
+    ``torch.compile`` can fuse them.
     """
 
     def __init__(self, d_model: int, tokens: int, kernel: int) -> None:
         super().__init__()
-        self.side = math.isqrt(tokens)
-        self.conv = nn.Conv2d(d_model, 2 * d_model, kernel, padding=kernel // 2, groups=d_model, bias=False)
+        self.side, self.kernel = math.isqrt(tokens), kernel
+        self.window = nn.Parameter(torch.empty(kernel, kernel, 2, d_model))
 
     def weights(self, x: Tensor) -> Tensor:
-        return projection(self.conv, x)
+        return self.window.to(kernels.autocast_dtype(x))
 
     def forward(self, u: Tensor, weights: Tensor, injection: Tensor | None) -> tuple[Tensor, None]:
         """Returns the output (B, L, D) and no trace (``None``), because the mixer keeps no state."""
         if injection is not None:
             u = u + injection
-        board = u.mT.unflatten(2, (self.side, self.side))
-        both = F.conv2d(board, weights, padding=self.conv.padding, groups=u.shape[-1])
-        value, gate = both.unflatten(1, (-1, 2)).unbind(2)
-        return _bounded((value * F.silu(gate)).flatten(2).mT), None
+        side, reach = self.side, self.kernel // 2
+        board = F.pad(u.unflatten(1, (side, side)), (0, 0, reach, reach, reach, reach))
+        value = gate = u.new_zeros(())
+        for i, j in itertools.product(range(self.kernel), repeat=2):
+            shifted = board[:, i : i + side, j : j + side]
+            value = value + shifted * weights[i, j, 0]
+            gate = gate + shifted * weights[i, j, 1]
+        return _bounded((value * F.silu(gate)).flatten(1, 2)), None
 
 
 def _bounded(mixed: Tensor) -> Tensor:
     """``mixed`` (B, L, D), with every token divided by sqrt(m + 1), where m is its mean square."""
-    return F.rms_norm(mixed, mixed.shape[-1:], eps=1.0)
+    # Autocast on GPUs computes norms in float32.
+    return F.rms_norm(mixed, mixed.shape[-1:], eps=1.0).to(mixed.dtype)
 
 
 def _merged(weights: SwiGLUWeights) -> ValueGateWeights:
@@ -99,20 +105,19 @@ def _merged(weights: SwiGLUWeights) -> ValueGateWeights:
     return ValueGateWeights(torch.cat([weights.value, weights.gate]), weights.out)
 
 
-def _token_mixer(d_model: int, tokens: int, d_inner: int | None, kernel: int | None) -> nn.Module:
+def _token_mixer(d_model: int, tokens: int, tokens_inner: int | None, kernel: int | None) -> nn.Module:
     if kernel is None:
-        d_inner = 4 * tokens if d_inner is None else d_inner
-        check_sizes(tokens_inner=d_inner)
-        check_hidden(tokens_inner=d_inner)
-        return TokenMixer(tokens, d_inner)
+        tokens_inner = 4 * tokens if tokens_inner is None else tokens_inner
+        check_sizes(tokens_inner=tokens_inner)
+        check_hidden(tokens_inner=tokens_inner)
+        return TokenMixer(tokens, tokens_inner)
     check_sizes(kernel=kernel)
-    if d_inner is not None:
-        raise ValueError(f"a mixer with a kernel has no tokens_inner, got {d_inner}")
-    if kernel % 2 == 0 or math.isqrt(tokens) ** 2 != tokens:
-        raise ValueError(
-            "a convolution needs an odd kernel and a square number of tokens, got "
-            f"kernel = {kernel} and tokens = {tokens}"
-        )
+    if tokens_inner is not None:
+        raise ValueError(f"a mixer with a kernel has no tokens_inner, got {tokens_inner}")
+    if kernel < 3 or kernel % 2 == 0:
+        raise ValueError(f"kernel must be an odd number >= 3, got {kernel}")
+    if math.isqrt(tokens) ** 2 != tokens:
+        raise ValueError(f"a mixer with a kernel needs a square number of tokens, got {tokens}")
     return BoardConvolution(d_model, tokens, kernel)
 
 
@@ -135,21 +140,22 @@ class MixerBackbone(Stack):
     The MLP-Mixer is by Tolstikhin et al. (2021, arXiv 2105.01601). This version uses SwiGLU and RMSNorm.
 
     A block mixes the tokens of each channel, then the channels of each token. One shared injection
-    W RMSNorm(x) + b is added to the input of every token mixer. The root mean square of a token mixer's
-    output is bounded by 1, so that mixing cannot drown out x.
+    W RMSNorm(x) + b is added to the input of every token mixer. The output of a token mixer has a root mean
+    square below 1 in every token.
 
-    By default, an MLP over all tokens mixes them. It has separate weights for every position, so it needs no
-    position embeddings. With ``kernel``, a gated convolution over a square board mixes tokens instead. It has
-    the same weights at all positions, and a cell sees only its neighbours. This suits puzzles with local
-    rules, such as mazes (ConvMixer, Trockman and Kolter, 2022, arXiv 2201.09792).
+    By default, the token mixer is an MLP over all tokens. It has separate weights for every position, so it
+    needs no position embeddings. With ``kernel``, the token mixer is a gated convolution over a square board.
+    It has the same weights at all positions. In each block, a cell reads only the cells up to ``kernel // 2``
+    rows and columns away. Such blocks are variants of ConvMixer's (Trockman and Kolter, 2022, arXiv
+    2201.09792).
 
     A mixer takes sequences of exactly ``tokens`` tokens, without padding. It is not causal and keeps no
     state.
 
     Initial weights are drawn from a normal distribution with standard deviation 1 / sqrt(fan-in), truncated
-    to [-2, 2]. The last map (``fc2``) of every MLP gets a tenth of this, and convolutions 0.3. With the full
-    standard deviation, gradients of a new post-norm mixer explode in a :class:`RecursionBackbone`: with width
-    512, their norm was 3e4 instead of 3.
+    to [-2, 2]. The last map (``fc2``) of every MLP gets a tenth of this, and convolutions get 0.3 of it.
+    Before outputs were bounded, gradients of a new post-norm mixer with full initial weights exploded in a
+    :class:`RecursionBackbone`: with width 512, their norm was 3e4 instead of 3.
 
     Args:
         d_model: width D.
@@ -158,8 +164,8 @@ class MixerBackbone(Stack):
         d_inner: the MLP over channels has int(2 d_inner / 3) hidden units; by default ``d_inner`` is 4 D.
         tokens_inner: the MLP over tokens has int(2 tokens_inner / 3) hidden units, rounded up to a multiple
             of 8; by default ``tokens_inner`` is 4 L. Only without ``kernel``.
-        kernel: side of the convolution's window in cells, an odd number such as 3. ``None``: an MLP mixes the
-            tokens.
+        kernel: side of the convolution's window in cells, an odd number such as 3. ``None``: the token mixer
+            is an MLP.
         norm_eps: constant that every norm adds to the mean square.
         weight_norm: true: use weight normalisation for every linear map.
         injection: true: every block adds the injection. False makes the plain stack of an explicit layer.
@@ -171,8 +177,8 @@ class MixerBackbone(Stack):
 
     Raises:
         ValueError: a size is too small or not a whole number, or another option is invalid; ``kernel`` is
-            even, or given without a square number of tokens; in a call, the number of tokens is not
-            ``tokens``, or a mask is given.
+            even or below 3, or given without a square number of tokens; in a call, the number of tokens is
+            not ``tokens``, or a mask is given.
     """
 
     causal = False
@@ -203,9 +209,11 @@ class MixerBackbone(Stack):
 
     def initialise(self) -> None:
         for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Conv2d)):
-                size = _INITIAL_SIZES.get(name.rpartition(".")[2], 1.0)
-                nn.init.trunc_normal_(module.weight, std=size / math.sqrt(module.weight[0].numel()))
+            if isinstance(module, nn.Linear):
+                size = 0.1 if name.endswith("fc2") else 1.0
+                nn.init.trunc_normal_(module.weight, std=size / math.sqrt(module.in_features))
+            elif isinstance(module, BoardConvolution):
+                nn.init.trunc_normal_(module.window, std=0.3 / module.kernel)
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         if x.shape[1] != self.tokens:

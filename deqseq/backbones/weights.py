@@ -29,7 +29,7 @@ def effective_weight(module: nn.Module) -> Tensor:
             quantisation also quantises inputs, or has not happened yet.
     """
     _run_weight_hooks(module)
-    plain = type_before_parametrizations(module) in (nn.Linear, nn.Conv1d, nn.Conv2d)
+    plain = type_before_parametrizations(module) in (nn.Linear, nn.Conv1d)
     if plain or _name(module).startswith("bitsandbytes.Linear"):
         return _dequantised(module)
     if "modules_to_save" in module._modules:
@@ -173,10 +173,10 @@ def _adapted(module: nn.Module) -> Tensor:
     """The weight of the linear map inside the adapter ``module``, with all active adapters applied."""
     adapter: Any = module
     base = adapter.base_layer
-    if isinstance(base, (nn.Conv1d, nn.Conv2d)):
+    if isinstance(base, nn.Conv1d):
         raise ValueError(
             f"{_name(module)} adapts a {_name(base)}, but backbones support adapters of linear maps only: "
-            "leave convolutions out of target_modules"
+            "leave conv1d out of target_modules"
         )
     check_merged(adapter)
     _unmerge_if_disabled(adapter)

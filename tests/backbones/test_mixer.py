@@ -57,10 +57,10 @@ def test_against_the_equations(post_norm: bool, options: dict[str, bool]) -> Non
     injection = f.injection.linear(rms(x, f.injection.norm)) if f.injection else 0
     for block in f.layers:
         if post_norm:
-            u = rms(u + mixed(u + injection, block.mixer.mlp), block.norm)
+            u = rms(u + mixed(u + injection, block.mixer), block.norm)
             u = rms(u + swiglu(u, block.mlp), block.norm2)
         else:
-            u = u + mixed(rms(u, block.norm) + injection, block.mixer.mlp)
+            u = u + mixed(rms(u, block.norm) + injection, block.mixer)
             u = u + swiglu(rms(u, block.norm2), block.mlp)
     expected = u if post_norm else rms(u, f.norm_f)
     torch.testing.assert_close(f(z, f.prepare(x)), expected, rtol=1e-6, atol=1e-7)
@@ -73,11 +73,11 @@ def test_a_convolution_against_the_equations() -> None:
     (block,) = f.layers
     z, x = torch.randn(2, 1, side * side, D, dtype=torch.float64)
     board = (z + f.injection.linear(rms(x, f.injection.norm))).view(side, side, D)
-    weights = block.mixer.conv.weight.view(D, 2, 2 * reach + 1, 2 * reach + 1)
+    weights = block.mixer.window.movedim(-1, 0)
     sums = torch.zeros(side, side, D, 2, dtype=torch.float64)
     for i, j, di, dj in itertools.product(range(side), range(side), (-1, 0, 1), (-1, 0, 1)):
         if 0 <= i + di < side and 0 <= j + dj < side:
-            sums[i, j] += board[i + di, j + dj, :, None] * weights[:, :, di + reach, dj + reach]
+            sums[i, j] += board[i + di, j + dj, :, None] * weights[:, di + reach, dj + reach]
     out = (sums[..., 0] * F.silu(sums[..., 1])).view(1, side * side, D)
     u = rms(z + out / (out.square().mean(-1, keepdim=True) + 1).sqrt(), block.norm)
     expected = rms(u + swiglu(u, block.mlp), block.norm2)
@@ -96,15 +96,15 @@ def test_a_convolution_sees_neighbours_only() -> None:
     assert torch.equal(changed, expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"kernel": 3}], ids=str)
 @torch.no_grad()
-def test_mixing_tokens_cannot_drown_out_x() -> None:
-    f = RecursionBackbone(
-        {"name": "mixer", "d_model": D, "n_layer": 1, "tokens": L, "weight_norm": False}, updates=2
-    )
+def test_equal_tokens_are_no_fixed_point_even_with_large_weights(options: dict[str, int]) -> None:
+    map_ = mixer(n_layer=1, tokens=9, weight_norm=False, injection=False, **options)
+    f = RecursionBackbone(map_, updates=2)
     for weight in f.map.layers[0].mixer.parameters():  # trained weights have large outputs for equal tokens
         weight.abs_().mul_(100)
-    x = torch.randn(1, L, 2 * D)
-    z = torch.randn(1, 1, 2 * D).expand(1, L, -1)
+    x = torch.randn(1, 9, 2 * D)
+    z = torch.randn(1, 1, 2 * D).expand(1, 9, -1)
     for _ in range(8):
         z = f(z, f.prepare(x))
     assert z.std(1).mean() > 0.2
@@ -166,17 +166,26 @@ def test_initial_weights_and_widths() -> None:
         if isinstance(module, nn.Linear):
             size = 0.1 if name.endswith("fc2") else 1.0
             assert module.weight.std().item() == pytest.approx(size * module.in_features**-0.5, rel=0.1), name
-    convolution = mixer(d_model=512, tokens=81, kernel=3).layers[0].mixer.conv
-    assert convolution.weight.std().item() == pytest.approx(0.3 / 3, rel=0.1)
-    assert f.layers[0].mixer.mlp.w1.out_features == 216  # 2/3 of 4 * 81
+    convolution = mixer(d_model=512, tokens=81, kernel=3).layers[0].mixer
+    assert convolution.window.std().item() == pytest.approx(0.3 / 3, rel=0.1)
+    assert f.layers[0].mixer.w1.out_features == 216  # 2/3 of 4 * 81
     assert f.layers[0].mlp.w1.out_features == 170  # 2/3 of 4 * 64, rounded down
-    assert mixer(tokens_inner=2).layers[0].mixer.mlp.w1.out_features == 8
+    assert mixer(tokens_inner=2).layers[0].mixer.w1.out_features == 8
     torch.manual_seed(3)
     normalised = mixer()
     torch.manual_seed(3)
     plain = mixer(weight_norm=False)
     z, x = torch.randn(2, 2, L, D)
     torch.testing.assert_close(normalised(z, normalised.prepare(x)), plain(z, plain.prepare(x)))
+
+
+def test_adapters_in_the_token_mixer_are_found() -> None:
+    f = mixer(weight_norm=False)
+    assert f.capturable
+    adapter = nn.Module()
+    adapter.base_layer = f.layers[1].mixer.w3
+    f.layers[1].mixer.w3 = adapter
+    assert not f.capturable
 
 
 def test_autocast_casts_the_weights_once() -> None:
@@ -218,11 +227,9 @@ def test_wrong_inputs() -> None:
         ({"norm_gain": 2}, "norm_gain must be true or false, got 2"),
         ({"norm_eps": 0.0}, "norm_eps must be a finite number above 0, got 0.0"),
         ({"input_skip": True, "injection": False}, "input_skip needs injection=True"),
-        (
-            {"kernel": 2, "tokens": 9},
-            "an odd kernel and a square number of tokens, got kernel = 2 and tokens = 9",
-        ),
-        ({"kernel": 3}, "an odd kernel and a square number of tokens, got kernel = 3 and tokens = 6"),
+        ({"kernel": 2, "tokens": 9}, "kernel must be an odd number >= 3, got 2"),
+        ({"kernel": 1, "tokens": 9}, "kernel must be an odd number >= 3, got 1"),
+        ({"kernel": 3}, "a mixer with a kernel needs a square number of tokens, got 6"),
         ({"kernel": 0}, "kernel must be a whole number >= 1, got 0"),
         ({"kernel": 3, "tokens": 9, "tokens_inner": 8}, "a mixer with a kernel has no tokens_inner, got 8"),
     ],

@@ -281,7 +281,7 @@ def test_dropout(make: Make) -> None:
 
 def test_refused(make: Make) -> None:
     convolution = adapted(make("mamba2"), r=48, target_modules=["conv1d"])
-    with pytest.raises(ValueError, match=r"leave convolutions out of target_modules"):
+    with pytest.raises(ValueError, match=r"leave conv1d out of target_modules"):
         convolution(input_ids=ids())
     with pytest.raises(ValueError, match=r"peft\.Linear.* would have no effect: use LoRA, DoRA or IA3"):
         adapted(make("llama"), "loha")(input_ids=ids())

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deqseq.backbones import RecursionBackbone
 from deqseq.tasks.common.persistent import Iterates, PersistentTrainer
 from deqseq.tasks.common.settings import build, read_yaml
 from deqseq.tasks.reasoning import sudoku
@@ -275,14 +276,27 @@ def test_evaluation_refuses_what_makes_no_sense(puzzles: Path) -> None:
         model(backbone={"name": "llama", "d_model": 8, "n_layer": 1, "n_head": 2})
 
 
+def test_the_map_is_compiled_on_gpus_only(
+    trained: Path, puzzles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(RecursionBackbone, "compile", lambda self: calls.append("compiled"))
+    made, _ = load(trained)
+    made.compile_map(torch.device("cpu"))
+    assert not calls
+    made.compile_map(torch.device("cuda"))
+    assert calls == ["compiled"]
+    monkeypatch.setattr(BoardModel, "compile_map", lambda self, device: calls.append(device.type))
+    assert main(["evaluate", str(trained), str(puzzles), "--depth", "1", "--compile", "--force"]) == 0
+    assert calls[1:] == [made.device.type]
+
+
 def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands ``evaluate`` and ``solve`` write their files, and ``solve`` gives the model's own answers.
 
     ``evaluate`` reads a CSV file. ``solve`` reads a board as text, and all CSV files of a folder.
     """
-    assert (
-        main(["evaluate", str(trained), str(puzzles), "--depth", "2", "8", "--starts", "2", "--compile"]) == 0
-    )
+    assert main(["evaluate", str(trained), str(puzzles), "--depth", "2", "8", "--starts", "2"]) == 0
     out = capsys.readouterr().out
     assert "starts" in out and "tolerance" in out
     written = json.loads((trained / "evaluation" / "evaluation.json").read_text())

@@ -100,7 +100,7 @@ def _evaluate(
         rtol: tolerance for the second table; by default the tolerance of the run
         max_iter: maximum number of evaluations in a search for the second table; by default as in the run
         batch_size: puzzles solved together
-        compile: compile the map with torch.compile, on GPUs only; pays for great depths and many starts
+        compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation
         force: overwrite an existing result that has other settings
     """

@@ -277,7 +277,7 @@ def test_evaluation_refuses_what_makes_no_sense(puzzles: Path) -> None:
 
 
 def test_the_map_is_compiled_on_gpus_only(
-    trained: Path, puzzles: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Path, puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     monkeypatch.setattr(RecursionBackbone, "compile", lambda self: calls.append("compiled"))
@@ -287,7 +287,8 @@ def test_the_map_is_compiled_on_gpus_only(
     made.compile_map(torch.device("cuda"))
     assert calls == ["compiled"]
     monkeypatch.setattr(BoardModel, "compile_map", lambda self, device: calls.append(device.type))
-    assert main(["evaluate", str(trained), str(puzzles), "--depth", "1", "--compile", "--force"]) == 0
+    asked = ["--depth", "1", "--compile", "--output", str(tmp_path)]
+    assert main(["evaluate", str(trained), str(puzzles), *asked]) == 0
     assert calls[1:] == [made.device.type]
 
 

@@ -454,6 +454,32 @@ def test_unrolled_before_truncates_the_gradient(
     assert z0.grad is None
 
 
+def test_unrolled_draws_the_number_of_steps_before(make_layer: MakeLayer) -> None:
+    """In training, every number of the range occurs, and the result is that of the drawn number."""
+    x = torch.randn(2, 6, D)
+    layer = make_layer("module", gradient={"name": "unrolled", "iterations": 2, "before": [1, 3]})
+    torch.manual_seed(0)
+    found = [layer(x) for _ in range(30)]
+    assert {out.solution.nfe for out in found} == {3, 4, 5}
+    torch.manual_seed(0)
+    assert [layer(x).solution.nfe for _ in range(30)] == [out.solution.nfe for out in found]
+    for out in found[:5]:
+        layer.gradient = Unrolled(2, before=out.solution.nfe - 2)
+        assert torch.equal(layer(x).z, out.z)
+    layer.gradient = Unrolled(2, before=(0, 3))
+    with pytest.raises(RuntimeError, match="second derivative"):  # also if the number happens to be 0
+        torch.autograd.grad(layer(x).z.sum(), list(layer.parameters()), create_graph=True)
+    layer.eval()
+    assert {layer(x).solution.nfe for _ in range(5)} == {5}
+
+
+def test_ranks_of_a_group_must_not_draw_numbers(make_layer: MakeLayer) -> None:
+    layer = make_layer("module", gradient=Unrolled(2, before=(0, 3)))
+    layer.group = object()
+    with pytest.raises(ValueError, match=r"the same number of iterations, got before=\(0, 3\)"):
+        layer(torch.randn(2, 6, D))
+
+
 @pytest.mark.parametrize("policy", [FixedIterations(3), Residual(rtol=0.05)])
 def test_phantom_steps_follow_the_search(make_layer: MakeLayer, assert_close: Close, policy: object) -> None:
     layer = make_layer("mamba2", gradient=Phantom(steps=2, damping=0.8), convergence=policy)

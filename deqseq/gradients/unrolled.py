@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deqseq.checks import check_count, check_flag
+from deqseq.checks import check_count, check_flag, shown
 from deqseq.gradient import GradientStrategy
 from deqseq.problem import Problem
 from deqseq.search import steps
@@ -18,41 +18,69 @@ class Unrolled(GradientStrategy):
     The steps begin at the initial guess. If ``before`` is positive, the solver first does ``before`` steps
     without an autograd graph. Gradients then do not reach the initial guess.
 
+    ``before`` can also be a pair of numbers. In training, every call then draws the number of steps between
+    them, the ends included. So the model is trained at all depths, from new initial guesses (progressive
+    training by Bansal et al., 2022, arXiv 2202.05826). In evaluation, the number is the larger one.
+
     HRM (arXiv 2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488) train by deep supervision in
     segments. To do the same, pass the detached result of each optimiser step as ``z0`` of the next step.
 
     While gradients are enabled, the layer does not search for the fixed point, and ignores its policy and its
-    window. Second derivatives raise ``RuntimeError`` if ``before`` is positive, or if the solver is Anderson
+    window. Second derivatives raise ``RuntimeError`` if ``before`` is not 0, or if the solver is Anderson
     or Broyden. Autograd treats the coefficients of these two solvers as constants, so second derivatives
     would be wrong.
 
     Args:
         iterations: number of iterations that autograd records. Each iteration evaluates f once on all tokens.
         checkpoint: true: store no activations, and recompute the iterations in the backward pass.
-        before: number of iterations without a graph, before the recorded iterations. The recorded iterations
-            start with an empty solver memory.
+        before: number of iterations without a graph, before the recorded iterations, or a pair of the
+            smallest and the largest number. The recorded iterations start with an empty solver memory.
+            torch's global random generator draws the number. With a process group, all ranks must do the
+            same number of evaluations, so a pair is refused.
 
     Raises:
-        ValueError: ``iterations`` below 1; ``before`` below 0; a ``checkpoint`` that is not a bool.
+        ValueError: ``iterations`` below 1; ``before`` below 0, or a pair that does not increase; a
+            ``checkpoint`` that is not a bool; in a call, a pair in a layer with a process group.
     """
 
     iterations: int
     checkpoint: bool = False
-    before: int = 0
+    before: int | tuple[int, int] = 0
     searches = False
 
     def __post_init__(self) -> None:
         check_count("iterations", self.iterations)
         check_flag("checkpoint", self.checkpoint)
-        check_count("before", self.before, least=0)
+        if not isinstance(self.before, (tuple, list)):
+            check_count("before", self.before, least=0)
+            return
+        if len(self.before) != 2:
+            raise ValueError(f"before must be a number or a pair of numbers, got {shown(self.before)}")
+        least, most = self.before
+        check_count("the first number of before", least, least=0)
+        check_count("the second number of before", most, least=least + 1)
+        object.__setattr__(self, "before", (least, most))  # JSON and YAML store a pair as a list
 
     def solve(self, problem: Problem) -> Solution:
-        if self.before == 0:
+        before = self._number_before(problem)
+        if before == 0:
             return steps(problem, self.iterations, checkpoint=self.checkpoint)
         with torch.no_grad():
-            start = steps(replace(problem, returns_state=False), self.before)
+            start = steps(replace(problem, returns_state=False), before)
         found = steps(replace(problem, z0=start.z), self.iterations, checkpoint=self.checkpoint)
         return replace(found, iterations=start.iterations + found.iterations, nfe=start.nfe + found.nfe)
+
+    def _number_before(self, problem: Problem) -> int:
+        """The number of iterations without a graph in this call."""
+        if isinstance(self.before, int):
+            return self.before
+        if problem.group is not None:
+            raise ValueError(
+                f"the ranks of a process group must do the same number of iterations, got before={self.before}: "
+                "choose one number"
+            )
+        least, most = self.before
+        return int(torch.randint(least, most + 1, (), device="cpu")) if problem.training else most
 
     def exact(self, problem: Problem) -> bool:
         return self.before == 0 and problem.solver.differentiable

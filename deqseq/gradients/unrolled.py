@@ -76,8 +76,8 @@ class Unrolled(GradientStrategy):
             return self.before
         if problem.group is not None:
             raise ValueError(
-                f"the ranks of a process group must do the same number of iterations, got before={self.before}: "
-                "choose one number"
+                "the ranks of a process group must do the same number of iterations, "
+                f"got before={self.before}: choose one number"
             )
         least, most = self.before
         return int(torch.randint(least, most + 1, (), device="cpu")) if problem.training else most

@@ -102,6 +102,48 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
+def test_damage_lets_some_tokens_start_again() -> None:
+    """About half of the sequences are damaged, each in another share of its tokens."""
+    torch.manual_seed(0)
+    iterates = Iterates(budget=9, damage=0.5)
+    batch = {"labels": torch.zeros(400, 50)}
+    iterates.take(batch)
+    iterates.put(torch.zeros(400, 50, 2), torch.zeros(400, dtype=torch.bool))
+    iterates.left = torch.full((400,), 5)
+    shares = iterates.take(batch)["fresh"].double().mean(1)
+    assert 0.4 < (shares > 0).double().mean() < 0.6
+    assert 0.4 < shares[shares > 0].mean() < 0.6 and shares[shares > 0].std() > 0.2
+
+
+def test_the_model_starts_damaged_cells_at_its_guess() -> None:
+    made, x = model(guess="zero").train(), torch.ones(1, 16).long()
+    made.layer.backbone.noise = 0.0
+    z0, fresh = torch.randn(1, 16, 16), torch.zeros(1, 16, dtype=torch.bool)
+    fresh[0, 3] = True
+    expected = made(x, z0=z0.masked_fill(fresh[..., None], 0)).z
+    torch.testing.assert_close(made(x, z0=z0, fresh=fresh).z, expected)
+
+
+def test_the_best_weights_are_kept(puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trained model has the weights of the best test, also if the run was resumed after this test."""
+    scores = {3: 0.5, 6: 0.75, 9: 0.75, 12: 0.25}
+    settings = small(puzzles, keep="best", eval_steps=3, damage=0.5)
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    def test(self: Any) -> None:
+        step, average = self.state.global_step, self.average.model
+        kept[step] = {name: value.clone() for name, value in average.state_dict().items()}
+        self.best.offer(scores[step], average)
+
+    monkeypatch.setattr("deqseq.tasks.reasoning.train._Trainer.test", test)
+    with interrupted(monkeypatch, 11), pytest.raises(KeyboardInterrupt):
+        train(settings, tmp_path / "cut", save_steps=10)
+    resumed = train(settings, tmp_path / "cut", save_steps=10).state_dict()
+    assert sorted(kept) == [3, 6, 9, 12]
+    assert all(torch.equal(value, kept[9][name]) for name, value in resumed.items())
+    assert any(not torch.equal(value, kept[12][name]) for name, value in resumed.items())
+
+
 def test_the_trained_model_is_the_average(puzzles: Path, tmp_path: Path) -> None:
     raw = train(small(puzzles, average=0.0), tmp_path / "raw", save_steps=100).state_dict()
     averaged = train(small(puzzles, average=0.9), tmp_path / "averaged", save_steps=100).state_dict()
@@ -127,7 +169,7 @@ def test_iterates_persist_until_a_sequence_leaves() -> None:
     iterates.put(torch.zeros(3, 1, 2), torch.tensor([False, False, True]))  # budgets: 1, 2, 3
     second = iterates.take(fresh(1))
     assert second["labels"].flatten().tolist() == [10, 1, 12]
-    assert second["fresh"].tolist() == [True, False, True]
+    assert second["fresh"].tolist() == [[True], [False], [True]]
     assert torch.equal(second["z0"], torch.zeros(3, 1, 2))
     iterates.put(torch.ones(3, 1, 2), torch.tensor([False, False, False]))
     assert iterates.take(fresh(2))["labels"].flatten().tolist() == [10, 21, 12]
@@ -159,7 +201,7 @@ def test_batches_take_turns(puzzles: Path, tmp_path: Path, monkeypatch: pytest.M
     train(small(puzzles, batches=3, solved_steps=3, steps=6, eval_steps=0), tmp_path / "run", save_steps=100)
     assert all("z0" not in inputs for inputs in seen[:3])
     for before, after in zip(seen[:3], seen[3:], strict=True):
-        stayed = ~after["fresh"]
+        stayed = ~after["fresh"].squeeze(1)
         assert stayed.any()
         assert torch.equal(after["z0"], before["z"])
         assert torch.equal(after["boards"][stayed], before["boards"][stayed])
@@ -177,7 +219,7 @@ def test_the_model_continues_from_its_iterates() -> None:
     both.gradient = type(both.gradient)(1)
     once = made(x).z
     torch.testing.assert_close(made(x, z0=once).z, twice)
-    mixed = made(x, z0=once, fresh=torch.tensor([True, False])).z
+    mixed = made(x, z0=once, fresh=torch.tensor([[True], [False]])).z
     torch.testing.assert_close(mixed[0], once[0])
     torch.testing.assert_close(mixed[1], twice[1])
 

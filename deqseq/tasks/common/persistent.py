@@ -10,6 +10,10 @@ Several batches can take turns, one in each step. With a single batch, many step
 sequences. The weights can then fit these few answers, so that training solves its sequences but not fresh
 ones.
 
+Iterates can be damaged: some tokens start again at the guess, while the other tokens go on. So the model
+learns to complete and repair answers, as neural cellular automata do (Mordvintsev et al., 2020,
+doi:10.23915/distill.00023).
+
 The gradient strategy decides which iterations a step does. For example, ``unrolled`` with ``iterations: 1``
 does one iteration and records its autograd graph.
 
@@ -40,13 +44,16 @@ class Iterates:
         solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, no step
             continues from iterates that gave the answer when they were stored. So the model need not learn to
             stay at an answer.
+        damage: probability that a step damages the iterates of a sequence. Each token of this sequence then
+            starts again with probability p; p is drawn for every damage, uniformly from 0 to 1.
         number: number of this batch among the batches that take turns; checkpoints store this
             batch in the file ``iterates-NUMBER.safetensors``.
     """
 
-    def __init__(self, budget: int, solved_steps: int = 1, number: int = 0) -> None:
+    def __init__(self, budget: int, solved_steps: int = 1, damage: float = 0.0, number: int = 0) -> None:
         self.budget = budget
         self.solved_steps = solved_steps
+        self.damage = damage
         self._file = f"iterates-{number}.safetensors"
         self.batch: dict[str, Tensor] = {}
         self.z: Tensor | None = None
@@ -56,8 +63,9 @@ class Iterates:
     def take(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """Make the batch of the next step. Sequences in ``fresh`` replace sequences without steps left.
 
-        The batch gets two more entries: ``z0`` (B, L, D), the iterates to continue from, and ``fresh`` (B,)
-        bool, true for sequences that have no iterate yet. In the first step of a batch, it lacks both.
+        The batch gets two more entries: ``z0`` (B, L, D), the iterates to continue from, and ``fresh`` (B, L)
+        or (B, 1) bool, true for tokens that start at the guess instead. In the first step of a batch, it
+        lacks both.
         """
         if self.left is None or self.solved is None:
             size, device = len(fresh["labels"]), fresh["labels"].device
@@ -72,7 +80,18 @@ class Iterates:
         }
         self.left = self.left.masked_fill(ended, self.budget)
         self.solved = self.solved.masked_fill(ended, 0)
-        return {**self.batch, **({} if self.z is None else {"z0": self.z, "fresh": ended})}
+        if self.z is None:
+            return self.batch
+        fresh_tokens = ended[:, None]
+        if self.damage:
+            fresh_tokens = fresh_tokens | self._damaged(self.z)
+        return {**self.batch, "z0": self.z, "fresh": fresh_tokens}
+
+    def _damaged(self, z: Tensor) -> Tensor:
+        """(B, L) bool, true for the tokens of ``z`` (B, L, D) that start again."""
+        of_sequence = torch.rand(2, len(z), 1, device=z.device)
+        share = of_sequence[0].where(of_sequence[1] < self.damage, of_sequence.new_zeros(()))
+        return torch.rand(z.shape[:2], device=z.device) < share
 
     def put(self, z: Tensor | None, solved: Tensor) -> None:
         """Store the iterates ``z`` (B, L, D) of a step, and which sequences are ``solved``, (B,) bool."""
@@ -100,15 +119,16 @@ class PersistentTrainer(AlignedTrainer):
     its output must have the iterates ``z``. A sequence is solved if the model predicts all its labels.
 
     Args:
-        budget, solved_steps: as in :class:`Iterates`.
+        budget, solved_steps, damage: as in :class:`Iterates`.
         batches: number of batches that take turns. All their iterates are kept in the device's memory.
     """
 
     def __init__(
-        self, *args: Any, budget: int, solved_steps: int = 1, batches: int = 1, **options: Any
-    ) -> None:
+        self, *args: Any, budget: int, solved_steps: int = 1, damage: float = 0.0, batches: int = 1,
+        **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **options)
-        self.batches = [Iterates(budget, solved_steps, number) for number in range(batches)]
+        self.batches = [Iterates(budget, solved_steps, damage, number) for number in range(batches)]
         self.parts.extend(self.batches)
         self._ended: list[Any] = [0, 0]  # counts since the last log: left, and left as solved
 

@@ -155,7 +155,8 @@ class BoardModel(PreTrainedModel):
         Args:
             input_ids: (B, C) int64 tokens of the questions.
             z0: (B, C, D) initial iterates; by default the layer's guess.
-            fresh: (B,) bool, the boards that start at the layer's guess instead of at ``z0``.
+            fresh: (B, C) bool, the cells that start at the layer's guess instead of at ``z0``; or (B, 1) for
+                whole boards.
             solve: solve options; by default the layer's solve options.
         """
         x = self.inputs(input_ids)
@@ -163,7 +164,7 @@ class BoardModel(PreTrainedModel):
             out = self.layer(x)
             return BoardOutput(self.answers(out.z), out.z)
         if z0 is not None and fresh is not None:
-            z0 = torch.where(fresh[:, None, None], self.start(x, None), z0)
+            z0 = torch.where(fresh[..., None], self.start(x, None), z0)
         out = self.layer(x, z0=z0, solve=solve)
         return BoardOutput(self.answers(out.z), out.z, out.solution)
 

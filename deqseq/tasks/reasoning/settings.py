@@ -8,6 +8,7 @@ import torch
 
 from deqseq.tasks.common.settings import (
     BelowOne,
+    ClosedUnitInterval,
     NonNegativeFinite,
     NonNegativeInt,
     PositiveFinite,
@@ -49,6 +50,8 @@ class TrainSettings:
             the model need not learn to stay at an answer
         batches: number of batches that take turns. With few, the same puzzles return soon. The model then
             fits these puzzles, and solves fewer fresh ones
+        damage: probability that a step damages the iterates of a puzzle: some of its cells start again, while
+            the others go on
         loss: softmax, or stablemax, which grows more slowly and keeps logits small
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps
@@ -57,7 +60,10 @@ class TrainSettings:
             the last 30 % of the steps
         weight_decay: weight decay of matrices
         max_grad_norm: gradients are clipped to this norm; 0 means no clipping
-        average: decay of the moving average of the weights; the trained model has the averaged weights
+        average: decay of the moving average of the weights; the trained model has averaged weights
+        keep: weights of the trained model. last: the averaged weights of the last step. best: the averaged
+            weights that solved the most puzzles in a test during training. These puzzles then chose the
+            weights, so evaluate the model on other puzzles
         eval_steps: steps between two tests during training; 0 means no tests
         eval_depth: number of evaluations of the map in a test during training
         eval_puzzles: maximum number of puzzles in a test during training
@@ -84,6 +90,7 @@ class TrainSettings:
     budget: PositiveInt = 32
     solved_steps: PositiveInt = 1
     batches: PositiveInt = 16
+    damage: ClosedUnitInterval = 0.0
     loss: Literal["stablemax", "softmax"] = "stablemax"
     augment: bool = True
     steps: PositiveInt
@@ -92,6 +99,7 @@ class TrainSettings:
     weight_decay: NonNegativeFinite = 1.0
     max_grad_norm: NonNegativeFinite = 1.0
     average: BelowOne = 0.999
+    keep: Literal["last", "best"] = "last"
     eval_steps: NonNegativeInt = 500
     eval_depth: PositiveInt = 64
     eval_puzzles: PositiveInt = 512
@@ -107,6 +115,8 @@ class TrainSettings:
                 f"solved_steps must be at most budget = {self.budget}, got {self.solved_steps}: a puzzle "
                 "leaves when its budget is spent"
             )
+        if self.keep == "best" and self.eval_steps == 0:
+            raise ValueError("keep: best needs tests during training, got eval_steps = 0")
         with torch.device("meta"):  # checks the parts and sizes
             self.model()
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, set_seed
 from xxhash import xxh3_128
 
 from deqseq.tasks.common.averaging import Averaging
+from deqseq.tasks.common.best import Best
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.persistent import PersistentTrainer
 from deqseq.tasks.common.runs import RunFolder
@@ -31,8 +32,8 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
     """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
-    (``config.json``, ``model.safetensors``) with averaged weights, and ``training.json`` with the duration
-    and a log. If the run is finished, this function only loads its model.
+    (``config.json``, ``model.safetensors``) with averaged weights of the last or the best test, and
+    ``training.json`` with the duration and a log. If the run is finished, this function only loads its model.
 
     Raises:
         ValueError: ``output`` holds another run; the puzzles cannot be read, have another size than in the
@@ -105,11 +106,13 @@ class _Trainer(PersistentTrainer):
     def __init__(self, settings: TrainSettings, tests: Puzzles, *args: Any, **options: Any) -> None:
         budget = 1 if settings.explicit else settings.budget
         super().__init__(
-            *args, budget=budget, solved_steps=settings.solved_steps, batches=settings.batches, **options
-        )
+            *args, budget=budget, solved_steps=settings.solved_steps, damage=settings.damage,
+            batches=settings.batches, **options,
+        )  # fmt: skip
         self.settings, self.tests = settings, tests
         self.average = Averaging(options["model"], settings.average)
-        self.parts.append(self.average)
+        self.best = Best()
+        self.parts.extend([self.average, self.best])
         self.add_callback(self.average)
         self.add_callback(_Tests(self))
 
@@ -121,7 +124,8 @@ class _Trainer(PersistentTrainer):
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
         record = super().train_from(checkpoint)
         assert self.model is not None
-        self.model.load_state_dict(self.average.model.state_dict())
+        best = self.settings.keep == "best"
+        self.model.load_state_dict(self.best.weights if best else self.average.model.state_dict())
         return record
 
     def test(self) -> None:
@@ -130,6 +134,7 @@ class _Trainer(PersistentTrainer):
         models = {"accuracy": self.average.model, "raw_accuracy": raw}
         depth = self.settings.eval_depth
         found = {name: accuracy(model, self.tests, depth) for name, model in models.items()}
+        self.best.offer(found["accuracy"], self.average.model)
         raw.train()
         asked = self.control.should_log  # self.log clears this flag, but the loss must still be logged
         self.log({name: round(value, 4) for name, value in found.items()})

@@ -57,7 +57,8 @@ class _FirstOrder(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"the second derivative through {ctx.strategy} would be wrong, because its search has no "
-                "graph: call backward without create_graph, or use Unrolled with the Picard solver"
+                "graph: call backward without create_graph, or use Unrolled with before=0 and "
+                "the Picard solver"
             )
         return grad, None
 

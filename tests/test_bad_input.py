@@ -348,7 +348,11 @@ PARTS: list[Case] = [
         r"a number or a pair .*got \(1, 2, 3\)",
     ),
     ("Unrolled.before, below 0", lambda: Unrolled(3, before=(-1, 2)), "the first number of before .*got -1"),
-    ("Unrolled.before, falling", lambda: Unrolled(3, before=(2, 2)), "the second number .*>= 3, got 2"),
+    (
+        "Unrolled.before, not increasing",
+        lambda: Unrolled(3, before=(2, 2)),
+        "the second number .*>= 3, got 2",
+    ),
     *flag("Unrolled.checkpoint", lambda checkpoint: Unrolled(3, checkpoint=checkpoint)),
     (
         "ImplicitDifferentiation.solver",

@@ -103,7 +103,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
 
 
 def test_damage_lets_some_tokens_start_again() -> None:
-    """About half of the sequences are damaged, each in another share of its tokens."""
+    """About half of the sequences are damaged, each with a different share of its tokens."""
     torch.manual_seed(0)
     iterates = Iterates(budget=9, damage=0.5)
     batch = {"labels": torch.zeros(400, 50)}
@@ -125,7 +125,7 @@ def test_the_model_starts_damaged_cells_at_its_guess() -> None:
 
 
 def test_the_best_weights_are_kept(puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trained model has the weights of the best test, also if the run was resumed after this test."""
+    """The trained model has the weights of the best test, even if the run was resumed after this test."""
     scores = {3: 0.5, 6: 0.75, 9: 0.75, 12: 0.25}
     settings = small(puzzles, keep="best", eval_steps=3, damage=0.5)
     kept: dict[int, dict[str, torch.Tensor]] = {}

@@ -35,5 +35,7 @@ class Best:
         save_file({**weights, _SCORE: score}, folder / _FILE)
 
     def load(self, folder: Path, device: torch.device) -> None:
+        if not (folder / _FILE).exists():  # a checkpoint of an older version
+            return
         self.weights = load_file(folder / _FILE, device=str(device))
         self.score = float(self.weights.pop(_SCORE))

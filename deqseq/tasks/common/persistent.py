@@ -10,8 +10,8 @@ Several batches can take turns, one in each step. With a single batch, many step
 sequences. The weights can then fit these few answers, so that training solves its sequences but not fresh
 ones.
 
-Iterates can be damaged: some tokens start again at the guess, while the other tokens go on. So the model
-learns to complete and repair answers, as neural cellular automata do (Mordvintsev et al., 2020,
+Iterates can be damaged: some tokens return to the initial guess, and the other tokens continue. This is meant
+to teach the model to repair answers, as in neural cellular automata (Mordvintsev et al., 2020,
 doi:10.23915/distill.00023).
 
 The gradient strategy decides which iterations a step does. For example, ``unrolled`` with ``iterations: 1``
@@ -45,7 +45,8 @@ class Iterates:
             continues from iterates that gave the answer when they were stored. So the model need not learn to
             stay at an answer.
         damage: probability that a step damages the iterates of a sequence. Each token of this sequence then
-            starts again with probability p; p is drawn for every damage, uniformly from 0 to 1.
+            returns to the guess with probability p. For each damaged sequence, p is drawn uniformly from 0
+            to 1.
         number: number of this batch among the batches that take turns; checkpoints store this
             batch in the file ``iterates-NUMBER.safetensors``.
     """
@@ -64,8 +65,8 @@ class Iterates:
         """Make the batch of the next step. Sequences in ``fresh`` replace sequences without steps left.
 
         The batch gets two more entries: ``z0`` (B, L, D), the iterates to continue from, and ``fresh`` (B, L)
-        or (B, 1) bool, true for tokens that start at the guess instead. In the first step of a batch, it
-        lacks both.
+        or (B, 1) bool, true for tokens that start at the guess instead. The first step of a batch has
+        neither entry.
         """
         if self.left is None or self.solved is None:
             size, device = len(fresh["labels"]), fresh["labels"].device
@@ -88,7 +89,7 @@ class Iterates:
         return {**self.batch, "z0": self.z, "fresh": fresh_tokens}
 
     def _damaged(self, z: Tensor) -> Tensor:
-        """(B, L) bool, true for the tokens of ``z`` (B, L, D) that start again."""
+        """(B, L) bool, true for the tokens of ``z`` (B, L, D) that return to the guess."""
         of_sequence = torch.rand(2, len(z), 1, device=z.device)
         share = of_sequence[0].where(of_sequence[1] < self.damage, of_sequence.new_zeros(()))
         return torch.rand(z.shape[:2], device=z.device) < share

@@ -50,8 +50,8 @@ class TrainSettings:
             the model need not learn to stay at an answer
         batches: number of batches that take turns. With few, the same puzzles return soon. The model then
             fits these puzzles, and solves fewer fresh ones
-        damage: probability that a step damages the iterates of a puzzle: some of its cells start again, while
-            the others go on
+        damage: probability that a step damages the iterates of a puzzle: some of its cells return to the
+            initial guess, and the other cells continue
         loss: softmax, or stablemax, which grows more slowly and keeps logits small
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps
@@ -62,8 +62,8 @@ class TrainSettings:
         max_grad_norm: gradients are clipped to this norm; 0 means no clipping
         average: decay of the moving average of the weights; the trained model has averaged weights
         keep: weights of the trained model. last: the averaged weights of the last step. best: the averaged
-            weights that solved the most puzzles in a test during training. These puzzles then chose the
-            weights, so evaluate the model on other puzzles
+            weights of the test with the highest accuracy. The test puzzles selected these weights, so measure
+            the accuracy on other puzzles
         eval_steps: steps between two tests during training; 0 means no tests
         eval_depth: number of evaluations of the map in a test during training
         eval_puzzles: maximum number of puzzles in a test during training
@@ -116,7 +116,7 @@ class TrainSettings:
                 "leaves when its budget is spent"
             )
         if self.keep == "best" and self.eval_steps == 0:
-            raise ValueError("keep: best needs tests during training, got eval_steps = 0")
+            raise ValueError("keep: best needs eval_steps >= 1, got 0")
         with torch.device("meta"):  # checks the parts and sizes
             self.model()
 

@@ -32,8 +32,9 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
     """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
-    (``config.json``, ``model.safetensors``) with averaged weights of the last or the best test, and
-    ``training.json`` with the duration and a log. If the run is finished, this function only loads its model.
+    (``config.json``, ``model.safetensors``) with the averaged weights of the last step, or of the best test
+    (setting ``keep``). Also writes ``training.json`` with the duration and a log. If the run is finished,
+    this function only loads its model.
 
     Raises:
         ValueError: ``output`` holds another run; the puzzles cannot be read, have another size than in the
@@ -129,7 +130,10 @@ class _Trainer(PersistentTrainer):
         return record
 
     def test(self) -> None:
-        """Log the share of ``tests`` that are solved with averaged weights, and with raw weights."""
+        """Log the share of ``tests`` that are solved with averaged weights, and with raw weights.
+
+        Offers the averaged weights to ``best``.
+        """
         raw: Any = self.model
         models = {"accuracy": self.average.model, "raw_accuracy": raw}
         depth = self.settings.eval_depth

@@ -42,7 +42,7 @@ class Unrolled(GradientStrategy):
     Raises:
         ValueError: ``iterations`` below 1; ``before`` is neither a number >= 0 nor a pair of such numbers, or
             the second number of the pair is not larger than the first; a ``checkpoint`` that is not a bool;
-            in a call, a pair in a layer with a process group.
+            in training, a pair in a layer with a process group.
     """
 
     iterations: int
@@ -76,13 +76,15 @@ class Unrolled(GradientStrategy):
         """The number of iterations without a graph in this call."""
         if isinstance(self.before, int):
             return self.before
+        least, most = self.before
+        if not problem.training:
+            return most
         if problem.group is not None:
             raise ValueError(
                 "the ranks of a process group must do the same number of iterations, "
                 f"got before={self.before}: choose one number"
             )
-        least, most = self.before
-        return int(torch.randint(least, most + 1, (), device="cpu")) if problem.training else most
+        return int(torch.randint(least, most + 1, (), device="cpu"))
 
     def exact(self, problem: Problem) -> bool:
         return self.before == 0 and problem.solver.differentiable

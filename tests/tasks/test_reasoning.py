@@ -122,6 +122,8 @@ def test_the_model_starts_damaged_cells_at_its_guess() -> None:
     fresh[0, 3] = True
     expected = made(x, z0=z0.masked_fill(fresh[..., None], 0)).z
     torch.testing.assert_close(made(x, z0=z0, fresh=fresh).z, expected)
+    with pytest.raises(ValueError, match=r"fresh must have shape \(B, C\) or \(B, 1\), got \(1,\)"):
+        made(x, z0=z0, fresh=torch.tensor([True]))
 
 
 def test_the_best_weights_are_kept(puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +135,14 @@ def test_the_best_weights_are_kept(puzzles: Path, tmp_path: Path, monkeypatch: p
     def test(self: Any) -> None:
         step, average = self.state.global_step, self.average.model
         kept[step] = {name: value.clone() for name, value in average.state_dict().items()}
-        self.best.offer(scores[step], average)
+        self.best.offer(scores[step], step, average)
 
     monkeypatch.setattr("deqseq.tasks.reasoning.train._Trainer.test", test)
     with interrupted(monkeypatch, 11), pytest.raises(KeyboardInterrupt):
         train(settings, tmp_path / "cut", save_steps=10)
     resumed = train(settings, tmp_path / "cut", save_steps=10).state_dict()
     assert sorted(kept) == [3, 6, 9, 12]
+    assert json.loads((tmp_path / "cut" / "training.json").read_text())["kept_step"] == 9
     assert all(torch.equal(value, kept[9][name]) for name, value in resumed.items())
     assert any(not torch.equal(value, kept[12][name]) for name, value in resumed.items())
 

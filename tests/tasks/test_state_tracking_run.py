@@ -77,6 +77,18 @@ def test_resumed_run_equals_uninterrupted_run(
         assert torch.equal(value, resumed[name]), name
 
 
+def test_a_run_with_a_tuple_in_its_settings_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints store tuples as lists. Also, the numbers of iterations that are drawn continue."""
+    settings = small(gradient={"name": "unrolled", "iterations": 1, "before": (0, 2)})
+    whole = weights(train(settings, tmp_path / "whole", save_steps=2))
+    interrupt(monkeypatch, 7, tmp_path / "cut", settings)
+    resumed = weights(train(settings, tmp_path / "cut", save_steps=2))
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+
+
 def test_a_resumed_run_goes_on_in_its_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run continues in the phase in which the run was interrupted, and gets the same weights.
 

@@ -3,6 +3,7 @@
 They extend transformers' Trainer by a curriculum, and by statistics of the solves.
 """
 
+import json
 import logging
 import math
 import os
@@ -74,12 +75,13 @@ class CurriculumCallback(TrainerCallback, ExportableState):
         if not (state.global_step and saved):
             return
         # Checkpoints of older versions lack new fields of Stage, so compare stages instead of plain data.
-        stages = Curriculum([Stage(**stage) for stage in saved["attributes"]["stages"]]).stages
-        if stages != self.curriculum.stages:
-            raise ValueError(
-                f"the checkpoint was trained with another curriculum: {stages}, now it is "
-                f"{self.curriculum.stages}"
-            )
+        plain = json.loads(json.dumps(self.curriculum.to_list()))  # like a checkpoint: tuples become lists
+        there, now = (
+            Curriculum([Stage(**stage) for stage in stages]).stages
+            for stages in (saved["attributes"]["stages"], plain)
+        )
+        if there != now:
+            raise ValueError(f"the checkpoint was trained with another curriculum: {there}, now it is {now}")
         step, steps = state.global_step, state.max_steps
         same = self.curriculum.at(step - 1, steps) is self.curriculum.at(step, steps)
         self._resumed = saved["attributes"].get("budget") if same else None  # every stage has its own budget

@@ -158,12 +158,17 @@ class BoardModel(PreTrainedModel):
             fresh: (B, C) bool, the cells that start at the layer's guess instead of at ``z0``; or (B, 1) for
                 whole boards.
             solve: solve options; by default the layer's solve options.
+
+        Raises:
+            ValueError: ``fresh`` has another shape, or the layer refuses its arguments.
         """
         x = self.inputs(input_ids)
         if not isinstance(self.layer, ImplicitSequenceLayer):
             out = self.layer(x)
             return BoardOutput(self.answers(out.z), out.z)
         if z0 is not None and fresh is not None:
+            if fresh.shape not in (x.shape[:2], (len(x), 1)):
+                raise ValueError(f"fresh must have shape (B, C) or (B, 1), got {tuple(fresh.shape)}")
             z0 = torch.where(fresh[..., None], self.start(x, None), z0)
         out = self.layer(x, z0=z0, solve=solve)
         return BoardOutput(self.answers(out.z), out.z, out.solution)

@@ -33,8 +33,8 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
     (``config.json``, ``model.safetensors``) with the averaged weights of the last step, or of the best test
-    (setting ``keep``). Also writes ``training.json`` with the duration and a log. If the run is finished,
-    this function only loads its model.
+    (setting ``keep``). Also writes ``training.json`` with the duration, a log, and with ``keep: best`` the
+    step of the kept weights. If the run is finished, this function only loads its model.
 
     Raises:
         ValueError: ``output`` holds another run; the puzzles cannot be read, have another size than in the
@@ -112,8 +112,8 @@ class _Trainer(PersistentTrainer):
         )  # fmt: skip
         self.settings, self.tests = settings, tests
         self.average = Averaging(options["model"], settings.average)
-        self.best = Best()
-        self.parts.extend([self.average, self.best])
+        self.best = Best() if settings.keep == "best" else None
+        self.parts.extend([self.average, *([] if self.best is None else [self.best])])
         self.add_callback(self.average)
         self.add_callback(_Tests(self))
 
@@ -125,20 +125,23 @@ class _Trainer(PersistentTrainer):
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
         record = super().train_from(checkpoint)
         assert self.model is not None
-        best = self.settings.keep == "best"
-        self.model.load_state_dict(self.best.weights if best else self.average.model.state_dict())
-        return record
+        if self.best is None:
+            self.model.load_state_dict(self.average.model.state_dict())
+            return record
+        self.model.load_state_dict(self.best.weights)
+        return {**record, "kept_step": self.best.step}
 
     def test(self) -> None:
         """Log the share of ``tests`` that are solved with averaged weights, and with raw weights.
 
-        Offers the averaged weights to ``best``.
+        With ``keep: best``, keep the averaged weights if no earlier test was better.
         """
         raw: Any = self.model
         models = {"accuracy": self.average.model, "raw_accuracy": raw}
         depth = self.settings.eval_depth
         found = {name: accuracy(model, self.tests, depth) for name, model in models.items()}
-        self.best.offer(found["accuracy"], self.average.model)
+        if self.best is not None:
+            self.best.offer(found["accuracy"], self.state.global_step, self.average.model)
         raw.train()
         asked = self.control.should_log  # self.log clears this flag, but the loss must still be logged
         self.log({name: round(value, 4) for name, value in found.items()})

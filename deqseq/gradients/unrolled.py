@@ -18,10 +18,10 @@ class Unrolled(GradientStrategy):
     The steps begin at the initial guess. If ``before`` is positive, the solver first does ``before`` steps
     without an autograd graph. Gradients then do not reach the initial guess.
 
-    ``before`` can also be a pair of numbers. In training, every call then draws this number at random; both
-    ends are possible. With ``(0, 24)`` and one iteration, training covers the depths 1 to 25. This is similar
-    to the progressive training of Bansal et al. (2022, arXiv 2202.05826). In evaluation with gradients
-    enabled, the layer does the larger number.
+    ``before`` can also be a pair of numbers. In training, every call then draws a whole number at random,
+    from the first number of the pair to the second. With ``(0, 24)`` and one iteration, training covers the
+    depths 1 to 25. This is similar to the progressive training of Bansal et al. (2022, arXiv 2202.05826). In
+    evaluation with gradients enabled, the solver does the larger number of steps.
 
     HRM (arXiv 2506.21734), TRM (arXiv 2510.04871) and EqR (arXiv 2605.21488) train by deep supervision in
     segments. To do the same, pass the detached result of each optimiser step as ``z0`` of the next step.
@@ -34,10 +34,10 @@ class Unrolled(GradientStrategy):
     Args:
         iterations: number of iterations that autograd records. Each iteration evaluates f once on all tokens.
         checkpoint: true: store no activations, and recompute the iterations in the backward pass.
-        before: number of iterations without a graph, before the recorded iterations, or a pair of the
-            smallest and the largest number. The recorded iterations start with an empty solver memory.
-            torch's random generator of the CPU draws the number. With a process group, all ranks must do the
-            same number of evaluations, so a pair is refused.
+        before: number of iterations without a graph. They come before the recorded iterations, which start
+            with an empty solver memory. Or a pair: the smallest and the largest number. torch's random
+            generator of the CPU then draws the number. In a process group, all ranks must do the same number
+            of evaluations, so a pair is refused.
 
     Raises:
         ValueError: ``iterations`` below 1; ``before`` is neither a number >= 0 nor a pair of such numbers, or

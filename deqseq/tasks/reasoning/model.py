@@ -160,7 +160,7 @@ class BoardModel(PreTrainedModel):
             solve: solve options; by default the layer's solve options.
 
         Raises:
-            ValueError: ``fresh`` has another shape, or the layer refuses its arguments.
+            ValueError: ``fresh`` has neither shape (B, C) nor (B, 1); ``z0`` does not have the shape of x.
         """
         x = self.inputs(input_ids)
         if not isinstance(self.layer, ImplicitSequenceLayer):

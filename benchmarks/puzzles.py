@@ -9,7 +9,8 @@ Solvers: all solvers solve the same test puzzles with the same trained model. Th
     seconds         time for all puzzles; a board leaves the batch when it has converged
 
 Gradient strategies: every strategy trains a new model for about --seconds. The script first measures how
-long a step takes. It then computes the number of steps that take this time.
+long a step takes. It then computes the number of steps that take this time. On GPUs, compilation comes on
+top; the column seconds includes it.
 
     persistent      a few iterations in each step; they start at the iterates of an earlier step
     one-batch       like persistent, with one batch and solved_steps 1
@@ -120,26 +121,29 @@ def solve(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
     }  # fmt: skip
 
 
+def step_seconds(options: argparse.Namespace, changes: Mapping[str, Any], folder: Path) -> float:
+    """Train in ``folder`` for a few steps. Returns the mean duration of a step, without compilation."""
+    every, few = 5, 25
+    tests = {"eval_steps": every, "eval_depth": 1, "eval_puzzles": 1}  # the log has a time for every test
+    train(settings(options, **changes, **tests, steps=few), folder)
+    times = {line["step"]: line["seconds"] for line in read_record(folder)["log"] if "accuracy" in line}
+    return max(times[few] - times[every], 1e-3) / (few - every)
+
+
 def learn(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
     """Train with one strategy for about ``options.seconds``, then test. Returns a row of the table."""
-    changes = {**STRATEGIES[key["strategy"]], "seed": key["seed"], "eval_steps": 0}
+    changes = {**STRATEGIES[key["strategy"]], "seed": key["seed"]}
     with tempfile.TemporaryDirectory() as place:
-        few = 5
-        train(settings(options, **changes, steps=few), Path(place) / "few")
-        train(settings(options, **changes, steps=5 * few), Path(place) / "more")
-        first, second = (read_record(Path(place) / name)["seconds"] for name in ("few", "more"))
-        steps = max(few, round(options.seconds * 4 * few / max(second - first, 1e-3)))
-        asked = settings(
-            options, **{**changes, "eval_steps": steps, "eval_depth": options.depth}, steps=steps
-        )
+        steps = max(5, round(options.seconds / step_seconds(options, changes, Path(place) / "trial")))
+        asked = settings(options, **changes, steps=steps, eval_steps=steps, eval_depth=options.depth)
         model = train(asked, Path(place) / "run", save_steps=steps)
         record = read_record(Path(place) / "run")
     tests = Puzzles(*(column[: options.count] for column in read(options.tests, asked.task)))
     log = record["log"]
-    evaluations = [entry["nfe"] for entry in log if "nfe" in entry]
+    evaluations = [1.0] if asked.explicit else [entry["nfe"] for entry in log if "nfe" in entry]
     return {
         "steps": steps, "seconds": record["seconds"],
-        "evaluations": sum(evaluations) / len(evaluations) if evaluations else 1.0,
+        "evaluations": sum(evaluations) / len(evaluations) if evaluations else None,
         "exact": accuracy(model, tests, options.depth),
         "raw": next(entry["raw_accuracy"] for entry in reversed(log) if "raw_accuracy" in entry),
     }  # fmt: skip

@@ -401,7 +401,7 @@ def test_a_run_notices_other_puzzles(puzzles: Path, tmp_path: Path, monkeypatch:
 def test_the_log_of_a_resumed_run_is_that_of_an_uninterrupted_run(
     puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resumed run logs a loss at every step that tests the model, and counts epochs from step 0."""
+    """A resumed run logs a loss at every step that tests the model. Epochs and seconds count from step 0."""
     settings = small(puzzles, steps=100, eval_steps=50)
     train(settings, tmp_path / "whole", save_steps=50)
     with interrupted(monkeypatch, 60), pytest.raises(KeyboardInterrupt):
@@ -410,6 +410,8 @@ def test_the_log_of_a_resumed_run_is_that_of_an_uninterrupted_run(
     logs = []
     for name in ("whole", "cut"):
         log = json.loads((tmp_path / name / "training.json").read_text())["log"]
+        seconds = [entry.pop("seconds") for entry in log[:-1]]
+        assert seconds == sorted(seconds) and 0 < seconds[0] < seconds[-1] <= log[-1]["train_runtime"] + 0.01
         logs.append([{k: v for k, v in entry.items() if not k.startswith("train_")} for entry in log])
     assert logs[0] == logs[1]
     assert [entry["step"] for entry in logs[0] if "loss" in entry] == [50, 100]

@@ -139,8 +139,9 @@ class Totals(TrainerCallback, ExportableState):
 class CurriculumTrainer(Trainer):
     """Trainer that follows a curriculum, logs statistics of the solves, and seals complete checkpoints.
 
-    A seal marks a checkpoint as complete (see :mod:`deqseq.tasks.common.seals`). The trainer keeps the last
-    ``save_total_limit`` complete checkpoints.
+    Entries of the log have ``seconds``, the training time so far. A seal marks a checkpoint as complete
+    (see :mod:`deqseq.tasks.common.seals`). The trainer keeps the last ``save_total_limit`` complete
+    checkpoints.
 
     Args:
         curriculum: the stages of training; ``None`` for an explicit model.
@@ -182,9 +183,12 @@ class CurriculumTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs = {**logs, **self.read(self.solves)}
+        seconds = self.totals.elapsed
         if "train_loss" in logs:  # replace values that cover only the steps since the last start
             losses = self.totals.losses + self._total_loss_scalar
-            logs |= {"train_loss": losses / self.state.global_step, "train_runtime": self.totals.elapsed}
+            logs |= {"train_loss": losses / self.state.global_step, "train_runtime": seconds}
+        else:
+            logs = {**logs, "seconds": round(seconds, 2)}
         super().log(logs, start_time)
 
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:

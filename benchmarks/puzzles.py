@@ -8,9 +8,8 @@ Solvers: all solvers solve the same test puzzles with the same trained model. Th
     exact           share of the puzzles whose answer is right in every cell
     seconds         time for all puzzles; a board leaves the batch when it has converged
 
-Gradient strategies: every strategy trains a new model for about --seconds. The script first measures how
-long a step takes. It then computes the number of steps that take this time. On GPUs, compilation comes on
-top; the column seconds includes it.
+Gradient strategies: the script measures how long a step takes, and trains a new model with as many steps as
+fit into --seconds. On GPUs, compilation takes more time; the column seconds includes it.
 
     persistent      a few iterations in each step; they start at the iterates of an earlier step
     one-batch       like persistent, with one batch and solved_steps 1

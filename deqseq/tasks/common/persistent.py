@@ -41,9 +41,8 @@ class Iterates:
         budget: maximum number of steps for which a sequence stays in the batch. The batch's first
             sequences get different budgets, from 1 to ``budget``. With equal budgets, all of them could leave
             in the same step.
-        solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, no step
-            continues from iterates that gave the answer when they were stored. So the model need not learn to
-            stay at an answer.
+        solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, it leaves
+            as soon as it is solved, so the model is not trained to stay at an answer.
         damage: probability that a step damages the iterates of a sequence. Each token of this sequence then
             returns to the guess with probability p. For each damaged sequence, p is drawn uniformly from 0
             to 1.

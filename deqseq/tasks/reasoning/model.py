@@ -121,7 +121,7 @@ class BoardModel(PreTrainedModel):
     def compile_map(self, device: torch.device) -> None:
         """Compile the layer's map with :func:`torch.compile`, unless ``device`` is the CPU.
 
-        The first evaluations then take about half a minute longer, and all later ones are faster.
+        The first evaluations with a batch size then take half a minute longer, and later ones are faster.
         """
         if device.type != "cpu":
             # The map is compiled again for other batch sizes, and in evaluation. After more compilations than

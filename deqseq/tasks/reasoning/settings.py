@@ -52,7 +52,7 @@ class TrainSettings:
             fits these puzzles, and solves fewer fresh ones
         damage: probability that a step damages the iterates of a puzzle: some of its cells return to the
             initial guess, and the other cells continue
-        loss: softmax, or stablemax, which grows more slowly and keeps logits small
+        loss: softmax, or stablemax, which replaces exp by a function that grows linearly
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps
         batch_size: puzzles per optimiser step
@@ -61,9 +61,9 @@ class TrainSettings:
         weight_decay: weight decay of matrices
         max_grad_norm: gradients are clipped to this norm; 0 means no clipping
         average: decay of the moving average of the weights; the trained model has averaged weights
-        keep: weights of the trained model. last: the averaged weights of the last step. best: the averaged
-            weights of the test with the highest accuracy. The test puzzles selected these weights, so measure
-            the accuracy on other puzzles
+        keep: weights of the trained model. last: the averaged weights of the last step. best: those of the
+            step whose test had the highest accuracy. They were chosen on the test puzzles, so measure the
+            accuracy on other puzzles
         eval_steps: steps between two tests during training; 0 means no tests
         eval_depth: number of evaluations of the map in a test during training
         eval_puzzles: maximum number of puzzles in a test during training

@@ -153,16 +153,26 @@ def main() -> int:
     made.add_argument("--quick", action="store_true", help="shorter training, fewer rows")
     made.add_argument("--run", default="maze-small", help="run file of the training (default: maze-small)")
     made.add_argument("--data", type=Path, help="CSV file of training puzzles (default: new 9 x 9 mazes)")
-    made.add_argument("--tests", type=Path, help="CSV file of test puzzles")
+    made.add_argument("--tests", type=Path, help="CSV file of test puzzles (needed with --data)")
     made.add_argument("--model", type=Path, help="folder of a trained run (default: trained here)")
-    made.add_argument("--solvers", nargs="*", default=list(SOLVERS), help="default: all")
-    made.add_argument("--strategies", nargs="*", default=list(STRATEGIES), help="default: all")
-    made.add_argument("--tolerances", type=float, nargs="+", default=[1e-2, 1e-3])
-    made.add_argument("--max-iter", type=int, default=256, help="maximum number of evaluations per puzzle")
-    made.add_argument("--depth", type=int, default=32, help="evaluations in the test of a strategy")
-    made.add_argument("--count", type=int, default=1000, help="number of test puzzles")
+    made.add_argument(
+        "--solvers", nargs="*", default=list(SOLVERS), help=f"default: all of {', '.join(SOLVERS)}"
+    )
+    made.add_argument(
+        "--strategies", nargs="*", default=list(STRATEGIES), help="default: all of the list above"
+    )
+    made.add_argument("--tolerances", type=float, nargs="+", default=[1e-2, 1e-3], help="default: 0.01 0.001")
+    made.add_argument(
+        "--max-iter", type=int, default=256, help="largest number of evaluations of a search (default: 256)"
+    )
+    made.add_argument(
+        "--depth", type=int, default=32, help="evaluations in the test of a strategy (default: 32)"
+    )
+    made.add_argument("--count", type=int, default=1000, help="number of test puzzles (default: 1000)")
     made.add_argument("--seconds", type=float, help="training time of each strategy (default: 240)")
-    made.add_argument("--seeds", type=int, nargs="+", default=[1], help="seeds of the strategies")
+    made.add_argument(
+        "--seeds", type=int, nargs="+", default=[1], help="seeds of the strategies (default: 1)"
+    )
     options = made.parse_args()
     options.seconds = options.seconds or (20 if options.quick else 240)
     if (options.data is None) != (options.tests is None):

@@ -367,6 +367,25 @@ def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.C
             assert broken_rules("sudoku", Puzzles(asked, answers, torch.zeros(1))) == []
 
 
+@pytest.mark.parametrize("starts", [1, 3])
+def test_boards_that_have_converged_leave_the_batch(
+    trained: Path, puzzles: Path, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``solve`` evaluates f for fewer boards than if all waited for the slowest, with the same answers."""
+    made, _ = load(trained)
+    boards, batches = list(read_csv(puzzles, "sudoku").questions), []
+    backbone = made.layer.backbone
+    evaluate = backbone.evaluate
+    monkeypatch.setattr(
+        backbone, "evaluate", lambda z, *rest: (batches.append(len(z)), evaluate(z, *rest))[1]
+    )
+    found = answer(made, boards, starts=starts, max_iter=40)
+    evaluated, slowest = sum(batches), max(one.evaluations or 0 for one in found)
+    assert evaluated < starts * slowest * len(boards)
+    alone = [answer(made, [one], starts=starts, max_iter=40)[0] for one in boards]
+    assert [one.board for one in alone] == [one.board for one in found]
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [("1234", "4 x 4 = 16 cells, got 4"), ("5" + 15 * ".", "characters '.1234' only, got '5'")],
@@ -435,7 +454,7 @@ def test_a_run_that_diverges_ends_with_an_error(
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        ({"backbone": {**RECURSION, "map": {**MIXER, "tokens": 9}}}, "the mixer's 9 tokens, got 16"),
+        ({"backbone": {**RECURSION, "map": {**MIXER, "tokens": 9}}}, "tokens must be 16, the cells"),
         ({"backbone": {**RECURSION, "map": "mixer"}, "explicit": True}, "cannot be built"),
         ({"backbone": {**LLAMA, "board": 9}}, "board must be size = 4, got 9"),
         ({"guess": "previous"}, "must not be previous"),

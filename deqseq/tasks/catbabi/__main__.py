@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Any] = {"build": _build, "train": _train, "evaluate": _evaluate, "compare": _compare}
     return command_line.main(
         "python -m deqseq.tasks.catbabi", _ABOUT, commands, arguments,
-        interrupted="train resumes from its last checkpoint with the same command", log_level=logging.INFO,
+        interrupted="the same command of train resumes from the last checkpoint, if there is one",
+        log_level=logging.INFO,
     )  # fmt: skip
 
 

@@ -397,7 +397,7 @@ def short_run_arguments(settings: Any, output: Path, save_steps: int) -> Trainin
         lr_scheduler_type="warmup_stable_decay",
         lr_scheduler_kwargs={"num_decay_steps": round(0.3 * settings.steps), "decay_type": "linear"},
         warmup_steps=round(0.05 * settings.steps),
-        logging_steps=50,
+        logging_steps=min(50, settings.steps),
         logging_nan_inf_filter=False,  # do not hide NaN losses: the trainer must detect them
         save_steps=save_steps,
         save_total_limit=2,

@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     return command_line.main(
         "python -m deqseq.tasks.reasoning", _ABOUT, commands, arguments,
-        interrupted="train resumes from its last checkpoint with the same command", log_level=logging.INFO,
+        interrupted="the same command of train resumes from the last checkpoint, if there is one",
+        log_level=logging.INFO,
     )  # fmt: skip
 
 
@@ -66,7 +67,8 @@ def _train(
     train(build_changed(TrainSettings, read_yaml(run, RUNS), settings), output, save_steps=save_steps)
     record = read_record(output)
     plot_training(record["log"], output / "training.png")
-    print(f"trained in {record['seconds']:.0f} s; model, log and figure in {output}")
+    kept = f", weights of step {record['kept_step']}" if "kept_step" in record else ""
+    print(f"trained in {record['seconds']:.0f} s{kept}; model, log and figure in {output}")
 
 
 def _evaluate(

@@ -9,6 +9,7 @@ Shapes: P puzzles, B puzzles of a batch, C cells of a board, V tokens in the voc
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ def load(path: str | Path) -> tuple[BoardModel, TrainSettings]:
     try:
         settings = build(TrainSettings, read_settings(path))
     except ValueError as error:
-        raise ValueError(f"{path} holds no run of this task: {error}") from error
+        raise ValueError(f"{path} cannot be loaded as a run of this task: {error}") from error
     read_record(path)
     check_model(path)
     try:
@@ -274,6 +275,20 @@ def auroc(residual: Tensor, right: Tensor) -> float | None:
     return float((len(bad) - at_most + 0.5 * equal).sum() / (len(good) * len(bad)))
 
 
+@contextmanager
+def compacting(model: BoardModel) -> Iterator[None]:
+    """A context in which boards that have converged leave the batch of an implicit model."""
+    layer = model.layer
+    if not isinstance(layer, ImplicitSequenceLayer):
+        yield
+        return
+    before, layer.compact = layer.compact, True
+    try:
+        yield
+    finally:
+        layer.compact = before
+
+
 @torch.no_grad()
 def adaptive(
     model: BoardModel, puzzles: Puzzles, solve: SolveOptions | None = None, batch_size: int = 512
@@ -298,18 +313,15 @@ def adaptive(
     if not isinstance(policy, Residual):
         raise ValueError(f"the depth adapts with the policy Residual only, got {policy}")
     model.eval()
-    before, layer.compact = layer.compact, True
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     begin = time.perf_counter()
-    try:
+    with compacting(model):
         for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
             with model.precision():
                 out = model(questions.long().to(model.device), solve=solve)
             right = (out.logits.argmax(-1) == answers.to(model.device)).all(1)
             found = out.solution
             parts.append((right.cpu(), (found.status[:, 0] == 1).cpu(), found.iterations[:, 0].cpu()))
-    finally:
-        layer.compact = before
     right, converged, iterations = (torch.cat(column) for column in zip(*parts, strict=True))
     return Adaptive(
         policy.rtol, policy.max_iter, right.double().mean().item(), converged.double().mean().item(),

@@ -63,7 +63,13 @@ def read_csv(path: str | Path, task: Task) -> Puzzles:
 
 
 def open_csv(path: Path) -> IO[str]:
-    """Open a CSV file for reading. It is compressed if its name ends in .gz."""
+    """Open a CSV file for reading. It is compressed if its name ends in .gz.
+
+    Raises:
+        ValueError: the file does not exist.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
     return cast(
         IO[str],
         (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", encoding="latin-1"),

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from deqseq import kernels
-from deqseq.backbones import LlamaBackbone
+from deqseq.backbones import LlamaBackbone, MixerBackbone
 from deqseq.guesses import Previous
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.problem import SolveOptions
@@ -103,6 +103,11 @@ class BoardModel(PreTrainedModel):
         inner: Any = getattr(backbone, "map", backbone)
         if isinstance(inner, LlamaBackbone) and inner.board not in (None, config.size):
             raise ValueError(f"the backbone's board must be size = {config.size}, got {inner.board}")
+        if isinstance(inner, MixerBackbone) and inner.tokens != config.size**2:
+            raise ValueError(
+                f"the backbone's tokens must be {config.size**2}, the cells of a board of size "
+                f"{config.size}, got {inner.tokens}"
+            )
         self.d_read = int(inner.d_model)  # width of the latent that the output layer reads
         vocabulary = config.size + 1 if config.task == "sudoku" else len(CHARACTERS["maze"])
         self.embed = nn.Embedding(vocabulary, self.d_read)

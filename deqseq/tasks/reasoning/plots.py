@@ -34,7 +34,7 @@ def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
         top.set(ylabel="loss", yscale="log")
         bottom.set(xlabel="step", ylabel="solved", ylim=(-0.02, 1.02))
         if bottom.lines:  # a short run without tests may have no curves here
-            bottom.legend()
+            bottom.legend(loc="center right")
 
     save_figure(path, draw, 2, 1, (8, 6), sharex=True)
 

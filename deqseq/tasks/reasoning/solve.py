@@ -17,7 +17,7 @@ from deqseq.solution import Status
 from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.models import solve_options
-from deqseq.tasks.reasoning.evaluate import by_depth, load
+from deqseq.tasks.reasoning.evaluate import by_depth, compacting, load
 from deqseq.tasks.reasoning.files import BOM, BROKEN, open_csv
 from deqseq.tasks.reasoning.model import BoardModel
 from deqseq.tasks.reasoning.plots import plot_solving
@@ -197,7 +197,7 @@ def answer(
     rows = torch.stack(list(boards)).split(chunk)
     for part in tqdm(rows, desc="puzzles", leave=False, disable=None if progress else True):
         tokens = part.long().to(model.device)
-        with model.precision():
+        with model.precision(), compacting(model):
             if starts > 1 and isinstance(layer, ImplicitSequenceLayer):
                 many = solve_many(layer, model.inputs(tokens), starts, chunk=_BATCH, solve=options)
                 logits, solution = model.answers(many.z), many.solution

@@ -186,18 +186,25 @@ def checksum(model: torch.nn.Module, *inputs: Tensor) -> str:
 
 
 def measure_grid(
-    file: Path, keys: Sequence[Mapping[str, Any]], measure: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-) -> list[Row]:
+    file: Path, keys: Sequence[Mapping[str, Any]], measure: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    settings: Mapping[str, Any] | None = None,
+) -> list[Row]:  # fmt: skip
     """Measure one row for every key, and return all rows. A row is ``{**key, **measure(key)}``.
 
     Each row is appended to ``file`` (JSON lines) as soon as it is measured. Rows that are already in the file
     are not measured again. If a measurement fails, the entry ``problem`` of the returned row is the error.
     Such a row is not written to the file, so the next run measures it again.
 
+    Args:
+        settings: what the rows depend on besides their keys, as JSON types. It is written to a file beside
+            ``file``.
+
     Raises:
-        ValueError: a line of the file is not a row.
+        ValueError: a line of the file is not a row, or its rows were measured with other settings.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
+    if settings is not None:
+        _check_settings(file, dict(settings))
     known, rows = _read_rows(file), []
     for key in (bar := tqdm(keys, unit="row")):
         bar.set_postfix_str(" ".join(map(str, key.values())))
@@ -205,13 +212,26 @@ def measure_grid(
         if row is None:
             try:
                 row = {**key, **measure(key)}
-            except (RuntimeError, ValueError, ImportError) as error:
+            except (RuntimeError, ValueError, ImportError, ArithmeticError) as error:
                 row = {**key, "problem": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
             else:
                 with file.open("a") as lines:
                     lines.write(json.dumps(row) + "\n")
         rows.append(row)
     return rows
+
+
+def _check_settings(file: Path, settings: dict[str, Any]) -> None:
+    """Write the settings to a file beside ``file``, or compare them with those in the file."""
+    beside = file.with_suffix(".settings.json")
+    if not beside.exists():
+        beside.write_text(json.dumps(settings))
+    before = json.loads(beside.read_text())
+    if before != settings:
+        names = [name for name in settings if before.get(name) != settings[name]]
+        raise ValueError(
+            f"the rows in {file} were measured with another {', '.join(names)}: choose another --output"
+        )
 
 
 def _read_rows(file: Path) -> list[Row]:

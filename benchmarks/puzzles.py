@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import torch
 from common import Row
 
 from deqseq import Residual, SolveOptions
@@ -89,7 +90,9 @@ def settings(options: argparse.Namespace, **changes: Any) -> TrainSettings:
     """The settings in the file ``options.run``, with ``changes`` applied."""
     fields = read_yaml(options.run, RUNS)
     if "n_layer" in changes:
-        fields["backbone"] = {**fields["backbone"], "n_layer": changes.pop("n_layer")}
+        backbone, depth = fields["backbone"], {"n_layer": changes.pop("n_layer")}
+        inner = {"map": {**backbone["map"], **depth}} if "map" in backbone else depth
+        fields["backbone"] = {**backbone, **inner}
     return build(TrainSettings, {**fields, "data": str(options.data), "test": str(options.tests), **changes})
 
 
@@ -174,7 +177,12 @@ def main() -> int:
         "--seeds", type=int, nargs="+", default=[1], help="seeds of the strategies (default: 1)"
     )
     options = made.parse_args()
-    options.seconds = options.seconds or (20 if options.quick else 240)
+    if options.seconds is None:
+        options.seconds = 20 if options.quick else 240
+    if options.seconds <= 0:
+        raise ValueError(f"--seconds must be positive, got {options.seconds}")
+    if options.device == "cpu" and torch.cuda.is_available():
+        raise ValueError("this script uses the GPU if there is one: set CUDA_VISIBLE_DEVICES= to use the CPU")
     if (options.data is None) != (options.tests is None):
         raise ValueError("give both --data and --tests, or neither")
     for chosen, known in ((options.solvers, SOLVERS), (options.strategies, STRATEGIES)):
@@ -189,13 +197,20 @@ def main() -> int:
         dict(zip(("solver", "tolerance"), key, strict=True))
         for key in product(options.solvers, options.tolerances)
     ]
-    solved = common.measure_grid(options.output / "solvers.jsonl", keys, partial(solve, options))
+    shared = {name: str(getattr(options, name)) for name in ("run", "data", "tests", "model", "count")}
+    solved = common.measure_grid(
+        options.output / "solvers.jsonl", keys, partial(solve, options),
+        {**shared, "max_iter": options.max_iter},
+    )  # fmt: skip
     common.print_table(f"solvers, {options.count} puzzles", solved)
     keys = [
         dict(zip(("strategy", "seed"), key, strict=True))
         for key in product(options.strategies, options.seeds)
     ]
-    learned = common.measure_grid(options.output / "strategies.jsonl", keys, partial(learn, options))
+    learned = common.measure_grid(
+        options.output / "strategies.jsonl", keys, partial(learn, options),
+        {**shared, "seconds": options.seconds, "depth": options.depth},
+    )  # fmt: skip
     common.print_table(f"strategies, {options.seconds:g} s of training each", learned)
     common.write_results(options.output / "puzzles.json", options, solvers=solved, strategies=learned)
     return 0

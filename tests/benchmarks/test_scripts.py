@@ -44,6 +44,29 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(argv, status, out, err)
 
 
+def test_puzzles(tmp_path: Path) -> None:
+    """Rows are kept, but not for other options. The explicit model of four blocks has four blocks."""
+    pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
+    options = ["--output", str(tmp_path), "--solvers", "picard-1.0", "--tolerances", "0.1", "--count", "20"]
+    options += ["--quick", "--seconds", "0.1", "--max-iter", "4", "--depth", "2"]
+    found = run("puzzles.py", *options, "--strategies", "explicit-4-blocks", "persistent")
+    assert found.returncode == 0, found.stderr
+    rows = json.loads((tmp_path / "puzzles.json").read_text())
+    assert [row["strategy"] for row in rows["strategies"]] == ["explicit-4-blocks", "persistent"]
+    assert [row["evaluations"] for row in rows["strategies"]] == [1, 3]
+    again = run("puzzles.py", *options[:-1], "3", "--strategies", "persistent")
+    assert again.returncode == 2 and "were measured with another depth" in again.stderr
+    with patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):
+        script = runpy.run_path(str(BENCHMARKS / "puzzles.py"))
+    sizes = []
+    for name in ("explicit", "explicit-4-blocks"):
+        asked = script["argparse"].Namespace(run="sudoku", data="x", tests="y")
+        with torch.device("meta"):
+            made = script["settings"](asked, **script["STRATEGIES"][name]).model()
+        sizes.append(len(made.layer.backbone.layers))
+    assert sizes == [2, 4]
+
+
 def test_loop_overhead(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     small = ["--d-model", "32", "--length", "16", "--batch", "2", "--iterations", "3", "--rounds", "1"]

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deqseq import Residual, SolveOptions
 from deqseq.backbones import RecursionBackbone
 from deqseq.tasks.common.persistent import Iterates, PersistentTrainer
 from deqseq.tasks.common.settings import build, read_yaml
@@ -27,9 +28,9 @@ from deqseq.tasks.reasoning.files import read_csv, write_csv
 from deqseq.tasks.reasoning.mazes import generate as generate_mazes
 from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
 from deqseq.tasks.reasoning.plots import plot_training
-from deqseq.tasks.reasoning.puzzles import Puzzles, broken_rules
+from deqseq.tasks.reasoning.puzzles import CHARACTERS, Puzzles, Task, broken_rules
 from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
-from deqseq.tasks.reasoning.solve import answer, board, questions
+from deqseq.tasks.reasoning.solve import _faults, answer, board, questions
 from deqseq.tasks.reasoning.train import stablemax_cross_entropy, train
 
 pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
@@ -367,6 +368,49 @@ def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.C
             assert broken_rules("sudoku", Puzzles(asked, answers, torch.zeros(1))) == []
 
 
+@pytest.mark.parametrize("task", ["sudoku", "maze"])
+def test_seeds_give_different_batches(task: Task) -> None:
+    """Every seed and every number of a batch gives other puzzles in another orientation."""
+    boards = torch.randint(1, 5, (50, 16), dtype=torch.uint8)
+    found = Puzzles(boards, boards, torch.zeros(50))
+    batches = [
+        PuzzleStream(task, found, 20, augment=True, seed=seed, device=torch.device("cpu")).batch(number)
+        for seed, number in ((1, 0), (1, 1), (2, 0), (2**32 - 1, 0), (1, 0))
+    ]
+    texts = [str(batch["input_ids"].tolist()) for batch in batches]
+    assert texts[0] == texts[-1] and len(set(texts)) == 4
+
+
+def test_marked_cells_must_be_one_path() -> None:
+    """A ring of marked cells beside the path is a fault, although each cell of it has two neighbours."""
+    rows = ["######", "#S   #", "####G#", "#  ###", "#  ###", "######"]
+    question = board("".join(rows), "maze", 6)
+    path = ["######", "#Sooo#", "####G#", "#  ###", "#  ###", "######"]
+    ring = ["######", "#Sooo#", "####G#", "#oo###", "#oo###", "######"]
+    for marked, right in ((path, True), (ring, False)):
+        answers = torch.tensor([[CHARACTERS["maze"].index(c) for c in "".join(marked)]], dtype=torch.uint8)
+        assert (not _faults("maze", question[None], answers)) == right
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [({"solver": "nonsense"}, "solver"), ({"gradient": "nonsense"}, "gradient strategy")],
+)
+def test_wrong_parts_are_refused_for_explicit_models_too(
+    puzzles: Path, changes: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(ValueError, match=f"unknown {rule}"):
+        small(puzzles, explicit=True, **changes)
+    with pytest.raises(ValueError, match="updates"):
+        small(puzzles, explicit=True, backbone={**RECURSION, "updates": -3})
+
+
+def test_depth_adapts_to_the_residual_of_the_board(trained: Path, puzzles: Path) -> None:
+    made, _ = load(trained)
+    with pytest.raises(ValueError, match="scope sequence"):
+        adaptive(made, read_csv(puzzles, "sudoku"), SolveOptions("picard", Residual(rtol=0.1, max_iter=6)))
+
+
 @pytest.mark.parametrize("starts", [1, 3])
 def test_boards_that_have_converged_leave_the_batch(
     trained: Path, puzzles: Path, starts: int, monkeypatch: pytest.MonkeyPatch
@@ -483,7 +527,7 @@ def test_evaluation_refuses_more_starts_than_fit_and_other_policies(puzzles: Pat
     tests = read_csv(puzzles, "sudoku")
     with pytest.raises(ValueError, match="choose fewer starts"):
         evaluate(model(), tests, [2], starts=10**12)
-    with pytest.raises(ValueError, match="Residual only"):
+    with pytest.raises(ValueError, match="Residual of scope sequence only"):
         adaptive(model(convergence={"name": "fixed", "iterations": 3}), tests)
 
 

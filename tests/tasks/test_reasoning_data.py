@@ -350,6 +350,12 @@ class TestFiles:
         write_csv(tmp_path / "out.csv", "sudoku", found, source="inkala")
         assert (tmp_path / "out.csv").read_text() == f"{HEADER}\ninkala,{HARD},{HARD_SOLVED},42\n"
 
+    def test_a_byte_order_mark_and_quotes_are_allowed(self, tmp_path: Path) -> None:
+        path = tmp_path / "quoted.csv"
+        quoted = (HEADER + "\n" + GOOD).replace(",", '","').replace("\n", '"\n"')
+        path.write_text(f'"{quoted}"\n', encoding="utf-8-sig")
+        assert len(read_csv(path, "sudoku").ratings) == 1
+
     @pytest.mark.parametrize(
         ("line", "said"),
         [
@@ -454,7 +460,10 @@ class TestCommand:
             ("maze --output a.csv --lengths 1", "--lengths must be two numbers, got 1"),
             ("sudoku --output a.csv --size 5", "size must be 4 or 9, got 5"),
             ("chess --output a.csv", "task"),
-            ("sudoku --check nothing.csv", "nothing.csv"),
+            ("sudoku --check nothing.csv", "nothing.csv does not exist"),
+            ("sudoku --check a.csv --size 9 --tests b.csv", "leave out --tests, --size"),
+            ("sudoku --output a.csv --test-count 5", "--test-count 5 needs --tests"),
+            ("maze --output a.csv --tests b/../a.csv", "must be two files, got b/../a.csv and a.csv"),
         ],
     )
     def test_refusals(

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from deqseq.tasks.common.seeds import batch_seed
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra, prefix_products
 from deqseq.tasks.state_tracking.data import (
     WordProblems,
     WordProblemStream,
     algebra_of_csv,
-    batch_seed,
     generate,
     read_csv,
     sample,

@@ -118,6 +118,7 @@ def _evaluate(
     solve = solve_options(model, rtol=rtol, max_iter=max_iter)
     if compile:
         model.compile_map(model.device)
+    command_line.check_folder(output or run / "evaluation")
     folder = ResultFolder(output or run / "evaluation", "evaluation", str(run), asked, force)
     found = evaluate(model, tests, depth, starts, batch_size, progress=True)
     print(table(COLUMNS, found))
@@ -138,7 +139,7 @@ def _data(
     check: Path | None = None,
     count: PositiveInt = 1000,
     tests: Path | None = None,
-    test_count: PositiveInt = 1000,
+    test_count: PositiveInt | None = None,
     size: PositiveInt | None = None,
     rating: NonNegativeInt | None = None,
     lengths: list[PositiveInt] | None = None,
@@ -162,7 +163,7 @@ def _data(
         check: CSV file to verify; every puzzle is solved again
         count: number of puzzles
         tests: a second CSV file to write, with puzzles that are not in the first file
-        test_count: number of puzzles in the second CSV file
+        test_count: number of puzzles in the second CSV file (default 1000)
         size: cells along a side; 4 or 9 for Sudokus (default 9), at least 5 for mazes (default 30)
         rating: lowest allowed rating of Sudokus, 0 by default; about 1 in 100 Sudokus of size 9 is rated 10
             or more
@@ -175,19 +176,30 @@ def _data(
         raise ValueError("give either --output or --check")
     name = "Sudokus" if task == "sudoku" else "mazes"
     if check is not None:
+        others = {
+            "tests": tests,
+            "test-count": test_count,
+            "size": size,
+            "rating": rating,
+            "lengths": lengths,
+        }
+        if given := [f"--{name}" for name, value in others.items() if value is not None]:
+            raise ValueError(f"--check only reads a file: leave out {', '.join(given)}")
         found = read_csv(check, task)
         verify(task, found, progress=True)
         print(f"{check}: {len(found.ratings)} {name}, all are right")
         return
     assert output is not None
     files = [output] if tests is None else [output, tests]
-    if tests == output:
-        raise ValueError(f"--tests and --output must be two files, got {tests} for both")
+    if tests is not None and tests.resolve() == output.resolve():
+        raise ValueError(f"--tests and --output must be two files, got {tests} and {output}")
+    if tests is None and test_count is not None:
+        raise ValueError(f"--test-count {test_count} needs --tests, the file for these puzzles")
     for file in files:
         if file.exists():
             raise ValueError(f"{file} exists: choose another name")
         command_line.check_folder(file.parent)
-    counts = [count, test_count][: len(files)]
+    counts = [count, 1000 if test_count is None else test_count][: len(files)]
     if task == "sudoku":
         if lengths is not None:
             raise ValueError("--lengths is for mazes; the difficulty of Sudokus is their --rating")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from deqseq.tasks.common.seeds import batch_seed
 from deqseq.tasks.reasoning import sudoku
 from deqseq.tasks.reasoning.files import read_arrays, read_csv
 from deqseq.tasks.reasoning.puzzles import Puzzles, Task
@@ -77,7 +78,7 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
 
     def batch(self, number: int) -> dict[str, Tensor]:
         """Batch ``number``: ``{"input_ids": (B, C), "labels": (B, C)}``, both int64."""
-        generator = self._generator.manual_seed((self._seed << 32) + number)
+        generator = self._generator.manual_seed(batch_seed(self._seed, number))
         questions, answers = self._boards
         rows = torch.randint(
             len(questions), (self._batch_size,), generator=generator, device=questions.device

@@ -54,8 +54,9 @@ def demo(*, task: Task = "maze", output: Path = Path("runs/reason-demo")) -> Non
         seconds.append(f"{name}: {read_record(folder)['seconds']:.0f} s of training")
         if name == "implicit":
             first = tests.questions[:1].long().to(model.device)
-            steps = by_depth(model, first, [*range(1, 17), 20, 24, 28, 32])
-            boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]
+            with model.precision():
+                steps = by_depth(model, first, [*range(1, 17), 20, 24, 28, 32])
+                boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]
             last = (_DEPTHS[-1], *residuals(model, tests, _DEPTHS[-1]))
             plot_solving(task, tests.questions[0], boards, tests.answers[0], output / f"{task}.png")
     write_json(output / f"{task}.json", {name: [vars(e) for e in found] for name, found in rows.items()})

@@ -302,7 +302,7 @@ def adaptive(
         batch_size: number of puzzles solved together.
 
     Raises:
-        ValueError: the model is explicit, or the policy is not ``Residual``.
+        ValueError: the model is explicit, or the policy is not ``Residual`` with scope ``"sequence"``.
     """
     layer = model.layer
     if not isinstance(layer, ImplicitSequenceLayer):
@@ -310,8 +310,8 @@ def adaptive(
     check_count("batch_size", batch_size)
     solve = solve or layer.eval_solve
     policy = solve.convergence
-    if not isinstance(policy, Residual):
-        raise ValueError(f"the depth adapts with the policy Residual only, got {policy}")
+    if not isinstance(policy, Residual) or policy.scope != "sequence":
+        raise ValueError(f"the depth adapts with the policy Residual of scope sequence only, got {policy}")
     model.eval()
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     begin = time.perf_counter()

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any, cast
 
 import numpy as np
@@ -33,7 +34,7 @@ from deqseq.tasks.reasoning.puzzles import (
 
 _HEADER = ["source", "question", "answer", "rating"]
 _LINES = 2**16  # number of lines that are checked at a time
-BOM = "\u00ef\u00bb\u00bf"  # the byte order mark of UTF-8, read as Latin-1
+_BOM = "\u00ef\u00bb\u00bf"  # the byte order mark of UTF-8, read as Latin-1
 _NONE = 255  # stands for characters that have no token
 
 BROKEN = (csv.Error, EOFError, zlib.error, gzip.BadGzipFile)
@@ -66,25 +67,33 @@ def open_csv(path: Path) -> IO[str]:
     """Open a CSV file for reading. It is compressed if its name ends in .gz.
 
     Raises:
-        ValueError: the file does not exist.
+        ValueError: the file does not exist, or its first line cannot be read.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
-    return cast(
+    file = cast(
         IO[str],
         (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", encoding="latin-1"),
     )
+    try:
+        if file.read(len(_BOM)) != _BOM:
+            file.seek(0)
+    except BROKEN as error:
+        file.close()
+        raise ValueError(f"{path}, line 1: {error}") from error
+    return file
 
 
 def _lines(path: Path, task: Task) -> Iterator[Line]:
     """Yield the lines of a file. Checks the format of each line, and that all boards have the same size."""
     cells = None
     number = 1  # the line at which the current record starts
+    lines = open_csv(path)
     try:
-        with open_csv(path) as file:
+        with lines as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, None)
-            if header is None or [name.removeprefix(BOM) for name in header] != _HEADER:
+            if header != _HEADER:
                 raise ValueError(f"the header must be {','.join(_HEADER)}, got {header}")
             number = 2
             for fields in reader:
@@ -169,9 +178,9 @@ def read_arrays(folder: str | Path) -> Puzzles:
         try:
             with path.open("rb") as file:
                 found = np.lib.format.read_array(file, allow_pickle=False)
-        except (ValueError, EOFError) as error:
+        except (ValueError, EOFError, SyntaxError, MemoryError, TokenError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
-        if found.ndim != 2 or found.dtype.kind not in "iu" or not len(found):
+        if found.ndim != 2 or found.dtype.kind not in "iu" or not found.size:
             raise ValueError(f"{path} must be whole numbers (P, n²), got {found.dtype} {found.shape}")
         if found.min() < 0 or found.max() > PATH:
             raise ValueError(f"{path} must have tokens 0 to {PATH}, got {found.min()} to {found.max()}")

@@ -18,7 +18,7 @@ from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.models import solve_options
 from deqseq.tasks.reasoning.evaluate import by_depth, compacting, load
-from deqseq.tasks.reasoning.files import BOM, BROKEN, open_csv
+from deqseq.tasks.reasoning.files import BROKEN, open_csv
 from deqseq.tasks.reasoning.model import BoardModel
 from deqseq.tasks.reasoning.plots import plot_solving
 from deqseq.tasks.reasoning.puzzles import CHARACTERS, GOAL, PATH, START, Puzzles, Task, broken_rules
@@ -82,8 +82,9 @@ def solve(
     for path in (output, figure):
         if path is not None:
             check_folder(path.parent)
-            if path.is_dir():
-                raise ValueError(f"{path} is a folder: name a file")
+            for file in (path, path.with_suffix(".gif")) if path == figure else (path,):
+                if file.is_dir():
+                    raise ValueError(f"{file} is a folder: name a file")
     if output is not None and output.resolve() in [file.resolve() for file in _files(puzzle)]:
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
     if starts < 1:
@@ -141,9 +142,9 @@ def _in_file(file: Path, task: Task, size: int) -> Iterator[tuple[str, Tensor]]:
     with open_csv(file) as lines:
         reader = csv.DictReader(lines)
         try:
-            reader.fieldnames = [name.removeprefix(BOM) for name in reader.fieldnames or ()]
-            if "question" not in reader.fieldnames:
-                raise ValueError(f"must have a column question, got {reader.fieldnames}")
+            names = list(reader.fieldnames or ())
+            if names.count("question") != 1:
+                raise ValueError(f"must have one column question, got {names}")
             for row in reader:
                 count += 1
                 yield f"{file.name}, puzzle {count}", board(row["question"] or "", task, size)
@@ -238,8 +239,19 @@ def _gaps(questions: Tensor, answers: Tensor) -> dict[int, str]:
         degrees = [
             sum(i + step in path for step in _steps(i, n)) == (1 if i in ends else 2) for i in sorted(path)
         ]
-        if not all(degrees):
+        if not all(degrees) or _reached(min(ends), path, n) != path:
             found[row] = "the marked cells are not a path from start to goal"
+    return found
+
+
+def _reached(start: int, cells: set[int], n: int) -> set[int]:
+    """The cells of an n x n board that can be reached from ``start`` by steps inside ``cells``."""
+    found, ahead = {start}, [start]
+    while ahead:
+        cell = ahead.pop()
+        new = {cell + step for step in _steps(cell, n)} & cells - found
+        found |= new
+        ahead += new
     return found
 
 
@@ -274,7 +286,8 @@ def _write(path: Path, found: Sequence[tuple[str, Tensor]], answers: Sequence[An
 def _draw(model: BoardModel, question: Tensor, path: Path) -> None:
     """Draw the model's answer at several depths, from 1 to 64 evaluations of f, from start 0."""
     depths = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64]
-    steps = by_depth(model, question[None].long().to(model.device), depths)
-    boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]
+    with model.precision():
+        steps = by_depth(model, question[None].long().to(model.device), depths)
+        boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]
     if plot_solving(model.task, question, boards, None, path):
         print(f"wrote {path} and {path.with_suffix('.gif')}")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deqseq.checks import check_count
+from deqseq.tasks.common.seeds import batch_seed
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra, prefix_products
 
 Batch = dict[str, Tensor]
@@ -71,26 +72,6 @@ def sample(
         token += group.index_select(0, choice.flatten())
     tokens = token.view(batch_size, length)
     return tokens, prefix_products(algebra, tokens)
-
-
-_MASK = 0xFFFFFFFF
-
-
-def _scramble(x: int) -> int:
-    """The last step of the hash MurmurHash3: a bijection of 32-bit integers that mixes all bits."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    return x ^ (x >> 16)
-
-
-def batch_seed(seed: int, index: int) -> int:
-    """The seed of batch ``index`` in the stream with seed ``seed``. It does not depend on the machine.
-
-    The result has 32 bits, because PyTorch's CPU generator uses only the low 32 bits of a seed. The first 2³²
-    batches of a stream have different seeds.
-    """
-    low, high = seed & _MASK, (seed >> 32) & _MASK
-    return _scramble(_scramble(_scramble(high) ^ low) ^ (index & _MASK))
 
 
 @dataclass(frozen=True)
@@ -149,7 +130,7 @@ def generate(
         algebra, (length, length), identity_probability=p, seed=seed, batch_size=sequences
     )
     # Use batch 2³² - 1 of the stream. Training with the same seed never reaches this batch.
-    return WordProblems(*stream.batch(_MASK).values())
+    return WordProblems(*stream.batch(2**32 - 1).values())
 
 
 _CSV_HEADER = ["seed", "input", "target"]

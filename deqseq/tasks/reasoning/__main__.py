@@ -12,7 +12,14 @@ from deqseq.tasks.common import command_line
 from deqseq.tasks.common.models import quiet_transformers, solve_options
 from deqseq.tasks.common.results import ResultFolder, table
 from deqseq.tasks.common.runs import read_record
-from deqseq.tasks.common.settings import NonNegativeInt, PositiveInt, Seed, build_changed, read_yaml
+from deqseq.tasks.common.settings import (
+    NonNegativeInt,
+    PositiveFinite,
+    PositiveInt,
+    Seed,
+    build_changed,
+    read_yaml,
+)
 from deqseq.tasks.reasoning import mazes, sudoku
 from deqseq.tasks.reasoning.data import read
 from deqseq.tasks.reasoning.demo import demo
@@ -78,7 +85,7 @@ def _evaluate(
     depth: list[PositiveInt] = [1, 2, 4, 8, 16, 32, 64],  # noqa: B006
     starts: PositiveInt = 1,
     count: PositiveInt | None = None,
-    rtol: float | None = None,
+    rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
     batch_size: PositiveInt = 512,
     compile: bool = False,

@@ -12,11 +12,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from deqseq.breadth import solve_many
+from deqseq.checks import check_count
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Status
 from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.models import solve_options
+from deqseq.tasks.common.settings import PositiveFinite, PositiveInt
 from deqseq.tasks.reasoning.evaluate import by_depth, compacting, load
 from deqseq.tasks.reasoning.files import BROKEN, open_csv
 from deqseq.tasks.reasoning.model import BoardModel
@@ -50,9 +52,9 @@ def solve(
     puzzle: str,
     *,
     output: Path | None = None,
-    starts: int = 1,
-    rtol: float | None = None,
-    max_iter: int | None = None,
+    starts: PositiveInt = 1,
+    rtol: PositiveFinite | None = None,
+    max_iter: PositiveInt | None = None,
     figure: Path | None = None,
 ) -> None:
     """Solve a puzzle, the puzzles in a CSV file, or the puzzles in a folder of CSV files.
@@ -87,8 +89,6 @@ def solve(
                     raise ValueError(f"{file} is a folder: name a file")
     if output is not None and output.resolve() in [file.resolve() for file in _files(puzzle)]:
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
-    if starts < 1:
-        raise ValueError(f"--starts must be at least 1, got {starts}")
     network, settings = load(model)
     found = list(questions(puzzle, settings.task, settings.size))
     answers = answer(
@@ -188,8 +188,9 @@ def answer(
         progress: show a progress bar.
 
     Raises:
-        ValueError: a limit is out of range, or is given for an explicit model.
+        ValueError: ``starts`` or a limit is out of range, or is given for an explicit model.
     """
+    check_count("starts", starts)
     layer, options = model.layer, solve_options(model, rtol=rtol, max_iter=max_iter)
     if starts > 1 and not isinstance(layer, ImplicitSequenceLayer):
         raise ValueError("several starts are for implicit models, but this model is explicit")

@@ -282,7 +282,7 @@ def quantile(**options: Any) -> Quantile:
 
 
 def torchdeq(method: str, **options: Any) -> Callable[[], object]:
-    pytest.importorskip("torchdeq")
+    pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'deqseq[torchdeq]'")
     return lambda: TorchDEQ(method, **options)
 
 

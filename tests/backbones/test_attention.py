@@ -20,7 +20,7 @@ from deqseq import kernels
 from deqseq.backbones import LlamaBackbone
 from deqseq.backbones.attention import _block_mask
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'deqseq[lm]'")
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -112,7 +112,7 @@ def test_built_twice_is_equal_and_damage_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nested", ["lists", "rows"])
 def test_hugging_face_dataset(tmp_path: Path, nested: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'deqseq[lm]'")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     lines = [("Mary moved to the Garden.", ""), ("Where is Mary?", "garden")]
     story: Any = [{"text": text, "answer": answer} for text, answer in lines]

@@ -274,7 +274,7 @@ def test_a_foreign_tokenizer_is_noticed_before_any_work(
                 score(model, foreign, [2], batch_size=1)
             with pytest.raises(ValueError, match=said):
                 compare_windows(model, foreign, 2, [None, 1], batch_size=1)
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'deqseq[eval]'")
     torch.manual_seed(0)
     narrow = make_model(vocab_size=200)
     files = local_files(["piqa"], write_docs(tmp_path, DOCS))
@@ -386,7 +386,7 @@ def write_docs(folder: Path, docs: dict[str, list[dict[str, Any]]]) -> Path:
 def test_downstream_scores_are_those_of_the_log_likelihoods(
     model: ImplicitForCausalLM, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'deqseq[eval]'")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     files = local_files(list(TASKS), write_docs(tmp_path / "data", DOCS))
     found = evaluate_tasks(model, tokenizer, files=files, batch_size=3)
@@ -405,7 +405,7 @@ def test_downstream_scores_are_those_of_the_log_likelihoods(
 def test_downstream_reads_selections_and_the_schema_of_the_hub(
     model: ImplicitForCausalLM, tokenizer: Any, tmp_path: Path
 ) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'deqseq[eval]'")
     short = [{k: doc[k] for k in ("ctx", "endings", "label")} for doc in DOCS["hellaswag"]]
     hub = [
         {
@@ -430,7 +430,7 @@ def test_downstream_reads_selections_and_the_schema_of_the_hub(
 def test_published_documents(
     model: ImplicitForCausalLM, tokenizer: Any, optional_data: Callable[[str], Path]
 ) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'deqseq[eval]'")
     names = ["winogrande", "openbookqa"]
     files = local_files(names, optional_data("data/eval"))
     model = copy.deepcopy(model)
@@ -584,7 +584,7 @@ COMMANDS: dict[str, list[str]] = {
 def test_command_line(
     report: str, rows: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'deqseq[plots]'")
     command = [report, "{saved}/model", *COMMANDS[report], "--output", "{tmp}/out"]
     for _ in range(2):  # the second run overwrites the first result
         assert run_main(command, saved, tmp_path) == 0
@@ -607,7 +607,7 @@ def test_command_line(
 
 
 def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("lm_eval")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'deqseq[eval]'")
     write_docs(tmp_path / "data", DOCS)
     command = ["downstream", "{saved}/bare", "--tokenizer", "{saved}/model/tokenizer.json", "--data-dir",
                "{tmp}/data", "--tasks", "piqa", "openbookqa", "--limit", "3", "--window", "8",
@@ -735,7 +735,9 @@ def test_a_result_of_other_settings_is_not_overwritten(
 
 
 def test_logarithmic_axes_have_plain_labels() -> None:
-    pytest.importorskip("matplotlib").use("Agg")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'deqseq[plots]'").use(
+        "Agg"
+    )
     from matplotlib import pyplot as plt
 
     for low, high in ((560, 690), (1, 1e6), (1e-7, 1)):

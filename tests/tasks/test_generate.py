@@ -134,7 +134,7 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_whole(
 
 
 def test_a_figure_of_iterations(model: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'deqseq[plots]'")
     png = tmp_path / "iterations.png"
     for length in ("4", "80"):  # a short output, whose plot shows the tokens' text, and a long one
         assert main([model, "the cat", "--max-new-tokens", length, "--plot", str(png)]) == 0

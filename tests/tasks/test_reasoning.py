@@ -390,6 +390,8 @@ def test_marked_cells_must_be_one_path() -> None:
     for marked, right in ((path, True), (ring, False)):
         answers = torch.tensor([[CHARACTERS["maze"].index(c) for c in "".join(marked)]], dtype=torch.uint8)
         assert (not _faults("maze", question[None], answers)) == right
+    walls = torch.full((1, 36), CHARACTERS["maze"].index("#"), dtype=torch.uint8)
+    assert _faults("maze", walls, walls)  # neither start nor goal
 
 
 @pytest.mark.parametrize(

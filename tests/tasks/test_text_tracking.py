@@ -338,7 +338,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         depth["accuracy"] for depth in kept["by_operations"]
     ]
     assert again.answer_nll == pytest.approx(kept["answer_nll"])
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'deqseq[plots]'")
     assert (report / "tracking.png").stat().st_size > 10_000
 
 

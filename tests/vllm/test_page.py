@@ -16,7 +16,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-vllm")
-openai = pytest.importorskip("openai")
+openai = pytest.importorskip("openai", reason="openai is not installed: pip install 'deqseq[vllm]'")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402

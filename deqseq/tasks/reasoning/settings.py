@@ -1,6 +1,6 @@
 """Settings of a run on puzzles."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,21 +117,19 @@ class TrainSettings:
             )
         if self.keep == "best" and self.eval_steps == 0:
             raise ValueError("keep: best needs eval_steps >= 1, got 0")
-        with torch.device(
-            "meta"
-        ):  # checks the parts and sizes, also those that an explicit model does not use
-            self.model(implicit=True)
+        with torch.device("meta"):  # checks the parts and sizes
             self.model()
+        if self.explicit:  # checks the parts that only an implicit model uses
+            replace(self, explicit=False)
 
-    def model(self, implicit: bool | None = None) -> BoardModel:
-        """A new model with random weights; by default, it is explicit if the setting ``explicit`` is true."""
+    def model(self) -> BoardModel:
+        """A new model with random weights."""
         policies = [
             {"name": "residual", "rtol": self.tolerance, "max_iter": most, "scope": "sequence"}
             for most in (self.train_max_iter, self.max_iter)
         ]
         return BoardModel(BoardConfig(
-            task=self.task, size=self.size, implicit=not self.explicit if implicit is None else implicit,
-            backbone=self.backbone,
+            task=self.task, size=self.size, implicit=not self.explicit, backbone=self.backbone,
             solver=self.solver, gradient=self.gradient, convergence=policies, guess=self.guess,
             bf16=self.bf16,
         ))  # fmt: skip

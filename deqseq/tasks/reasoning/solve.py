@@ -81,12 +81,11 @@ def solve(
         raise ValueError(f"--output must end in .csv, got {output}")
     if figure is not None and figure.suffix.lower() != ".png":
         raise ValueError(f"--figure must end in .png, got {figure}")
-    for path in (output, figure):
+    for path in (output, figure, None if figure is None else figure.with_suffix(".gif")):
         if path is not None:
             check_folder(path.parent)
-            for file in (path, path.with_suffix(".gif")) if path == figure else (path,):
-                if file.is_dir():
-                    raise ValueError(f"{file} is a folder: name a file")
+            if path.is_dir():
+                raise ValueError(f"{path} is a folder: name a file")
     if output is not None and output.resolve() in [file.resolve() for file in _files(puzzle)]:
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
     network, settings = load(model)
@@ -240,7 +239,8 @@ def _gaps(questions: Tensor, answers: Tensor) -> dict[int, str]:
         degrees = [
             sum(i + step in path for step in _steps(i, n)) == (1 if i in ends else 2) for i in sorted(path)
         ]
-        if not all(degrees) or _reached(min(ends), path, n) != path:
+        joined = not ends or _reached(min(ends), path, n) == path  # a board without ends breaks another rule
+        if not (all(degrees) and joined):
             found[row] = "the marked cells are not a path from start to goal"
     return found
 

@@ -1,4 +1,7 @@
-"""Breadth: solve every sequence from several starts, and keep the best solution.
+"""Breadth: solve every sequence from several starts.
+
+:func:`solve_many` solves every sequence from all starts and keeps the best solution.
+:func:`solve_with_restarts` tries one start after the other until the sequence converges.
 
 A search can fail from one start and succeed from another. If f has several fixed points, different starts can
 also lead to different fixed points.
@@ -18,8 +21,9 @@ from deqseq.guess import Guess, propose
 from deqseq.inputs import check_tokens, real_tokens
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.outputs import LayerOutput
+from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
-from deqseq.solution import Solution
+from deqseq.solution import Solution, Status
 
 _PER_TOKEN = ("z", "residual", "iterations", "status")
 
@@ -53,10 +57,11 @@ def solve_starts(
         evaluations of all batches that contained sequences of this start.
 
     Raises:
-        ValueError: the layer is in training mode; the guess does not vary; ``starts`` or ``chunk`` is below
-            1; the layer rejects the inputs.
+        ValueError: the layer is in training mode; there are several starts, and the guess does not vary;
+            ``starts`` or ``chunk`` is below 1; the layer rejects the inputs.
     """
-    return (out for out, _ in _outputs(layer, x, starts, attention_mask, chunk, solve))
+    options = _check(layer, x, starts, attention_mask, chunk, solve)
+    return (out for out, _ in _solved(layer, x, starts, attention_mask, chunk, options))
 
 
 def solve_many(
@@ -90,7 +95,8 @@ def solve_many(
         with torch.no_grad():
             out = solve_many(layer, x, starts=16, chunk=64)
     """
-    outputs = _outputs(layer, x, starts, attention_mask, chunk, solve)
+    options = _check(layer, x, starts, attention_mask, chunk, solve)
+    outputs = _solved(layer, x, starts, attention_mask, chunk, options)
     out, evaluations = next(outputs)
     best = _solution(out)
     least = _residual(best, attention_mask)
@@ -104,15 +110,78 @@ def solve_many(
     return LayerOutput(best.z, None, best)
 
 
-def _outputs(
+def solve_with_restarts(
+    layer: ImplicitSequenceLayer,
+    x: Tensor,
+    starts: int,
+    *,
+    attention_mask: Tensor | None = None,
+    solve: SolveOptions | None = None,
+) -> LayerOutput:
+    """Solve ``x`` from start 0. Solve the sequences that have not converged again from start 1, and so on.
+
+    A sequence has converged when all its tokens have. If no start of a sequence converges, the start with the
+    smallest residual is kept, as in :func:`solve_many`. Most sequences need one start, so this costs much
+    less than :func:`solve_many`. A convergence policy with a small ``max_iter``, such as 64, restarts early.
+
+    Args:
+        layer, x, attention_mask, solve: as in :func:`solve_starts`.
+        starts: maximum number of starts for each sequence.
+
+    Returns:
+        One output. For each sequence, z (B, L, D) and ``solution`` are those of the kept start, except that
+        ``solution.iterations`` counts the evaluations of all its starts. ``solution.nfe`` counts the
+        evaluations of all batches.
+
+    Raises:
+        ValueError: as in :func:`solve_starts`; the policy is ``FixedIterations``, which has no tolerance.
+
+    Example::
+
+        layer = ImplicitSequenceLayer(backbone, guess="noise", convergence="residual").eval()
+        with torch.no_grad():
+            out = solve_with_restarts(layer, x, starts=16)
+    """
+    options = _check(layer, x, starts, attention_mask, None, solve)
+    if isinstance(options.convergence, FixedIterations):
+        raise ValueError(
+            f"restarts need a policy with a tolerance, got {options.convergence}: use solve_many"
+        )
+    best = _solve_start(layer, x, attention_mask, options, 0)
+    least = _residual(best, attention_mask)
+    for number in range(1, starts):
+        rows = (best.status != Status.CONVERGED).any(1).nonzero()[:, 0]
+        if not len(rows):
+            break
+        mask = None if attention_mask is None else attention_mask[rows]
+        found = _solve_start(layer, x[rows], mask, options, number)
+        residual = _residual(found, mask)
+        better = (found.status == Status.CONVERGED).all(1) | (residual < least[rows])
+        iterations = best.iterations.index_add(0, rows, found.iterations)
+        rows, found, residual = rows[better], _with(found, _rows(found, better)), residual[better]
+        least = least.index_copy(0, rows, residual)
+        values = {n: getattr(best, n).index_copy(0, rows, getattr(found, n)) for n in _PER_TOKEN}
+        best = _with(best, {**values, "iterations": iterations, "nfe": best.nfe + found.nfe})
+    return LayerOutput(best.z, None, best)
+
+
+def _solve_start(
+    layer: ImplicitSequenceLayer, x: Tensor, mask: Tensor | None, options: SolveOptions, number: int
+) -> Solution:
+    """Solve all sequences of ``x`` from start ``number``."""
+    guess = _Starts(options.guess, [number], [len(x)])
+    return _solution(layer(x, mask, solve=replace(options, guess=guess)))
+
+
+def _check(
     layer: ImplicitSequenceLayer,
     x: Tensor,
     starts: int,
     attention_mask: Tensor | None,
     chunk: int | None,
     solve: SolveOptions | None,
-) -> Iterator[tuple[LayerOutput, int]]:
-    """Check the arguments. Yields the output of each start, and the evaluations of all batches so far."""
+) -> SolveOptions:
+    """Check the arguments of the public functions. Returns the solve options."""
     if not isinstance(layer, ImplicitSequenceLayer):
         raise ValueError(f"several starts are for implicit layers, got {type(layer).__name__}")
     options = layer.eval_solve if solve is None else solve
@@ -121,12 +190,12 @@ def _outputs(
     check_count("starts", starts)
     if chunk is not None:
         check_count("chunk", chunk)
-    if not options.guess.varies:
+    if starts > 1 and not options.guess.varies:
         raise ValueError(
             f"the guess {options.guess} is the same for every start: use one that varies, such as 'noise'"
         )
     check_tokens(x, layer.backbone.d_model, attention_mask=attention_mask)
-    return _solved(layer, x, starts, attention_mask, chunk or starts * x.shape[0], options)
+    return options
 
 
 def _solved(
@@ -134,11 +203,15 @@ def _solved(
     x: Tensor,
     starts: int,
     attention_mask: Tensor | None,
-    chunk: int,
+    chunk: int | None,
     options: SolveOptions,
 ) -> Iterator[tuple[LayerOutput, int]]:
-    """Solve all pairs (start, sequence) in batches of ``chunk`` pairs. The caller checks the arguments."""
+    """Solve all pairs (start, sequence) in batches of ``chunk`` pairs. The caller checks the arguments.
+
+    Yields the output of each start, and the evaluations of all batches so far.
+    """
     batch, total, parts = x.shape[0], 0, list[Solution]()
+    chunk = chunk or starts * batch
     for first in range(0, starts * batch, chunk):
         pairs = range(first, min(first + chunk, starts * batch))
         rows = torch.arange(pairs.start, pairs.stop, device=x.device) % batch
@@ -189,6 +262,11 @@ def _joined(parts: Sequence[Solution]) -> Solution:
     whole = _with(parts[0], {name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_TOKEN})
     whole.nfe = sum(part.nfe for part in parts)
     return whole
+
+
+def _rows(solution: Solution, rows: Tensor) -> dict[str, Any]:
+    """The values of the sequences ``rows``: indices, or (B,) bool."""
+    return {name: getattr(solution, name)[rows] for name in _PER_TOKEN}
 
 
 def _with(solution: Solution, values: dict[str, Any]) -> Solution:

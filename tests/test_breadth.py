@@ -16,6 +16,7 @@ from deqseq import (
     SolveOptions,
     Status,
     solve_many,
+    solve_with_restarts,
 )
 from deqseq.backbones import LlamaBackbone, ModuleBackbone
 from deqseq.breadth import solve_starts
@@ -134,6 +135,55 @@ def test_start_0_is_a_plain_call(side: str) -> None:
         torch.testing.assert_close(second.z[row, mask[row].bool()], alone.z[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("bad", [-3.0, torch.nan])
+def test_restarts_solve_until_a_start_converges(bad: float, count_calls: Any) -> None:
+    """Every sequence gets the result of its first start that converges. Later starts are not solved."""
+    solve, x, mask = layer(bad), inputs(4), torch.ones(4, 5)
+    mask[1, :2] = 0
+    mask[2, 3:] = 0
+    starts = list(solve_starts(solve, x, 8, attention_mask=mask, chunk=4))
+    first = next(n for n, o in enumerate(starts) if bool((o.solution.status == Status.CONVERGED).all()))
+    assert 0 < first < 7
+    calls = count_calls(solve.backbone)
+    out = solve_with_restarts(solve, x, 8, attention_mask=mask)
+    torch.testing.assert_close(out.z, starts[first].z)
+    torch.testing.assert_close(out.solution.residual, starts[first].solution.residual)
+    assert torch.equal(out.solution.iterations, sum(o.solution.iterations for o in starts[: first + 1]))
+    assert out.solution.nfe == len(calls) == sum(o.solution.nfe for o in starts[: first + 1])
+
+
+def test_restarts_are_for_sequences_that_have_not_converged() -> None:
+    """Sequence 0 converges from start 0. Sequence 1 converges from start 1. Sequence 2 never converges."""
+
+    class Sides(nn.Module):
+        def forward(self, u: Tensor) -> Tensor:
+            near = 4 * u.sign()
+            return torch.where(u.abs() > 10, near, torch.where(u.abs() < 1, 2 * u, -u - u.sign()))
+
+    class Numbered(Guess):
+        varies = True
+
+        def propose(self, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor:
+            assert number is not None
+            return torch.full_like(x, [7.0, -7.0, 5.0][number])
+
+    x = torch.tensor([8.0, -8.0, 0.0])[:, None, None]
+    tight = Residual(rtol=1e-3, max_iter=20)
+    solve = ImplicitSequenceLayer(ModuleBackbone(Sides()), convergence=tight, guess=Numbered()).eval()
+    out, many = solve_with_restarts(solve, x, 3), solve_many(solve, x, 3)
+    expected = [Status.CONVERGED, Status.CONVERGED, Status.BUDGET_EXHAUSTED]
+    assert out.solution.status.flatten().tolist() == expected
+    assert torch.equal(out.z, many.z) and torch.equal(out.solution.residual, many.solution.residual)
+    first, second, last = out.solution.iterations.flatten().tolist()
+    assert first < 20 < second < 40 and last == 60
+    for row in range(3):
+        alone = solve_with_restarts(solve, x[row : row + 1], 3)
+        assert torch.equal(alone.z[0], out.z[row])
+        assert torch.equal(alone.solution.iterations[0], out.solution.iterations[row])
+    with pytest.raises(ValueError, match="policy with a tolerance, got FixedIterations"):
+        solve_with_restarts(solve, x, 3, solve=replace(solve.eval_solve, convergence=FixedIterations(3)))
+
+
 def test_evaluations_are_counted(count_calls: Any) -> None:
     solve, x = layer(), inputs()
     calls = count_calls(solve.backbone)
@@ -155,11 +205,13 @@ def test_solve_options_of_the_call() -> None:
 
 def test_wrong_arguments() -> None:
     solve, x = layer(), inputs()
-    for call in (solve_many, solve_starts):  # errors are raised at the call, not at the first output
+    # Errors are raised at the call, not at the first output.
+    for call in (solve_many, solve_starts, solve_with_restarts):
         with pytest.raises(ValueError, match="starts must be a whole number >= 1, got 0"):
             call(solve, x, 0)
-        with pytest.raises(ValueError, match="chunk must be a whole number >= 1, got 0"):
-            call(solve, x, 2, chunk=0)
+        if call is not solve_with_restarts:
+            with pytest.raises(ValueError, match="chunk must be a whole number >= 1, got 0"):
+                call(solve, x, 2, chunk=0)
         with pytest.raises(ValueError, match="Zero"):
             call(solve, x, 2, solve=SolveOptions())
         with pytest.raises(ValueError, match="attention_mask"):

@@ -9,6 +9,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from deqseq import Residual, SolveOptions
 from deqseq.backbones import RecursionBackbone
 from deqseq.tasks.common.persistent import Iterates, PersistentTrainer
 from deqseq.tasks.common.settings import build, read_yaml
+from deqseq.tasks.reasoning import solve as solving
 from deqseq.tasks.reasoning import sudoku
 from deqseq.tasks.reasoning.__main__ import main
 from deqseq.tasks.reasoning.data import PuzzleStream
@@ -30,7 +32,7 @@ from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
 from deqseq.tasks.reasoning.plots import plot_training
 from deqseq.tasks.reasoning.puzzles import CHARACTERS, Puzzles, Task, broken_rules
 from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
-from deqseq.tasks.reasoning.solve import _faults, answer, board, questions
+from deqseq.tasks.reasoning.solve import _faults, _from_start, answer, board, questions
 from deqseq.tasks.reasoning.train import stablemax_cross_entropy, train
 
 pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
@@ -311,6 +313,22 @@ def test_boards_that_converge_early_cost_less(trained: Path, puzzles: Path) -> N
         adaptive(model(implicit=False), tests)
 
 
+def test_searches_that_do_not_converge_are_repeated_from_other_starts(puzzles: Path) -> None:
+    """Half of the boards meet the tolerance in one evaluation. With restarts, more boards meet it."""
+    made, tests = model(), read_csv(puzzles, "sudoku")
+    solve = replace(made.layer.eval_solve, convergence=Residual(rtol=1, max_iter=1, scope="sequence"))
+    with torch.no_grad():
+        residuals = made(tests.questions.long(), solve=solve).solution.residual
+    rtol = float(residuals.square().mean(1).sqrt().median())
+    solve = replace(solve, convergence=Residual(rtol=rtol, max_iter=1, scope="sequence"))
+    one, many = adaptive(made, tests, solve), adaptive(made, tests, solve, starts=4)
+    assert (one.starts, many.starts) == (1, 4)
+    assert one.converged == pytest.approx(0.5, abs=0.1) and many.converged > one.converged
+    assert one.iterations == 1 < many.iterations < 4
+    with pytest.raises(ValueError, match="2 starts would all be equal"):
+        adaptive(model(guess="zero"), tests, starts=2)
+
+
 def test_evaluation_refuses_what_makes_no_sense(puzzles: Path) -> None:
     tests = read_csv(puzzles, "sudoku")
     for depths in ([], [0], [3, 2]):
@@ -430,6 +448,31 @@ def test_boards_that_have_converged_leave_the_batch(
     assert evaluated < starts * slowest * len(boards)
     alone = [answer(made, [one], starts=starts, max_iter=40)[0] for one in boards]
     assert [one.board for one in alone] == [one.board for one in found]
+
+
+def test_the_first_start_that_can_be_trusted_gives_the_answer(
+    puzzles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Searches end after one evaluation. An answer breaks a rule here if the sum of its digits is odd."""
+    made = model(convergence={"name": "residual", "rtol": 100, "scope": "sequence"})
+    boards = read_csv(puzzles, "sudoku").questions
+    monkeypatch.setattr(solving, "_faults", lambda task, part, answers: {
+        i: "odd" for i, cells in enumerate(answers) if cells.sum() % 2
+    })  # fmt: skip
+    solve = made.layer.eval_solve
+    with torch.no_grad():
+        starts = [[_from_start(made, one, n, solve)[0] for n in range(4)] for one in boards[:, None]]
+    found = answer(made, list(boards), starts=4)
+    needed = []
+    for one, tries in zip(found, starts, strict=True):
+        needed.append(next((n + 1 for n, t in enumerate(tries) if t.fault is None), None))
+        best = min(tries, key=lambda t: t.residual) if needed[-1] is None else tries[needed[-1] - 1]
+        assert (one.board, one.fault) == (best.board, best.fault)
+        assert one.residual == pytest.approx(best.residual, rel=1e-4)
+        assert one.evaluations == (needed[-1] or 4)
+    assert {1, 2, None} <= set(needed)
+    with pytest.raises(ValueError, match="2 starts would all be equal"):
+        answer(model(guess="zero"), list(boards), starts=2)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,8 @@ def _evaluate(
     puzzle is solved from several starts, the start with the smallest residual gives the answer. The column
     exact has the share of right answers. The column vote has the share of puzzles for which the most frequent
     answer of all starts is right. In the second table, the depth is not fixed: each search ends when the
-    residual of the board meets the tolerance.
+    residual of the board meets the tolerance. Its second row is for --starts above 1: if a search does not
+    meet the tolerance in --max_iter evaluations, the next start is tried.
 
     Args:
         run: folder of a trained model
@@ -131,7 +132,9 @@ def _evaluate(
     print(table(COLUMNS, found))
     adapted = []
     if solve is not None:
-        adapted = [adaptive(model, tests, replace(solve, window=None), batch_size)]
+        adapted = [
+            adaptive(model, tests, replace(solve, window=None), batch_size, n) for n in sorted({1, starts})
+        ]
         print(f"\nsearches that end at a tolerance:\n{table(ADAPTIVE, adapted)}")
     folder.write(found, model, adaptive=[asdict(row) for row in adapted])
     last = None if solve is None else (depth[-1], *residuals(model, tests, depth[-1], batch_size))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from deqseq.breadth import solve_with_restarts
 from deqseq.checks import check_count
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.policies import Residual
@@ -62,17 +63,18 @@ class Adaptive:
 
     Attributes:
         tolerance: relative residual of the board at which a search ends.
-        max_iter: maximum number of evaluations.
+        max_iter: maximum number of evaluations from each start.
+        starts: maximum number of starts. A search that does not meet the tolerance is repeated from the next.
         exact: share of puzzles whose answer is right in every cell.
-        converged: share of puzzles whose search met the tolerance within ``max_iter`` evaluations.
-        exact_if_converged: share of right answers among the puzzles whose search met the tolerance;
-            ``None`` if no search met it.
-        iterations: mean number of evaluations.
+        converged: share of puzzles of which a search met the tolerance.
+        exact_if_converged: share of right answers among these puzzles; ``None`` if there are none.
+        iterations: mean number of evaluations for a puzzle, from all its starts.
         seconds: duration.
     """
 
     tolerance: float
     max_iter: int
+    starts: int
     exact: float
     converged: float
     exact_if_converged: float | None
@@ -85,8 +87,9 @@ COLUMNS: tuple[Column, ...] = (
     column("residual", ".2e"), column("auroc", ".4f"),
 )  # fmt: skip
 ADAPTIVE: tuple[Column, ...] = (
-    column("tolerance", "g"), column("max_iter"), column("exact", ".4f"), column("converged", ".4f"),
-    column("exact_if_converged", ".4f"), column("iterations", ".1f"), column("seconds", ".1f"),
+    column("tolerance", "g"), column("max_iter"), column("starts"), column("exact", ".4f"),
+    column("converged", ".4f"), column("exact_if_converged", ".4f"), column("iterations", ".1f"),
+    column("seconds", ".1f"),
 )  # fmt: skip
 
 
@@ -152,6 +155,20 @@ def by_depth(
         yield Solved(depth, answers, out.solution.residual.square().mean(1).sqrt(), z)
 
 
+def check_starts(model: BoardModel, starts: int) -> None:
+    """Raise an error unless ``model`` can solve puzzles from ``starts`` different starts.
+
+    Raises:
+        ValueError: ``starts`` is below 1; or it is above 1, and all starts would be equal.
+    """
+    check_count("starts", starts)
+    layer = model.layer
+    if starts > 1 and not (isinstance(layer, ImplicitSequenceLayer) and layer.eval_solve.guess.varies):
+        raise ValueError(
+            f"{starts} starts would all be equal: train an implicit model with a guess that varies (noise)"
+        )
+
+
 def accuracy(model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512) -> float:
     """The share of puzzles solved from start 0 in ``depth`` evaluations. Calls ``model.eval()``."""
     return residuals(model, puzzles, depth, batch_size)[1].double().mean().item()
@@ -195,15 +212,9 @@ def evaluate(
     depths = list(depths)
     if not depths or depths[0] < 1 or depths != sorted(set(depths)):
         raise ValueError(f"depths must increase and be at least 1, got {depths}")
-    check_count("starts", starts)
     check_count("batch_size", batch_size)
-    layer = model.layer
-    explicit = not isinstance(layer, ImplicitSequenceLayer)
-    varies = isinstance(layer, ImplicitSequenceLayer) and layer.eval_solve.guess.varies
-    if starts > 1 and not varies:
-        raise ValueError(
-            f"{starts} starts would all be equal: train an implicit model with a guess that varies (noise)"
-        )
+    check_starts(model, starts)
+    explicit = not isinstance(model.layer, ImplicitSequenceLayer)
     depths = depths[:1] if explicit else depths
     size, memory = len(depths) * starts * puzzles.answers.numel(), psutil.virtual_memory().total
     if size > memory:
@@ -291,8 +302,9 @@ def compacting(model: BoardModel) -> Iterator[None]:
 
 @torch.no_grad()
 def adaptive(
-    model: BoardModel, puzzles: Puzzles, solve: SolveOptions | None = None, batch_size: int = 512
-) -> Adaptive:
+    model: BoardModel, puzzles: Puzzles, solve: SolveOptions | None = None, batch_size: int = 512,
+    starts: int = 1,
+) -> Adaptive:  # fmt: skip
     """Solve each puzzle until its residual meets the tolerance.
 
     Boards that have converged leave the batch, so easy boards cost less.
@@ -300,14 +312,17 @@ def adaptive(
     Args:
         solve: solve options with the policy ``Residual``; by default the layer's ``eval_solve``.
         batch_size: number of puzzles solved together.
+        starts: maximum number of starts (:func:`~deqseq.solve_with_restarts`).
 
     Raises:
-        ValueError: the model is explicit, or the policy is not ``Residual`` with scope ``"sequence"``.
+        ValueError: the model is explicit, the policy is not ``Residual`` with scope ``"sequence"``, or all
+            starts would be equal.
     """
     layer = model.layer
     if not isinstance(layer, ImplicitSequenceLayer):
         raise ValueError("an explicit model applies the map once, so its depth cannot adapt")
     check_count("batch_size", batch_size)
+    check_starts(model, starts)
     solve = solve or layer.eval_solve
     policy = solve.convergence
     if not isinstance(policy, Residual) or policy.scope != "sequence":
@@ -318,13 +333,16 @@ def adaptive(
     with compacting(model):
         for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
             with model.precision():
-                out = model(questions.long().to(model.device), solve=solve)
-            right = (out.logits.argmax(-1) == answers.to(model.device)).all(1)
+                tokens = questions.long().to(model.device)
+                out = solve_with_restarts(layer, model.inputs(tokens), starts, solve=solve)
+                boards = model.answers(out.z).argmax(-1)
+            right = (boards == answers.to(model.device)).all(1)
             found = out.solution
+            assert found is not None
             parts.append((right.cpu(), (found.status[:, 0] == 1).cpu(), found.iterations[:, 0].cpu()))
     right, converged, iterations = (torch.cat(column) for column in zip(*parts, strict=True))
     return Adaptive(
-        policy.rtol, policy.max_iter, right.double().mean().item(), converged.double().mean().item(),
+        policy.rtol, policy.max_iter, starts, right.double().mean().item(), converged.double().mean().item(),
         right[converged].double().mean().item() if converged.any() else None,
         iterations.double().mean().item(), time.perf_counter() - begin,
     )  # fmt: skip

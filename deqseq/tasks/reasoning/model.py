@@ -179,9 +179,10 @@ class BoardModel(PreTrainedModel):
         return BoardOutput(self.answers(out.z), out.z, out.solution)
 
     def start(self, x: Tensor, number: int | None) -> Tensor:
-        """The initial iterates (B, C, D) of start ``number``. With ``None``, a random guess draws anew."""
+        """The initial iterates (B, C, D) of start ``number``; with ``None``, new ones, as in training."""
         assert isinstance(self.layer, ImplicitSequenceLayer)
-        found = self.layer.solve.guess.propose(x, number, None)
+        solve = self.layer.solve if number is None else self.layer.eval_solve
+        found = solve.guess.propose(x, number, None)
         return torch.zeros_like(x) if found is None else found
 
 

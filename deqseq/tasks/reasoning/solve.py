@@ -1,25 +1,23 @@
 """Solves puzzles with a trained model, and says which of the answers can be trusted."""
 
 import csv
+import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import isqrt
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from deqseq.breadth import solve_many
-from deqseq.checks import check_count
-from deqseq.layer import ImplicitSequenceLayer
+from deqseq.problem import SolveOptions
 from deqseq.solution import Status
 from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.models import solve_options
 from deqseq.tasks.common.settings import PositiveFinite, PositiveInt
-from deqseq.tasks.reasoning.evaluate import by_depth, compacting, load
+from deqseq.tasks.reasoning.evaluate import by_depth, check_starts, compacting, load
 from deqseq.tasks.reasoning.files import BROKEN, open_csv
 from deqseq.tasks.reasoning.model import BoardModel
 from deqseq.tasks.reasoning.plots import plot_solving
@@ -36,7 +34,7 @@ class Answer:
     Attributes:
         board: the answer as text, in reading order.
         residual: relative residual of the whole board at the last evaluation; ``None`` for an explicit model.
-        evaluations: number of evaluations of f from the chosen start; ``None`` for an explicit model.
+        evaluations: number of evaluations of f from all starts; ``None`` for an explicit model.
         fault: the reason not to trust the answer: it breaks a rule, or the search did not converge. ``None``
             if the answer can be trusted.
     """
@@ -72,7 +70,7 @@ def solve(
         model: folder of a trained run
         puzzle: text of a puzzle, or a .csv or .csv.gz file of puzzles, or a folder with .csv or .csv.gz files
         output: CSV file for the answers; by default they are printed
-        starts: number of random starts; the start with the smallest residual gives the answer
+        starts: maximum number of random starts; the next one is tried while no answer can be trusted
         rtol: relative residual of the board at which a search ends; by default as in the run
         max_iter: maximum number of evaluations per start; by default as in the run
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
@@ -182,42 +180,61 @@ def answer(
     """Solve the puzzles ``boards``. Each board has the tokens (C,) uint8 of its C cells.
 
     Args:
-        starts: number of starts. The start with the smallest residual gives the answer.
+        starts: maximum number of starts for a puzzle. The next start is tried while the answer cannot be
+            trusted. If no answer can be trusted, the one with the smallest residual is kept.
         rtol, max_iter: limits of each search. By default, the limits of the model.
         progress: show a progress bar.
 
     Raises:
-        ValueError: ``starts`` or a limit is out of range, or is given for an explicit model.
+        ValueError: ``starts`` or a limit is out of range, or is given for an explicit model; all starts would
+            be equal.
     """
-    check_count("starts", starts)
-    layer, options = model.layer, solve_options(model, rtol=rtol, max_iter=max_iter)
-    if starts > 1 and not isinstance(layer, ImplicitSequenceLayer):
-        raise ValueError("several starts are for implicit models, but this model is explicit")
+    check_starts(model, starts)
+    options = solve_options(model, rtol=rtol, max_iter=max_iter)
     found: list[Answer] = []
-    chunk = max(1, _BATCH // starts)
-    rows = torch.stack(list(boards)).split(chunk)
+    rows = torch.stack(list(boards)).split(_BATCH)
     for part in tqdm(rows, desc="puzzles", leave=False, disable=None if progress else True):
-        tokens = part.long().to(model.device)
-        with model.precision(), compacting(model):
-            if starts > 1 and isinstance(layer, ImplicitSequenceLayer):
-                many = solve_many(layer, model.inputs(tokens), starts, chunk=_BATCH, solve=options)
-                logits, solution = model.answers(many.z), many.solution
-            else:
-                out = model(tokens, solve=options)
-                logits, solution = out.logits, out.solution
-        answers = logits.argmax(-1).to(torch.uint8).cpu()
-        faults = _faults(model.task, part, answers)
-        for i, cells in enumerate(answers):
-            residual = evaluations = None
-            fault = faults.get(i)
-            if solution is not None:
-                residual = float(solution.residual[i].square().mean().sqrt())
-                evaluations = int(solution.iterations[i].max())
-                status = Status(int(solution.status[i].max()))
-                if fault is None and status != Status.CONVERGED:
-                    fault = "the search did not converge"
-            text = "".join(CHARACTERS[model.task][c] if c else "?" for c in cells.tolist())
-            found.append(Answer(text, residual, evaluations, fault))
+        kept = _from_start(model, part, 0, options)
+        for number in range(1, starts):
+            again = [i for i, one in enumerate(kept) if one.fault is not None]
+            if not again:
+                break
+            for i, new in zip(again, _from_start(model, part[again], number, options), strict=True):
+                kept[i] = _better(kept[i], new)
+        found += kept
+    return found
+
+
+def _better(old: Answer, new: Answer) -> Answer:
+    """Of two answers to a puzzle, the one that can be trusted, or else the one with the smaller residual."""
+    assert old.evaluations is not None and new.evaluations is not None
+    better = new if new.fault is None or _size(new) < _size(old) else old
+    return replace(better, evaluations=old.evaluations + new.evaluations)
+
+
+def _size(one: Answer) -> float:
+    return math.inf if one.residual is None or math.isnan(one.residual) else one.residual
+
+
+def _from_start(model: BoardModel, part: Tensor, number: int, options: SolveOptions | None) -> list[Answer]:
+    """Solve the puzzles ``part`` (B, C) from start ``number``. An explicit model has start 0 only."""
+    tokens, found = part.long().to(model.device), list[Answer]()
+    with model.precision(), compacting(model):
+        z0 = None if number == 0 else model.start(model.inputs(tokens), number)
+        out = model(tokens, z0=z0, solve=options)
+    answers = out.logits.argmax(-1).to(torch.uint8).cpu()
+    faults = _faults(model.task, part, answers)
+    for i, cells in enumerate(answers):
+        residual = evaluations = None
+        fault = faults.get(i)
+        if (solution := out.solution) is not None:
+            residual = float(solution.residual[i].square().mean().sqrt())
+            evaluations = int(solution.iterations[i].max())
+            status = Status(int(solution.status[i].max()))
+            if fault is None and status != Status.CONVERGED:
+                fault = "the search did not converge"
+        text = "".join(CHARACTERS[model.task][c] if c else "?" for c in cells.tolist())
+        found.append(Answer(text, residual, evaluations, fault))
     return found
 
 
@@ -232,7 +249,7 @@ def _gaps(questions: Tensor, answers: Tensor) -> dict[int, str]:
 
     Returns the row of each such maze, with an error message.
     """
-    n, found = isqrt(questions.shape[1]), {}
+    n, found = math.isqrt(questions.shape[1]), {}
     for row, (question, answer) in enumerate(zip(questions.tolist(), answers.tolist(), strict=True)):
         ends = {i for i, token in enumerate(question) if token in (START, GOAL)}
         path = {i for i, token in enumerate(answer) if token == PATH} | ends

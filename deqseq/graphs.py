@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from deqseq import kernels
 from deqseq.loop import Runner, one_pass
@@ -64,11 +65,14 @@ def _no_garbage_collection() -> Iterator[None]:
 def recordable(problem: Problem) -> bool:
     """Whether passes of ``problem`` can be recorded as a CUDA graph."""
     parts = (problem.map, problem.solver, problem.policy)
+    return can_record(problem.z0, *parts) and not problem.fixed and problem.group is None
+
+
+def can_record(x: Tensor, *parts: object) -> bool:
+    """Whether work of ``parts`` on ``x`` can be recorded as a CUDA graph now."""
     return (
-        kernels.on_tested_gpu(problem.z0)
+        kernels.on_tested_gpu(x)
         and all(getattr(part, "capturable", False) for part in parts)
-        and not problem.fixed
-        and problem.group is None
         and not torch.is_grad_enabled()
         and not torch.cuda.is_current_stream_capturing()
     )

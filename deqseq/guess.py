@@ -24,12 +24,15 @@ class Guess(ABC):
             :func:`~deqseq.solve_many` accepts only guesses with ``varies = True``.
         causal: true if the guess for token t depends only on tokens up to t. A causal layer in training
             accepts only guesses with ``causal = True``.
+        capturable: true if a CUDA graph can record :meth:`propose`, which must then never make the host wait
+            for the device.
         module: a module that the guess uses, or ``None``. The layer registers the module as a submodule, so
             that optimisers, ``layer.to`` and state dicts find its parameters.
     """
 
     varies: bool = False
     causal: bool = True
+    capturable: bool = False
     module: nn.Module | None = None
 
     @abstractmethod

@@ -20,7 +20,7 @@ from deqseq.guess import Guess, guesses, modules_of, propose
 from deqseq.inputs import Inputs, check_causal, finite_guess, take_inputs
 from deqseq.loop import evaluate
 from deqseq.outputs import LayerOutput, finished, state_after
-from deqseq.policy import FixedIterations, policies
+from deqseq.policy import policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
 from deqseq.search import search
@@ -253,18 +253,27 @@ class ImplicitSequenceLayer(SequenceLayer):
         solve: SolveOptions | None = None,
         previous: Tensor | None = None,
     ) -> LayerOutput:
+        solution = search(self.token_problem(x, position_ids, state, context, solve, previous))
+        return LayerOutput(solution.z, solution.state, solution)
+
+    def token_problem(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        state: State,
+        context: Context,
+        solve: SolveOptions | None = None,
+        previous: Tensor | None = None,
+    ) -> Problem:
+        """The problem that :meth:`decode` solves. Arguments: see :meth:`SequenceLayer.decode`."""
         options = self.solve if solve is None else solve
-        count = torch.ones_like(state.seen)
         z0 = propose(options.guess, x, None if self.training else 0, previous)
         z0 = None if z0 is None else finite_guess(z0, x)
-        inputs = Inputs(x, z0, position_ids, count, torch.zeros_like(position_ids, dtype=torch.bool), state)
-        make = partial(self._problem, options=options, state_has_capacity=True, padded=False)
-        if kernels.on_tested_gpu(x) and not isinstance(options.convergence, FixedIterations):
-            solution = self._recordings.solve(self, options, inputs, make, finished)
-        else:
-            context = self.backbone.prepare_next(x, position_ids, context)
-            solution = search(make(inputs, context=context, overwrites_state=True))
-        return LayerOutput(solution.z, solution.state, solution)
+        count, none = torch.ones_like(state.seen), torch.zeros_like(position_ids, dtype=torch.bool)
+        return self._problem(
+            Inputs(x, z0, position_ids, count, none, state), options, state_has_capacity=True, padded=False,
+            context=self.backbone.prepare_next(x, position_ids, context), overwrites_state=True,
+        )  # fmt: skip
 
     def _problem(
         self,

@@ -171,22 +171,38 @@ def _values(dictionaries: list[dict[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable(map(dict.values, dictionaries))
 
 
-class Recording(Runner):
-    """A recorded solve for inputs of fixed shapes. Its passes replay CUDA graphs."""
+class RecordedSolve(Runner):
+    """A recorded solve. It replays three CUDA graphs: one before the passes, one for some passes, one after.
 
-    def __init__(self, inputs: Inputs, make_problem: MakeProblem, make_result: MakeResult) -> None:
-        self._inputs = copied(inputs)
-        self._into = Copier(_flat(self._inputs))
-        self._make_problem, self._make_result = make_problem, make_result
+    Subclasses define :meth:`make_problem` and :meth:`record_end`. Neither may make the host wait.
+    """
+
+    def record(self, device: torch.device) -> None:
         self.check_every = PASSES_OF_A_CALL
-        device = inputs.x.device
-        steps = self._record_begin, self._record_passes, self._record_end
+        steps = self._record_begin, self._record_passes, self.record_end
         self._begin, self._passes, self._end = graphs.capture(device, *steps)
-        # This event marks the end of the last call. After the event, the buffers may be overwritten.
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def make_problem(self) -> Problem:
+        """Make the problem from fixed buffers."""
+        raise NotImplementedError
+
+    def record_end(self) -> None:
+        """Use the result of the passes: ``finish(self.problem, self.carry, 0)``."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        self.passes = 0
+        self._begin()
+
+    def proceed(self) -> None:
+        self._passes()
+        self.passes += PASSES_OF_A_CALL
+
+    def settled(self) -> Tensor:
+        return self._settled
 
     def _record_begin(self) -> None:
-        self.problem = self._make_problem(self._inputs)
+        self.problem = self.make_problem()
         self._buffers: Carry = copied(begin(self.problem))
 
     def _record_passes(self) -> None:
@@ -197,7 +213,23 @@ class Recording(Runner):
         overwrite(self._buffers, carry._replace(fz=None, trace=None))
         self._settled = carry.tokens.settled.all()
 
-    def _record_end(self) -> None:
+
+class Recording(RecordedSolve):
+    """A recorded call of a layer, for inputs of fixed shapes."""
+
+    def __init__(self, inputs: Inputs, make_problem: MakeProblem, make_result: MakeResult) -> None:
+        self._inputs = copied(inputs)
+        self._into = Copier(_flat(self._inputs))
+        self._make_problem, self._make_result = make_problem, make_result
+        device = inputs.x.device
+        self.record(device)
+        # This event marks the end of the last call. After the event, the buffers may be overwritten.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def make_problem(self) -> Problem:
+        return self._make_problem(self._inputs)
+
+    def record_end(self) -> None:
         result = self._make_result(finish(self.problem, self.carry, 0), self._inputs)
         assert result.state is not None
         per_token = [getattr(result, name) for name in _PER_TOKEN]
@@ -213,17 +245,6 @@ class Recording(Runner):
         if self._copied is not None:
             self._copied.record()
         return solution
-
-    def begin(self) -> None:
-        self.passes = 0
-        self._begin()
-
-    def proceed(self) -> None:
-        self._passes()
-        self.passes += PASSES_OF_A_CALL
-
-    def settled(self) -> Tensor:
-        return self._settled
 
     def finish(self) -> Solution:
         self._end()

@@ -1,66 +1,25 @@
 """The steps of generation: feed one token of every sequence to a model, and choose the next token.
 
-Shapes: B sequences, D width, V vocabulary.
+Shapes: B sequences, V vocabulary.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deqseq.backbone import State
 from deqseq.causal_lm.cache import StateLayer
 from deqseq.causal_lm.modeling import ImplicitForCausalLM
+from deqseq.causal_lm.recorded import RecordedStep, recordable
 from deqseq.causal_lm.support import check_layer
+from deqseq.causal_lm.token_step import Memory, TokenStep
 from deqseq.problem import SolveOptions
 
 LEAST_ROOM = 64
 """When the state is full, it gets capacity for more tokens: as many as have been fed so far, but at least
 this number. So its shapes rarely change."""
-
-
-class Memory(NamedTuple):
-    """A model's memory of the tokens that it has consumed."""
-
-    state: State
-    equilibrium: Tensor | None  # (B, D) of the last token; ``None`` if it is unknown
-    position_ids: Tensor  # (B, 1) int64, position of the next token
-
-
-class TokenStep:
-    """A function that feeds one token of every sequence to a model.
-
-    All tensors keep their shapes from call to call. With a fixed number of iterations, and in explicit
-    models, the host never waits for the device. The constructor prepares the backbone's weights. So do not
-    change the weights afterwards.
-
-    Args:
-        model: the language model.
-        memory: the memory before the first call.
-        solve: solver, policy and guess; by default those of the layer.
-    """
-
-    def __init__(self, model: ImplicitForCausalLM, memory: Memory, solve: SolveOptions | None = None) -> None:
-        self.model, self.solve = model, solve
-        self.x = model.model.embed_tokens(torch.zeros_like(memory.position_ids))  # (B, 1, D) of any token
-        self.context = model.model.layer.backbone.prepare(self.x, memory.position_ids)
-
-    def __call__(self, ids: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
-        """Feed the tokens ``ids`` (B,).
-
-        Args:
-            memory: the memory of all earlier tokens. Its state needs capacity for one more token. The call
-                may overwrite the tensors of the state.
-
-        Returns:
-            The logits of the next token, (B, V) float32, and the memory that includes ``ids``.
-        """
-        state, previous, position_ids = memory
-        x = self.model.model.embed_tokens(ids[:, None])
-        out = self.model.model.layer.decode(x, position_ids, state, self.context, self.solve, previous)
-        assert out.state is not None
-        logits = self.model._logits(out.z)[0][:, -1].float()
-        return logits, Memory(out.state, out.z[:, 0], position_ids + 1)
+LEAST_ROOM_RECORDED = 1024
+"""The same for recorded steps, because new shapes need a new recording."""
+LEAST_RECORDED = 4
+"""Minimum number of tokens for which a recording is made. Making it runs the step twice."""
 
 
 class Decoder:
@@ -89,17 +48,32 @@ class Decoder:
         self._content, self._most = content, most
         self._count = 0  # number of tokens that have been fed
         self._capacity = 0  # number of tokens that the state has had capacity for
+        self._records = recordable(self.step, self.memory)
+        self._recorded: RecordedStep | None = None
 
     def feed(self, ids: Tensor) -> Tensor:
         """Feed the tokens ``ids`` (B,). Returns the logits of the next token, (B, V) float32."""
         if self._count == self._capacity:
-            room = min(max(LEAST_ROOM, self._count), self._most - self._count)
-            state = self._backbone.reserve(self.memory.state, self.step.x.expand(-1, room, -1))
-            self.memory = self.memory._replace(state=state)
-            self._capacity += room
-        logits, self.memory = self.step(ids, self.memory)
+            self._extend()
+        # The first step is not recorded: it compiles the kernels, and its equilibria may be a new entry of
+        # the memory.
+        left = self._capacity - self._count
+        if self._records and self._recorded is None and self._count and left >= LEAST_RECORDED:
+            self._recorded = RecordedStep(self.step, self.memory)
+            self.memory = self._recorded.memory
         self._count += 1
+        if self._recorded is not None:
+            return self._recorded(ids)
+        logits, self.memory = self.step(ids, self.memory)
         return logits
+
+    def _extend(self) -> None:
+        """Give the state capacity for more tokens."""
+        least = LEAST_ROOM_RECORDED if self._records else LEAST_ROOM
+        room = min(max(least, self._count), self._most - self._count)
+        state = self._backbone.reserve(self.memory.state, self.step.x.expand(-1, room, -1))
+        self.memory, self._recorded = self.memory._replace(state=state), None
+        self._capacity += room
 
     def commit(self) -> None:
         """Write the memory of all tokens that have been fed to the cache.

@@ -15,5 +15,7 @@ class Previous(Guess):
     Language models pass ``previous`` when a call continues a cache, for example in generation.
     """
 
+    capturable = True
+
     def propose(self, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor | None:
         return None if previous is None else previous[:, None].expand_as(x).contiguous()

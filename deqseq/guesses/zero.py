@@ -11,5 +11,7 @@ from deqseq.guess import Guess
 class Zero(Guess):
     """Every token starts at zero."""
 
+    capturable = True
+
     def propose(self, x: Tensor, number: int | None, previous: Tensor | None) -> Tensor | None:
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
-from deqseq import Backbone, SolveOptions, State, graphs, kernels
+from deqseq import Backbone, SolveOptions, State, graphs
 from deqseq.causal_lm import (
     EquilibriumCache,
     ImplicitConfig,
@@ -21,6 +21,7 @@ from deqseq.causal_lm import (
     stream,
 )
 from deqseq.causal_lm.decoding import Decoder, choose_ids
+from deqseq.causal_lm.recorded import RecordedStep
 
 V = 40
 BODIES: dict[str, dict[str, Any]] = {
@@ -256,15 +257,95 @@ def test_a_token_never_makes_the_host_wait_and_keeps_all_shapes(make: Make, body
         bool(logits.isnan().any())
 
 
-def test_searches_are_replayed_where_they_can_be(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the layer replays recorded CUDA graphs. On a CPU, a replay calls the recorded functions."""
-    model, ids = make("llama", convergence=TIGHT), prompts()
-    expected = generated(model, ids, max_new_tokens=6)
-    monkeypatch.setattr(graphs, "recordable", lambda problem: not torch.is_grad_enabled())
-    monkeypatch.setattr(kernels, "on_tested_gpu", lambda x: True)
-    with kernels.use("torch"):
-        assert torch.equal(streamed(model, ids, max_new_tokens=6), expected)
-    assert any(entry.recording for entry in model.model.layer._recordings.known.values())
+RECORDED = [(body, form, None) for body, form in MODELS if body != "memory"] + [
+    (body, "implicit", guess) for body in ("mamba2", "llama") for guess in ("zero", "previous")
+]
+
+
+@pytest.mark.parametrize(("body", "form", "guess"), RECORDED)
+def test_recorded_steps_give_the_same_tokens(
+    make: Make, body: str, form: str, guess: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models with a fixed number of iterations, with a search (``guess`` is given), and explicit ones."""
+    options: dict[str, Any] = {} if guess is None else {"convergence": TIGHT, "guess": guess}
+    model, ids = make(body, form, **options), prompts()
+    runs = []
+    for record in (False, True):
+        cache = EquilibriumCache(model.model.layer.backbone.rewinds)
+        made = allow_recordings(monkeypatch) if record else []
+        tokens = [streamed(model, ids, max_new_tokens=12, past_key_values=cache)]
+        tokens.append(generated(model, ids, max_new_tokens=9, custom_generate=fast_generate))
+        # The cache has the new tokens too, and goes on.
+        tokens.append(streamed(model, tokens[0][:, -1:], max_new_tokens=6, past_key_values=cache))
+        runs.append(tokens)
+        assert len(made) == 3 * record
+    for plain, replayed in zip(*runs, strict=True):
+        assert torch.equal(plain, replayed)
+
+
+def test_recorded_steps_give_the_same_logits_after_the_state_has_grown(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the state gets more capacity, the step is recorded anew. Logits that were returned do not change."""
+    model, ids = make("llama", convergence=TIGHT), prompts(2, 60)  # a state with 64 slots
+    monkeypatch.setattr(decoding, "LEAST_ROOM", 4)
+    monkeypatch.setattr(decoding, "LEAST_ROOM_RECORDED", 4)
+    runs = []
+    for record in (False, True):
+        made = allow_recordings(monkeypatch) if record else []
+        with torch.no_grad():
+            decoder = Decoder(model, model(ids, use_cache=True).past_key_values.content, 20)
+            runs.append([decoder.feed(ids[:, n]) for n in range(20)])
+        assert len(made) == (4 if record else 0)  # capacity for 4, 8, 16 and 20 tokens
+    for plain, replayed in zip(*runs, strict=True):
+        assert torch.equal(plain, replayed)
+
+
+@torch.no_grad()
+def test_steps_that_cannot_be_recorded_are_not(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks would not run in a replay, a guess of noise draws numbers, and large batches gain nothing."""
+    made = allow_recordings(monkeypatch)
+    model = make("llama")
+    streamed(model, prompts(65), max_new_tokens=6)
+    hook = model.model.layer.backbone.layers[0].register_forward_hook(lambda *_: None)
+    streamed(model, prompts(), max_new_tokens=6)
+    hook.remove()
+    streamed(make("llama", guess="noise"), prompts(), max_new_tokens=6)
+    streamed(model, prompts(), max_new_tokens=3)  # too few tokens
+    assert not made
+    streamed(model, prompts(), max_new_tokens=6)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(("body", "form", "guess"), RECORDED)
+@torch.no_grad()
+def test_what_is_recorded_never_makes_the_host_wait(
+    make: Make, body: str, form: str, guess: str | None
+) -> None:
+    """A CUDA graph cannot record such operations. On a CPU, making a recording runs what it records."""
+    options: dict[str, Any] = {} if guess is None else {"convergence": TIGHT, "guess": guess}
+    model, ids = make(body, form, **options), prompts()
+    decoder = Decoder(model, model(ids, use_cache=True).past_key_values.content, 9)
+    decoder.feed(ids[:, 0])
+    with NeverWaits():
+        RecordedStep(decoder.step, decoder.memory)
+
+
+def allow_recordings(monkeypatch: pytest.MonkeyPatch) -> list[RecordedStep]:
+    """Record on a CPU too, where a replay calls the recorded functions. Returns a list of all recordings."""
+    made: list[RecordedStep] = []
+
+    class Counted(RecordedStep):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(
+        graphs, "can_record", lambda x, *parts: all(getattr(part, "capturable", False) for part in parts)
+    )
+    monkeypatch.setattr(decoding, "RecordedStep", Counted)
+    monkeypatch.setattr(decoding, "LEAST_RECORDED", 2)
+    return made
 
 
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9}

@@ -1,0 +1,92 @@
+"""Records the step of a whole token as CUDA graphs: embedding, search, output layer and update of the memory.
+
+With one token per sequence, launching the kernels takes longer than running them. A CUDA graph launches all
+its kernels at once.
+
+Shapes: B sequences, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deqseq import graphs, kernels
+from deqseq.causal_lm.token_step import Memory, TokenStep
+from deqseq.loop import drive, finish
+from deqseq.problem import Problem
+from deqseq.replay import MAX_SEQUENCES, RecordedSolve
+from deqseq.trees import copied, overwrite
+
+
+def recordable(step: TokenStep, memory: Memory) -> bool:
+    """Whether ``step`` can be recorded, and is small enough for a recording to save time."""
+    problem = step.problem(memory)
+    parts = [step.layer.backbone]
+    if problem is not None:
+        parts += [problem.solver, problem.policy, problem.options.guess]
+        if problem.group is not None:
+            return False
+    small = len(memory.position_ids) <= MAX_SEQUENCES
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in step.model.modules())
+    return small and not hooked and graphs.can_record(step.x, *parts)
+
+
+class RecordedStep(RecordedSolve):
+    """Does what ``step`` does, by replaying CUDA graphs. The results are the same.
+
+    If the step searches until convergence, three graphs do the work of a token: the first embeds it, the
+    second does some passes of the search, and is replayed until all sequences have settled, the third
+    computes the logits. Other steps have one graph.
+
+    Args:
+        step: the step to record; :func:`recordable` says whether this is possible.
+        memory: the memory before the next call. Its state needs capacity for the tokens of all calls.
+
+    Attributes:
+        memory: the memory after the last call. It lies in buffers that every call overwrites.
+    """
+
+    def __init__(self, step: TokenStep, memory: Memory) -> None:
+        self.memory = copied(memory)
+        self._step = step
+        self._ids = torch.zeros_like(memory.position_ids[:, 0])
+        self._device = step.x.device
+        self._whole: Callable[[], None] | None = None
+        problem = step.problem(memory)
+        with kernels.device_of(step.x):
+            if problem is not None and not problem.fixed:
+                self.record(self._device)
+            else:
+                (self._whole,) = graphs.capture(self._device, self._record_whole)
+        overwrite(self.memory, memory)  # recording has run the step, and so has changed the buffers
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Feed the tokens ``ids`` (B,). Returns the logits of the next token, (B, V) float32."""
+        self._ids.copy_(ids)
+        with kernels.device_of(self._ids):
+            if self._whole is None:
+                drive(self)
+            else:
+                self._whole()
+        return self._logits.clone()  # the next call overwrites the original
+
+    def make_problem(self) -> Problem:
+        problem = self._step.problem(self.memory, self._ids)
+        assert problem is not None
+        return problem
+
+    def record_end(self) -> None:
+        solution = finish(self.problem, self.carry, 0)
+        assert solution.state is not None
+        self._keep(*self._step.result(solution.z, solution.state, self.memory))
+
+    def finish(self) -> None:  # type: ignore[override]
+        self._end()
+
+    def _record_whole(self) -> None:
+        self._keep(*self._step(self._ids, self.memory))
+
+    def _keep(self, logits: Tensor, memory: Memory) -> None:
+        self._logits = logits
+        overwrite(self.memory, memory)

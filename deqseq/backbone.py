@@ -100,8 +100,8 @@ class Backbone(nn.Module, ABC):
             as z.
         rewinds: true if lowering ``State.seen`` removes the last tokens from a state. This works for states
             with one slot per token (keys and values), not for recurrent states.
-        capturable: true if a CUDA graph can record ``prepare``, ``evaluate`` and ``advance``. These methods
-            must then never make the host wait for the device.
+        capturable: true if a CUDA graph can record ``prepare``, ``prepare_next``, ``evaluate`` and
+            ``advance``. These methods must then never make the host wait for the device.
     """
 
     d_model: int | None = None

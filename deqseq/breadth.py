@@ -118,11 +118,12 @@ def solve_with_restarts(
     attention_mask: Tensor | None = None,
     solve: SolveOptions | None = None,
 ) -> LayerOutput:
-    """Solve ``x`` from start 0. Solve the sequences that have not converged again from start 1, and so on.
+    """Solve ``x`` from start 0. Then solve the sequences that have not converged from start 1, and so on.
 
     A sequence has converged when all its tokens have. If no start of a sequence converges, the start with the
-    smallest residual is kept, as in :func:`solve_many`. Most sequences need one start, so this costs much
-    less than :func:`solve_many`. A convergence policy with a small ``max_iter``, such as 64, restarts early.
+    smallest residual is kept, as in :func:`solve_many`. If most sequences converge from start 0, this costs
+    much less than :func:`solve_many`. A convergence policy with a small ``max_iter``, such as 64, restarts
+    early.
 
     Args:
         layer, x, attention_mask, solve: as in :func:`solve_starts`.

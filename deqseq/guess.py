@@ -21,7 +21,7 @@ class Guess(ABC):
 
     Attributes:
         varies: true if :meth:`propose` returns different guesses for different values of ``number``.
-            :func:`~deqseq.solve_many` accepts only guesses with ``varies = True``.
+            Several starts (:func:`~deqseq.solve_many`, :func:`~deqseq.solve_with_restarts`) need this.
         causal: true if the guess for token t depends only on tokens up to t. A causal layer in training
             accepts only guesses with ``causal = True``.
         capturable: true if a CUDA graph can record :meth:`propose`, which must then never make the host wait

@@ -20,7 +20,7 @@ from deqseq.guess import Guess, guesses, modules_of, propose
 from deqseq.inputs import Inputs, check_causal, finite_guess, take_inputs
 from deqseq.loop import evaluate
 from deqseq.outputs import LayerOutput, finished, state_after
-from deqseq.policy import policies
+from deqseq.policy import FixedIterations, policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
 from deqseq.search import search
@@ -253,7 +253,13 @@ class ImplicitSequenceLayer(SequenceLayer):
         solve: SolveOptions | None = None,
         previous: Tensor | None = None,
     ) -> LayerOutput:
-        solution = search(self.token_problem(x, position_ids, state, context, solve, previous))
+        options = self.solve if solve is None else solve
+        if kernels.on_tested_gpu(x) and not isinstance(options.convergence, FixedIterations):
+            make = partial(self._problem, options=options, state_has_capacity=True, padded=False)
+            inputs = self._token_inputs(x, position_ids, state, options, previous)
+            solution = self._recordings.solve(self, options, inputs, make, finished)
+        else:
+            solution = search(self.token_problem(x, position_ids, state, context, solve, previous))
         return LayerOutput(solution.z, solution.state, solution)
 
     def token_problem(
@@ -267,13 +273,18 @@ class ImplicitSequenceLayer(SequenceLayer):
     ) -> Problem:
         """The problem that :meth:`decode` solves. Arguments: see :meth:`SequenceLayer.decode`."""
         options = self.solve if solve is None else solve
+        return self._problem(
+            self._token_inputs(x, position_ids, state, options, previous), options, state_has_capacity=True,
+            padded=False, context=self.backbone.prepare_next(x, position_ids, context), overwrites_state=True,
+        )  # fmt: skip
+
+    def _token_inputs(
+        self, x: Tensor, position_ids: Tensor, state: State, options: SolveOptions, previous: Tensor | None
+    ) -> Inputs:
         z0 = propose(options.guess, x, None if self.training else 0, previous)
         z0 = None if z0 is None else finite_guess(z0, x)
         count, none = torch.ones_like(state.seen), torch.zeros_like(position_ids, dtype=torch.bool)
-        return self._problem(
-            Inputs(x, z0, position_ids, count, none, state), options, state_has_capacity=True, padded=False,
-            context=self.backbone.prepare_next(x, position_ids, context), overwrites_state=True,
-        )  # fmt: skip
+        return Inputs(x, z0, position_ids, count, none, state)
 
     def _problem(
         self,

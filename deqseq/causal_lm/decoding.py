@@ -19,7 +19,8 @@ this number. So its shapes rarely change."""
 LEAST_ROOM_RECORDED = 1024
 """The same for recorded steps, because new shapes need a new recording."""
 LEAST_RECORDED = 4
-"""Minimum number of tokens for which a recording is made. Making it runs the step twice."""
+"""A recording is made only if at least this number of tokens is left. Making it takes about as long as two
+tokens without a recording."""
 
 
 class Decoder:
@@ -55,8 +56,8 @@ class Decoder:
         """Feed the tokens ``ids`` (B,). Returns the logits of the next token, (B, V) float32."""
         if self._count == self._capacity:
             self._extend()
-        # The first step is not recorded: it compiles the kernels, and its equilibria may be a new entry of
-        # the memory.
+        # The first step is not recorded. It compiles the kernels. If the memory has no equilibria yet, this
+        # step adds them, and a recording needs a memory of fixed structure.
         left = self._capacity - self._count
         if self._records and self._recorded is None and self._count and left >= LEAST_RECORDED:
             self._recorded = RecordedStep(self.step, self.memory)
@@ -72,7 +73,8 @@ class Decoder:
         least = LEAST_ROOM_RECORDED if self._records else LEAST_ROOM
         room = min(max(least, self._count), self._most - self._count)
         state = self._backbone.reserve(self.memory.state, self.step.x.expand(-1, room, -1))
-        self.memory, self._recorded = self.memory._replace(state=state), None
+        if state is not self.memory.state:  # new tensors, which the recording does not know
+            self.memory, self._recorded = self.memory._replace(state=state), None
         self._capacity += room
 
     def commit(self) -> None:

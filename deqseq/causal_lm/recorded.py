@@ -9,9 +9,10 @@ Shapes: B sequences, V vocabulary.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deqseq import graphs, kernels
+from deqseq.backbones.weights import is_quantised
 from deqseq.causal_lm.token_step import Memory, TokenStep
 from deqseq.loop import drive, finish
 from deqseq.problem import Problem
@@ -21,23 +22,34 @@ from deqseq.trees import copied, overwrite
 
 def recordable(step: TokenStep, memory: Memory) -> bool:
     """Whether ``step`` can be recorded, and is small enough for a recording to save time."""
+    if len(memory.position_ids) > MAX_SEQUENCES:
+        return False
+    # As in the backbone: a graph would not notice that an adapter is switched, and dequantising may make the
+    # host wait.
+    embedding, head = step.model.model.embed_tokens, step.model.lm_head
+    if (
+        (type(embedding), type(head)) != (nn.Embedding, nn.Linear)
+        or is_quantised(embedding)
+        or is_quantised(head)
+    ):
+        return False
     problem = step.problem(memory)
     parts = [step.layer.backbone]
     if problem is not None:
         parts += [problem.solver, problem.policy, problem.options.guess]
         if problem.group is not None:
             return False
-    small = len(memory.position_ids) <= MAX_SEQUENCES
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in step.model.modules())
-    return small and not hooked and graphs.can_record(step.x, *parts)
+    return not hooked and graphs.can_record(step.x, *parts)
 
 
 class RecordedStep(RecordedSolve):
-    """Does what ``step`` does, by replaying CUDA graphs. The results are the same.
+    """Feeds one token of every sequence by replaying CUDA graphs of ``step``. The results are the same.
 
-    If the step searches until convergence, three graphs do the work of a token: the first embeds it, the
-    second does some passes of the search, and is replayed until all sequences have settled, the third
-    computes the logits. Other steps have one graph.
+    A step that searches until convergence has three graphs. The first embeds the token and begins the search.
+    The second runs some passes, and is replayed until all sequences have settled. The third updates the
+    memory and computes the logits. Other steps, with a fixed number of iterations or an explicit model, have
+    one graph.
 
     Args:
         step: the step to record; :func:`recordable` says whether this is possible.

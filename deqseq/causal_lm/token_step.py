@@ -39,7 +39,7 @@ class TokenStep:
         self.model, self.solve = model, solve
         self.layer = model.model.layer
         self.x = model.model.embed_tokens(torch.zeros_like(memory.position_ids))  # (B, 1, D) of any token
-        self.context = model.model.layer.backbone.prepare(self.x, memory.position_ids)
+        self.context = self.layer.backbone.prepare(self.x, memory.position_ids)
 
     def __call__(self, ids: Tensor, memory: Memory) -> tuple[Tensor, Memory]:
         """Feed the tokens ``ids`` (B,).
@@ -66,10 +66,14 @@ class TokenStep:
         return self.layer.token_problem(*self._inputs(ids, memory))
 
     def result(self, z: Tensor, state: State, memory: Memory) -> tuple[Tensor, Memory]:
-        """The result of a call, from the layer's output ``z`` (B, 1, D), its state and the memory before."""
+        """The result of a call, from the layer's output ``z`` (B, 1, D) and the new ``state``.
+
+        ``memory``: the memory before the call.
+        """
         logits = self.model._logits(z)[0][:, -1].float()
         return logits, Memory(state, z[:, 0], memory.position_ids + 1)
 
     def _inputs(self, ids: Tensor, memory: Memory) -> tuple[Any, ...]:
+        """The arguments of ``decode`` and ``token_problem`` of the layer, in order."""
         x = self.model.model.embed_tokens(ids[:, None])
         return x, memory.position_ids, memory.state, self.context, self.solve, memory.equilibrium

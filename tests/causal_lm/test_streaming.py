@@ -286,7 +286,7 @@ def test_recorded_steps_give_the_same_tokens(
 def test_recorded_steps_give_the_same_logits_after_the_state_has_grown(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the state gets more capacity, the step is recorded anew. Logits that were returned do not change."""
+    """If the state moves to larger tensors, the step is recorded anew. Earlier logits do not change."""
     model, ids = make("llama", convergence=TIGHT), prompts(2, 60)  # a state with 64 slots
     monkeypatch.setattr(decoding, "LEAST_ROOM", 4)
     monkeypatch.setattr(decoding, "LEAST_ROOM_RECORDED", 4)
@@ -296,7 +296,7 @@ def test_recorded_steps_give_the_same_logits_after_the_state_has_grown(
         with torch.no_grad():
             decoder = Decoder(model, model(ids, use_cache=True).past_key_values.content, 20)
             runs.append([decoder.feed(ids[:, n]) for n in range(20)])
-        assert len(made) == (4 if record else 0)  # capacity for 4, 8, 16 and 20 tokens
+        assert len(made) == (2 if record else 0)  # for 64 slots and for 128
     for plain, replayed in zip(*runs, strict=True):
         assert torch.equal(plain, replayed)
 
@@ -307,6 +307,9 @@ def test_steps_that_cannot_be_recorded_are_not(make: Make, monkeypatch: pytest.M
     made = allow_recordings(monkeypatch)
     model = make("llama")
     streamed(model, prompts(65), max_new_tokens=6)
+    custom = make("llama")
+    custom.lm_head = torch.nn.Sequential(custom.lm_head)  # a graph would not notice how such a module changes
+    streamed(custom, prompts(), max_new_tokens=6)
     hook = model.model.layer.backbone.layers[0].register_forward_hook(lambda *_: None)
     streamed(model, prompts(), max_new_tokens=6)
     hook.remove()

@@ -98,8 +98,8 @@ def _evaluate(
     puzzle is solved from several starts, the start with the smallest residual gives the answer. The column
     exact has the share of right answers. The column vote has the share of puzzles for which the most frequent
     answer of all starts is right. In the second table, the depth is not fixed: each search ends when the
-    residual of the board meets the tolerance. Its second row is for --starts above 1: if a search does not
-    meet the tolerance in --max_iter evaluations, the next start is tried.
+    residual of the board meets the tolerance. With --starts above 1, this table has a second row: a search
+    that does not meet the tolerance within --max_iter evaluations is repeated from the next start.
 
     Args:
         run: folder of a trained model
@@ -108,7 +108,7 @@ def _evaluate(
         starts: maximum number of starts for each puzzle; 1, 2, 4, ... starts are tested too
         count: use only the first COUNT puzzles
         rtol: tolerance for the second table; by default the tolerance of the run
-        max_iter: maximum number of evaluations in a search for the second table; by default as in the run
+        max_iter: maximum number of evaluations from each start for the second table; by default as in the run
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation

@@ -25,6 +25,7 @@ from deqseq.layer import ImplicitSequenceLayer
 from deqseq.policies import Residual
 from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
+from deqseq.solution import Status
 from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.common.runs import check_model, read_record, read_settings
 from deqseq.tasks.common.settings import build
@@ -66,7 +67,7 @@ class Adaptive:
         max_iter: maximum number of evaluations from each start.
         starts: maximum number of starts. A search that does not meet the tolerance is repeated from the next.
         exact: share of puzzles whose answer is right in every cell.
-        converged: share of puzzles of which a search met the tolerance.
+        converged: share of puzzles for which a search met the tolerance.
         exact_if_converged: share of right answers among these puzzles; ``None`` if there are none.
         iterations: mean number of evaluations for a puzzle, from all its starts.
         seconds: duration.
@@ -339,7 +340,9 @@ def adaptive(
             right = (boards == answers.to(model.device)).all(1)
             found = out.solution
             assert found is not None
-            parts.append((right.cpu(), (found.status[:, 0] == 1).cpu(), found.iterations[:, 0].cpu()))
+            parts.append(
+                (right.cpu(), (found.status[:, 0] == Status.CONVERGED).cpu(), found.iterations[:, 0].cpu())
+            )
     right, converged, iterations = (torch.cat(column) for column in zip(*parts, strict=True))
     return Adaptive(
         policy.rtol, policy.max_iter, starts, right.double().mean().item(), converged.double().mean().item(),

@@ -70,7 +70,7 @@ def solve(
         model: folder of a trained run
         puzzle: text of a puzzle, or a .csv or .csv.gz file of puzzles, or a folder with .csv or .csv.gz files
         output: CSV file for the answers; by default they are printed
-        starts: maximum number of random starts; the next one is tried while no answer can be trusted
+        starts: maximum number of random starts; the next start is tried until an answer can be trusted
         rtol: relative residual of the board at which a search ends; by default as in the run
         max_iter: maximum number of evaluations per start; by default as in the run
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
@@ -195,7 +195,7 @@ def answer(
     rows = torch.stack(list(boards)).split(_BATCH)
     for part in tqdm(rows, desc="puzzles", leave=False, disable=None if progress else True):
         kept = _from_start(model, part, 0, options)
-        for number in range(1, starts):
+        for number in range(1, starts):  # not solve_with_restarts: a broken rule is a reason to restart too
             again = [i for i, one in enumerate(kept) if one.fault is not None]
             if not again:
                 break
@@ -206,13 +206,17 @@ def answer(
 
 
 def _better(old: Answer, new: Answer) -> Answer:
-    """Of two answers to a puzzle, the one that can be trusted, or else the one with the smaller residual."""
+    """Returns ``new`` if it can be trusted or has the smaller residual, else ``old``.
+
+    ``old`` cannot be trusted. The result has the evaluations of both.
+    """
     assert old.evaluations is not None and new.evaluations is not None
     better = new if new.fault is None or _size(new) < _size(old) else old
     return replace(better, evaluations=old.evaluations + new.evaluations)
 
 
 def _size(one: Answer) -> float:
+    """The residual of an answer. NaN and ``None`` count as infinite."""
     return math.inf if one.residual is None or math.isnan(one.residual) else one.residual
 
 

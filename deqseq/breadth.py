@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.checks import check_count
+from deqseq.checks import check_count, check_instance
 from deqseq.guess import Guess, propose
 from deqseq.inputs import check_tokens, real_tokens
 from deqseq.layer import ImplicitSequenceLayer
@@ -120,7 +120,8 @@ def solve_with_restarts(
 ) -> LayerOutput:
     """Solve ``x`` from start 0. Then solve the sequences that have not converged from start 1, and so on.
 
-    A sequence has converged when all its tokens have. If no start of a sequence converges, the start with the
+    A sequence has converged when all its tokens have, also with :class:`~deqseq.Quantile`. A sequence with a
+    non-finite input is solved from start 0 only. If no start of a sequence converges, the start with the
     smallest residual is kept, as in :func:`solve_many`. If most sequences converge from start 0, this costs
     much less than :func:`solve_many`. A convergence policy with a small ``max_iter``, such as 64, restarts
     early.
@@ -135,7 +136,8 @@ def solve_with_restarts(
         evaluations of all batches.
 
     Raises:
-        ValueError: as in :func:`solve_starts`; the policy is ``FixedIterations``, which has no tolerance.
+        ValueError: as in :func:`solve_starts`; the policy is ``FixedIterations``, which has no tolerance; the
+            layer has a process group, and ``starts`` is above 1.
 
     Example::
 
@@ -148,10 +150,15 @@ def solve_with_restarts(
         raise ValueError(
             f"restarts need a policy with a tolerance, got {options.convergence}: use solve_many"
         )
+    if starts > 1 and layer.group is not None:
+        raise ValueError("processes of a group would need different numbers of restarts: use solve_many")
     best = _solve_start(layer, x, attention_mask, options, 0)
     least = _residual(best, attention_mask)
+    finite = torch.isfinite(x).all(-1)
+    finite = finite if attention_mask is None else finite | ~real_tokens(attention_mask)
+    solvable = finite.all(1)
     for number in range(1, starts):
-        rows = (best.status != Status.CONVERGED).any(1).nonzero()[:, 0]
+        rows = (solvable & (best.status != Status.CONVERGED).any(1)).nonzero()[:, 0]
         if not len(rows):
             break
         mask = None if attention_mask is None else attention_mask[rows]
@@ -186,6 +193,7 @@ def _check(
     if not isinstance(layer, ImplicitSequenceLayer):
         raise ValueError(f"several starts are for implicit layers, got {type(layer).__name__}")
     options = layer.eval_solve if solve is None else solve
+    check_instance("solve", options, SolveOptions, "SolveOptions")
     if layer.training:
         raise ValueError("several starts are for evaluation: call layer.eval() first")
     check_count("starts", starts)

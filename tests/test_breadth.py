@@ -184,6 +184,18 @@ def test_restarts_are_for_sequences_that_have_not_converged() -> None:
         solve_with_restarts(solve, x, 3, solve=replace(solve.eval_solve, convergence=FixedIterations(3)))
 
 
+def test_restarts_leave_out_what_they_cannot_help() -> None:
+    """No start solves a non-finite input. In a group, processes would wait for each other in later starts."""
+    solve, x = layer(), inputs()
+    x[1, 3] = torch.nan
+    solution = solve_with_restarts(solve, x, 8).solution
+    assert solution.iterations[1].max() == 60 < solution.iterations[0].max()  # 60 is max_iter
+    assert (solution.status[[0, 2]] == Status.CONVERGED).all()
+    solve.group = object()
+    with pytest.raises(ValueError, match="processes of a group"):
+        solve_with_restarts(solve, x, 2)
+
+
 def test_evaluations_are_counted(count_calls: Any) -> None:
     solve, x = layer(), inputs()
     calls = count_calls(solve.backbone)
@@ -214,6 +226,8 @@ def test_wrong_arguments() -> None:
                 call(solve, x, 2, chunk=0)
         with pytest.raises(ValueError, match="Zero"):
             call(solve, x, 2, solve=SolveOptions())
+        with pytest.raises(ValueError, match="solve must be SolveOptions, got 'picard'"):
+            call(solve, x, 2, solve="picard")
         with pytest.raises(ValueError, match="attention_mask"):
             call(solve, x, 2, attention_mask=torch.ones(2, 5))
         with pytest.raises(ValueError, match="eval"):

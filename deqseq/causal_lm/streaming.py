@@ -48,7 +48,8 @@ def stream(
 
     The tokens are those of ``model.generate``, up to rounding. The host does less work per token: it makes no
     mask and no output class, checks no arguments, and prepares the backbone's weights only once. So do not
-    change the weights before the last token. The model's ``forward`` is called for the prompt only.
+    change weights, hooks, autocast or training mode before the last token. The model's ``forward`` is called
+    for the prompt only.
 
     Args:
         model: the language model, implicit, injected or explicit. Its backbone needs a state.

@@ -15,14 +15,15 @@ from deqseq import kernels
 from deqseq.backbone import Backbone, Context
 from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_hidden, check_sizes
 from deqseq.checks import check_flag
-from deqseq.ops.one_token import SwiGLUWeights, ValueGateWeights
+from deqseq.ops.one_token import ValueGateWeights
 
 
 class ChannelMixer(SwiGLU):
     """A SwiGLU over the channels of each token. It computes value and gate with one matrix product."""
 
     def weights(self, x: Tensor) -> ValueGateWeights:  # type: ignore[override]
-        return _merged(super().weights(x))
+        found = super().weights(x)
+        return ValueGateWeights(torch.cat([found.value, found.gate]), found.out)
 
     def forward(self, x: Tensor, weights: ValueGateWeights) -> Tensor:  # type: ignore[override]
         value, gate = F.linear(x, weights.into).chunk(2, -1)
@@ -36,8 +37,9 @@ class TokenMixer(SwiGLU):
     is below 1. Without this bound, a trained model had very large outputs for boards whose tokens are all
     equal. Such a board was then a fixed point, whatever x was, and some searches ended there.
 
-    The mixer computes weights @ board, without transposing the board. Products of transposed boards, whose
-    rows have L = 81 numbers, were slower on a GPU.
+    The mixer computes weights @ board, without transposing the board. Products of matrices whose rows have
+    L = 81 numbers are slower on GPUs, because these rows are not aligned. So the memory order of the first
+    weights is column by column.
 
     Its hidden width is int(2 d_inner / 3), rounded up to a multiple of 8. Matrix products of such widths are
     faster on GPUs.
@@ -48,7 +50,8 @@ class TokenMixer(SwiGLU):
         super().__init__(tokens, 3 * hidden // 2)
 
     def weights(self, x: Tensor) -> ValueGateWeights:  # type: ignore[override]
-        return _merged(super().weights(x))
+        found = super().weights(x)
+        return ValueGateWeights(torch.cat([found.value.t(), found.gate.t()], 1).t(), found.out)
 
     def forward(  # type: ignore[override]
         self, u: Tensor, weights: ValueGateWeights, injection: Tensor | None
@@ -98,11 +101,6 @@ def _bounded(mixed: Tensor) -> Tensor:
     """``mixed`` (B, L, D), with every token divided by sqrt(m + 1), where m is its mean square."""
     # Autocast on GPUs computes norms in float32.
     return F.rms_norm(mixed, mixed.shape[-1:], eps=1.0).to(mixed.dtype)
-
-
-def _merged(weights: SwiGLUWeights) -> ValueGateWeights:
-    """The weights of value and gate as one matrix."""
-    return ValueGateWeights(torch.cat([weights.value, weights.gate]), weights.out)
 
 
 def _token_mixer(d_model: int, tokens: int, tokens_inner: int | None, kernel: int | None) -> nn.Module:

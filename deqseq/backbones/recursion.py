@@ -31,7 +31,7 @@ class RecursionBackbone(Backbone):
 
     This damping is part of f. A solver can have a damping of its own, which mixes f(z) with z.
 
-    :meth:`compile` compiles a whole round with :func:`torch.compile`. A copy of the backbone is not compiled.
+    :meth:`compile` compiles a whole round.
 
     The explicit twin, a model without a search, is an :class:`~deqseq.ExplicitSequenceLayer` of width D with
     ``map`` alone.
@@ -71,6 +71,17 @@ class RecursionBackbone(Backbone):
         self.updates = updates
         self.damping = damping
         self.noise = noise
+        self._graphs = False  # whether rounds are CUDA graphs
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile a whole round. The arguments are passed to :func:`torch.compile`.
+
+        With ``mode="reduce-overhead"``, rounds on a GPU are CUDA graphs, which saves the host's time. Every
+        evaluation then returns a copy of its result, because the next evaluation overwrites the result. Every
+        batch size needs a graph of its own. A copy of a compiled backbone is not compiled.
+        """
+        super().compile(*args, **options)
+        self._graphs = options.get("mode") == "reduce-overhead"
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         return _with_input(x, self.map.prepare(x.chunk(2, -1)[0], position_ids))
@@ -80,7 +91,8 @@ class RecursionBackbone(Backbone):
         return _with_input(x, self.map.hide_padding(inner, lengths))
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        return self(z, context), None  # call self, not forward(): compile() compiles only __call__
+        found: Tensor = self(z, context)  # call self, not forward(): compile() compiles only __call__
+        return found.clone() if self._graphs else found, None
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
         """f(z), (B, L, 2 D): one round."""

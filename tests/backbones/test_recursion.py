@@ -11,7 +11,7 @@ from torch import Tensor
 from deqseq import Backbone, FixedIterations, ImplicitSequenceLayer, Residual, SolveOptions, Status
 from deqseq.backbone import backbones
 from deqseq.backbones import LlamaBackbone, ModuleBackbone, RecursionBackbone
-from deqseq.gradients import ImplicitDifferentiation, Phantom
+from deqseq.gradients import ImplicitDifferentiation, Phantom, Unrolled
 
 D, L = 8, 6
 MIXER = {"name": "mixer", "d_model": D, "n_layer": 1, "tokens": L}
@@ -231,3 +231,28 @@ def test_refusals() -> None:
         layer(x[:, :5])
     with pytest.raises(ValueError, match=r"x has width 8, but the backbone's d_model is 16"):
         layer(x[..., :D])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_rounds_as_cuda_graphs() -> None:
+    """Results of evaluations stay as they are while later evaluations run. Results and gradients are right."""
+    layer = ImplicitSequenceLayer(
+        recursion(MIXER, contractive=True), gradient=Unrolled(2), convergence=FixedIterations(3)
+    ).cuda()
+    x = torch.randn(2, L, 2 * D, device="cuda", requires_grad=True)
+    parameters = [x, *(p for p in layer.parameters() if p.requires_grad)]
+
+    def run() -> list[Tensor]:
+        found: list[Tensor] = []
+        for training in (True, False, True):
+            z = layer.train(training)(x).z
+            if training:
+                found += torch.autograd.grad(z.square().sum(), parameters)
+            with torch.no_grad():
+                found += [z.detach(), layer(x).z]
+        return found
+
+    expected = run()
+    layer.backbone.compile(mode="reduce-overhead")
+    for found, value in zip(run(), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-4)

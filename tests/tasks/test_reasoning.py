@@ -343,17 +343,18 @@ def test_evaluation_refuses_what_makes_no_sense(puzzles: Path) -> None:
 def test_the_map_is_compiled_on_gpus_only(
     trained: Path, puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(RecursionBackbone, "compile", lambda self: calls.append("compiled"))
+    calls: list[str | None] = []
+    monkeypatch.setattr(RecursionBackbone, "compile", lambda self, mode: calls.append(mode))
     made, _ = load(trained)
     made.compile_map(torch.device("cpu"))
     assert not calls
     made.compile_map(torch.device("cuda"))
-    assert calls == ["compiled"]
+    made.compile_map(torch.device("cuda"), graphs=True)
+    assert calls == [None, "reduce-overhead"]
     monkeypatch.setattr(BoardModel, "compile_map", lambda self, device: calls.append(device.type))
     asked = ["--depth", "1", "--compile", "--output", str(tmp_path)]
     assert main(["evaluate", str(trained), str(puzzles), *asked]) == 0
-    assert calls[1:] == [made.device.type]
+    assert calls[2:] == [made.device.type]
 
 
 def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from deqseq import kernels
-from deqseq.backbones import LlamaBackbone, MixerBackbone
+from deqseq.backbones import LlamaBackbone, MixerBackbone, RecursionBackbone
 from deqseq.guesses import Previous
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.problem import SolveOptions
@@ -123,16 +123,20 @@ class BoardModel(PreTrainedModel):
     def task(self) -> Task:
         return self.config.task  # type: ignore[return-value]
 
-    def compile_map(self, device: torch.device) -> None:
+    def compile_map(self, device: torch.device, graphs: bool = False) -> None:
         """Compile the layer's map with :func:`torch.compile`, unless ``device`` is the CPU.
 
-        The first evaluations with a batch size then take half a minute longer, and later ones are faster.
+        The first evaluations with a batch size then take half a minute longer, and later ones are faster. With
+        ``graphs``, compiled rounds of a :class:`~deqseq.backbones.RecursionBackbone` are CUDA graphs. This is
+        for training: every batch size needs a graph of its own.
         """
         if device.type != "cpu":
             # The map is compiled again for other batch sizes, and in evaluation. After more compilations than
             # the limit, PyTorch silently runs it uncompiled.
             torch._dynamo.config.recompile_limit = 64
-            self.layer.backbone.compile()
+            backbone = self.layer.backbone
+            graphs = graphs and isinstance(backbone, RecursionBackbone)
+            backbone.compile(mode="reduce-overhead" if graphs else None)
 
     def precision(self) -> AbstractContextManager[Any]:
         """A context manager for the precision of evaluation: bfloat16 on GPUs if ``config.bf16``."""

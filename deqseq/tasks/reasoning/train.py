@@ -55,7 +55,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
         folder.start()
         arguments = short_run_arguments(settings, folder.path, save_steps)
         if settings.compile:
-            model.compile_map(arguments.device)
+            model.compile_map(arguments.device, graphs=True)
         stream = PuzzleStream(
             settings.task, puzzles, settings.batch_size, augment=settings.augment, seed=settings.seed,
             device=arguments.device,

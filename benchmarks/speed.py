@@ -37,12 +37,13 @@ import common
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
+import torch.profiler
 from common import Row
 from torch import Tensor
 
 from deqseq import Backbone, Context, kernels
 from deqseq.backbone import backbones
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, stream
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, fast_generate, stream
 
 Tables = dict[str, list[Row]]
 
@@ -358,43 +359,71 @@ def evaluate(bench: Bench, name: str, how: str, limit: float, reference: float |
 
 @torch.no_grad()
 def decode(bench: Bench, name: str, form: str, batch: int, reference: float | None) -> Row:
-    """Time greedy decoding after a prompt of 16 tokens: calls of the model, ``generate`` and ``stream``.
+    """Time greedy decoding after a prompt of 16 tokens, in three ways.
 
-    The times of ``generate`` and ``stream`` include the prompt. The processor time is the time in which the
-    host computes. Other programs change it less than wall-clock time.
+    The ways are ``generate``, ``generate`` with ``fast_generate``, and ``stream``. Each generates a short and
+    a long text. The difference of the two times gives the time of a token. The rest is the start: the prompt,
+    and the recording of CUDA graphs. The processor time is the time in which the host computes. Other
+    programs change it less than wall-clock time.
     """
     model = bench.model(bench.config(name, form)).bfloat16().eval()
     prompt = torch.randint(model.config.vocab_size, (batch, 16), device=bench.device)
-    count = 16 if bench.quick else 32
-    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": count, "do_sample": False}
-    ways = {
-        "generate": lambda: model.generate(prompt, **options),
-        "stream": lambda: list(stream(model, prompt, **options)),
+    short, long = (8, 16) if bench.quick else (32, 160)
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
+    fast = {"custom_generate": fast_generate}
+    ways: dict[str, Callable[[int], Tensor]] = {
+        "generate": lambda n: model.generate(prompt, max_new_tokens=n, **options)[:, 16:],
+        "fast": lambda n: model.generate(prompt, max_new_tokens=n, **options, **fast)[:, 16:],
+        "stream": lambda n: torch.stack(list(stream(model, prompt, max_new_tokens=n, **options)), 1),
     }
-    times: dict[str, list[float]] = {f"{way} {kind}": [] for way in ways for kind in ("ms", "processor ms")}
-    for repeat in range(bench.repeats + 1):  # the first repeat is a warm-up
-        for way, function in ways.items():
-            start = time.process_time()
-            passed = common.stopwatch(function, bench.device)
-            if repeat:
-                times[f"{way} ms"].append(1e3 * passed / count)
-                times[f"{way} processor ms"].append(1e3 * (time.process_time() - start) / count)
-    whole = {name: statistics.median(values) for name, values in times.items()}
-    outs: list[Any] = []
+    row: Row = {}
+    for way, write in ways.items():
+        token, host, start = [], [], []
+        for _ in range(bench.repeats + 1):
+            (wall, cpu), (wall_long, cpu_long) = (clocks(lambda: write(n), bench.device) for n in (short, long))
+            token.append(1e3 * (wall_long - wall) / (long - short))
+            host.append(1e3 * (cpu_long - cpu) / (long - short))
+            start.append(1e3 * wall - short * token[-1])
+        # The first repeat is a warm-up.
+        ms, cpu, first = (statistics.median(values[1:]) for values in (token, host, start))
+        row |= {f"{way} ms": ms, f"{way} processor ms": cpu, f"{way} start ms": first}
+    if bench.device != "cpu":
+        kernels_ms = kernel_milliseconds(lambda: ways["stream"](long))
+        kernels_ms -= kernel_milliseconds(lambda: ways["stream"](short))
+        row["stream busy"] = kernels_ms / (long - short) / row["stream ms"]
+    expected = ways["generate"](long)
+    found = [(ways[way](long) == expected).float().mean().item() for way in ("fast", "stream")]
+    return {
+        **row, **bench.against(row["generate ms"], reference), "tokens/s": 1e3 * batch / row["stream ms"],
+        "equal tokens": min(found), "iterations a token": iterations(model, prompt, short),
+    }  # fmt: skip
 
-    def read_prompt() -> None:
-        outs[:] = [model(prompt, use_cache=True, logits_to_keep=1)]
 
-    def go_on() -> None:
-        for _ in range(count):
-            token, cache = outs[-1].logits[:, -1:].argmax(-1), outs[-1].past_key_values
-            outs.append(model(token, past_key_values=cache, use_cache=True))
+def clocks(function: Callable[[], Any], device: str) -> tuple[float, float]:
+    """Seconds of wall-clock time and of processor time that ``function`` takes."""
+    start = time.process_time()
+    wall = common.stopwatch(function, device)
+    return wall, time.process_time() - start
 
-    ms = bench.milliseconds(go_on, read_prompt, warm_up=1) / count
-    solutions = [out.solution for out in outs[1:] if out.solution is not None]
-    mean = torch.cat([s.iterations for s in solutions]).float().mean().item() if solutions else 1
-    speed = {"tokens/s": 1e3 * batch / ms, "iterations a token": mean}
-    return {"ms a token": ms, **whole, **bench.against(ms, reference), **speed}
+
+def kernel_milliseconds(function: Callable[[], Any]) -> float:
+    """The sum of the times of all kernels that ``function`` runs on the GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e3
+
+
+def iterations(model: ImplicitForCausalLM, prompt: Tensor, count: int) -> float:
+    """The mean number of iterations for a new token; 1 for an explicit model."""
+    out, found = model(prompt, use_cache=True, logits_to_keep=1), []
+    for _ in range(count):
+        token = out.logits[:, -1:].argmax(-1)
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        if out.solution is None:
+            return 1.0
+        found.append(out.solution.iterations)
+    return torch.cat(found).float().mean().item()
 
 
 @torch.no_grad()
@@ -427,8 +456,11 @@ def section(bench: Bench, name: str) -> Tables:
     if name == "evaluation":
         return evaluation(bench)
     if name == "decode":
-        models = [(LLAMA, "-free", 1, 110), (LLAMA, "-free", 16, None), (LLAMA, "-explicit", 1, None)]
-        models += [(MAMBA2, "-free", 1, 236), (MAMBA2, "-free", 16, None), (MAMBA2, "-explicit", 1, None)]
+        models = [
+            (model, form, batch, reference if (form, batch) == ("-free", 1) else None)
+            for model, reference in ((LLAMA, 110), (MAMBA2, 236))
+            for form, batch in product(("-explicit", "-free"), (1, 64))
+        ]
         return {name: bench.rows(decode, {f"{m[0]}{m[1]}, batch {m[2]}": m for m in models})}
     if name == "sequential":
         return {name: bench.rows(one_by_one, {f"{TRACKING}, window 1": ()})}

@@ -25,6 +25,7 @@ The sections:
 import argparse
 import copy
 import gc
+import json
 import statistics
 import sys
 import time
@@ -157,14 +158,18 @@ class Bench(argparse.Namespace):
         return {"reference ms": reference, "over reference": reference and ms / reference}
 
     def rows(self, measure: Callable[..., Row], cases: Mapping[str, tuple[Any, ...]]) -> list[Row]:
-        """Measure one row for each case. Free memory afterwards. If a case fails, its row has the reason."""
-        rows = []
+        """Measure one row for each case, and print it to stderr. If a case fails, its row has the reason.
+
+        Frees memory after each case.
+        """
+        rows: list[Row] = []
         for case, arguments in cases.items():
             try:
                 rows.append({"case": case, **measure(self, *arguments)})
             except Exception as error:
                 failed = "out of memory" if isinstance(error, torch.OutOfMemoryError) else repr(error)[:100]
                 rows.append({"case": case, "failed": failed})
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             gc.collect()
             if self.device != "cpu":
                 torch.cuda.empty_cache()

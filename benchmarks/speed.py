@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -385,7 +386,8 @@ def decode(bench: Bench, name: str, form: str, batch: int, reference: float | No
     for way, write in ways.items():
         token, host, start = [], [], []
         for _ in range(bench.repeats + 1):
-            (wall, cpu), (wall_long, cpu_long) = (clocks(lambda: write(n), bench.device) for n in (short, long))
+            wall, cpu = clocks(partial(write, short), bench.device)
+            wall_long, cpu_long = clocks(partial(write, long), bench.device)
             token.append(1e3 * (wall_long - wall) / (long - short))
             host.append(1e3 * (cpu_long - cpu) / (long - short))
             start.append(1e3 * wall - short * token[-1])
@@ -393,9 +395,9 @@ def decode(bench: Bench, name: str, form: str, batch: int, reference: float | No
         ms, cpu, first = (statistics.median(values[1:]) for values in (token, host, start))
         row |= {f"{way} ms": ms, f"{way} processor ms": cpu, f"{way} start ms": first}
     if bench.device != "cpu":
-        kernels_ms = kernel_milliseconds(lambda: ways["stream"](long))
-        kernels_ms -= kernel_milliseconds(lambda: ways["stream"](short))
-        row["stream busy"] = kernels_ms / (long - short) / row["stream ms"]
+        busy = kernel_milliseconds(partial(ways["stream"], long))
+        busy -= kernel_milliseconds(partial(ways["stream"], short))
+        row["stream busy"] = busy / (long - short) / row["stream ms"]
     expected = ways["generate"](long)
     found = [(ways[way](long) == expected).float().mean().item() for way in ("fast", "stream")]
     return {

@@ -62,7 +62,7 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def recordable(problem: Problem) -> bool:
+def can_record_passes(problem: Problem) -> bool:
     """Whether passes of ``problem`` can be recorded as a CUDA graph."""
     parts = (problem.map, problem.solver, problem.policy)
     return can_record(problem.z0, *parts) and not problem.fixed and problem.group is None

@@ -117,7 +117,7 @@ def _flat(inputs: Inputs) -> list[Tensor]:
 def _pays(problem: Problem) -> bool:
     batch, length, _ = problem.z0.shape
     small = length == 1 and batch <= MAX_SEQUENCES
-    return graphs.recordable(problem) and problem.state_has_capacity and small
+    return graphs.can_record_passes(problem) and problem.state_has_capacity and small
 
 
 def _key(inputs: list[Tensor]) -> Hashable:

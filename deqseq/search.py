@@ -28,7 +28,7 @@ def search(problem: Problem) -> Solution:
     and returns the solver's last iterate.
     """
     with torch.no_grad():
-        if problem.window is not None and graphs.recordable(problem):
+        if problem.window is not None and graphs.can_record_passes(problem):
             return drive(graphs.WindowRunner(problem))
         return drive((CompactingRunner if compactable(problem) else Runner)(problem))
 

@@ -52,14 +52,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(graphs, "recordable", recordable)
+    monkeypatch.setattr(graphs, "can_record_passes", recordable)
     monkeypatch.setattr(replay, "Recording", Counted)
     return made
 
 
 def plain(monkeypatch: pytest.MonkeyPatch, function: Callable[[], Any]) -> Any:
     with monkeypatch.context() as patch:
-        patch.setattr(graphs, "recordable", lambda problem: False)
+        patch.setattr(graphs, "can_record_passes", lambda problem: False)
         return function()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deqseq.causal_lm.cache import StateLayer
 from deqseq.causal_lm.modeling import ImplicitForCausalLM
-from deqseq.causal_lm.recorded import RecordedStep, recordable
+from deqseq.causal_lm.recorded import RecordedStep, can_record_step
 from deqseq.causal_lm.support import check_layer
 from deqseq.causal_lm.token_step import Memory, TokenStep
 from deqseq.problem import SolveOptions
@@ -49,7 +49,7 @@ class Decoder:
         self._content, self._most = content, most
         self._count = 0  # number of tokens that have been fed
         self._capacity = 0  # number of tokens that the state has had capacity for
-        self._records = recordable(self.step, self.memory)
+        self._records = can_record_step(self.step, self.memory)
         self._recorded: RecordedStep | None = None
 
     def feed(self, ids: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from deqseq.replay import MAX_SEQUENCES, RecordedSolve
 from deqseq.trees import copied, overwrite
 
 
-def recordable(step: TokenStep, memory: Memory) -> bool:
+def can_record_step(step: TokenStep, memory: Memory) -> bool:
     """Whether ``step`` can be recorded, and is small enough for a recording to save time."""
     if len(memory.position_ids) > MAX_SEQUENCES:
         return False
@@ -52,7 +52,7 @@ class RecordedStep(RecordedSolve):
     one graph.
 
     Args:
-        step: the step to record; :func:`recordable` says whether this is possible.
+        step: the step to record; :func:`can_record_step` says whether this is possible.
         memory: the memory before the next call. Its state needs capacity for the tokens of all calls.
 
     Attributes:

@@ -235,7 +235,7 @@ def test_refusals() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_rounds_as_cuda_graphs() -> None:
-    """Results of evaluations stay as they are while later evaluations run. Results and gradients are right."""
+    """Later evaluations leave the results of earlier ones as they are. Results and gradients are right."""
     layer = ImplicitSequenceLayer(
         recursion(MIXER, contractive=True), gradient=Unrolled(2), convergence=FixedIterations(3)
     ).cuda()

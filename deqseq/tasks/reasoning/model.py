@@ -126,9 +126,11 @@ class BoardModel(PreTrainedModel):
     def compile_map(self, device: torch.device, graphs: bool = False) -> None:
         """Compile the layer's map with :func:`torch.compile`, unless ``device`` is the CPU.
 
-        The first evaluations with a batch size then take half a minute longer, and later ones are faster. With
-        ``graphs``, compiled rounds of a :class:`~deqseq.backbones.RecursionBackbone` are CUDA graphs. This is
-        for training: every batch size needs a graph of its own.
+        The first evaluations with a batch size then take half a minute longer, and later ones are faster.
+
+        Args:
+            graphs: replay compiled rounds of a :class:`~deqseq.backbones.RecursionBackbone` as CUDA graphs.
+                For training, because every batch size needs a graph of its own.
         """
         if device.type != "cpu":
             # The map is compiled again for other batch sizes, and in evaluation. After more compilations than

@@ -369,8 +369,8 @@ def decode(bench: Bench, name: str, form: str, batch: int, reference: float | No
 
     The ways are ``generate``, ``generate`` with ``fast_generate``, and ``stream``. Each generates a short and
     a long text. The difference of the two times gives the time of a token. The rest is the start: the prompt,
-    and the recording of CUDA graphs. The processor time is the time in which the host computes. Other
-    programs change it less than wall-clock time.
+    and the recording of CUDA graphs. The processor time is the CPU time of this process. On a busy machine,
+    it varies less than wall-clock time. On a GPU, it includes waiting for the GPU.
     """
     model = bench.model(bench.config(name, form)).bfloat16().eval()
     prompt = torch.randint(model.config.vocab_size, (batch, 16), device=bench.device)
@@ -390,7 +390,7 @@ def decode(bench: Bench, name: str, form: str, batch: int, reference: float | No
             wall_long, cpu_long = clocks(partial(write, long), bench.device)
             token.append(1e3 * (wall_long - wall) / (long - short))
             host.append(1e3 * (cpu_long - cpu) / (long - short))
-            start.append(1e3 * wall - short * token[-1])
+            start.append(1e3 * wall - (short - 1) * token[-1])  # the prompt gives the first token
         # The first repeat is a warm-up.
         ms, cpu, first = (statistics.median(values[1:]) for values in (token, host, start))
         row |= {f"{way} ms": ms, f"{way} processor ms": cpu, f"{way} start ms": first}

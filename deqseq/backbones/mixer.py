@@ -37,9 +37,9 @@ class TokenMixer(SwiGLU):
     is below 1. Without this bound, a trained model had very large outputs for boards whose tokens are all
     equal. Such a board was then a fixed point, whatever x was, and some searches ended there.
 
-    The mixer computes weights @ board, without transposing the board. Products of matrices whose rows have
-    L = 81 numbers are slower on GPUs, because these rows are not aligned. So the memory order of the first
-    weights is column by column.
+    The mixer computes weights @ u for every sequence u (L, D), without transposing u. The weights of value
+    and gate have rows of L numbers. With L = 81, such rows are not aligned in memory, and GPUs multiply them
+    more slowly. So these weights are stored column by column.
 
     Its hidden width is int(2 d_inner / 3), rounded up to a multiple of 8. Matrix products of such widths are
     faster on GPUs.

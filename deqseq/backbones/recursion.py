@@ -41,9 +41,9 @@ class RecursionBackbone(Backbone):
             ``{"name": "mixer", ...}``. In a mapping, ``injection`` is false by default. The recursion is
             causal if ``map`` is causal.
         updates: number of updates of z_L in a round.
-        damping: in (0, 1]; with 1, an update keeps nothing of the old latent.
+        damping: in (0, 1]; with 1, the new latent is the map's output.
         noise: standard deviation of the Gaussian noise that every update adds to its latent in training mode.
-            The residual of a search then stays above about this size.
+            In training mode, the residual of a search then stays above about this size.
 
     Raises:
         ValueError: ``map`` has an injection or no width, or a number is out of range.
@@ -76,8 +76,8 @@ class RecursionBackbone(Backbone):
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile a whole round. The arguments are passed to :func:`torch.compile`.
 
-        With ``mode="reduce-overhead"``, rounds on a GPU are CUDA graphs, which saves the host's time. Every
-        evaluation then returns a copy of its result, because the next evaluation overwrites the result. Every
+        With ``mode="reduce-overhead"``, rounds on a GPU are CUDA graphs: the host launches one graph instead
+        of hundreds of kernels. Every evaluation then returns a copy of its result, because the next evaluation overwrites the result. Every
         batch size needs a graph of its own. A copy of a compiled backbone is not compiled.
         """
         super().compile(*args, **options)

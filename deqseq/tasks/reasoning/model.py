@@ -130,7 +130,8 @@ class BoardModel(PreTrainedModel):
 
         Args:
             graphs: replay compiled rounds of a :class:`~deqseq.backbones.RecursionBackbone` as CUDA graphs.
-                For training, because every batch size needs a graph of its own.
+                For training, where the batch size is constant: every batch size needs a graph of its own.
+                Other backbones are compiled without graphs.
         """
         if device.type != "cpu":
             # The map is compiled again for other batch sizes, and in evaluation. After more compilations than

@@ -77,8 +77,9 @@ class RecursionBackbone(Backbone):
         """Compile a whole round. The arguments are passed to :func:`torch.compile`.
 
         With ``mode="reduce-overhead"``, rounds on a GPU are CUDA graphs: the host launches one graph instead
-        of hundreds of kernels. Every evaluation then returns a copy of its result, because the next evaluation overwrites the result. Every
-        batch size needs a graph of its own. A copy of a compiled backbone is not compiled.
+        of hundreds of kernels. Every evaluation then returns a copy of its result, because the next
+        evaluation overwrites the result. Every batch size needs a graph of its own. A copy of a compiled
+        backbone is not compiled.
         """
         super().compile(*args, **options)
         self._graphs = options.get("mode") == "reduce-overhead"

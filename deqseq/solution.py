@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from deqseq.backbone import State
 
 
-@dataclass
+@dataclass(repr=False)
 class Solution:
     """The result of one solve. Shapes: B sequences, L tokens, D width.
 
@@ -40,6 +40,18 @@ class Solution:
     nfe: int
     state: State | None = None
     adjoint: Solution | None = None
+
+    def __repr__(self) -> str:
+        """A summary in one line. Makes the host wait for the device."""
+        size = " x ".join(map(str, self.status.shape))
+        counts = {s.name.lower().replace("_", " "): int((self.status == s).sum()) for s in Status}
+        ends = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        if not self.status.numel():
+            return f"Solution({size} tokens, nfe={self.nfe})"
+        return (
+            f"Solution({size} tokens: {ends}; {int(self.iterations.min())} to {int(self.iterations.max())} "
+            f"iterations, residual at most {float(self.residual.max()):.2g}, nfe={self.nfe})"
+        )
 
     def __getitem__(self, row: int | slice) -> Solution:
         """The solution of one sequence (an index) or of several (a slice), without state and adjoint.

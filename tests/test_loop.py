@@ -453,6 +453,11 @@ def test_summary(rates: Backbone) -> None:
     first = solution.summary(torch.tensor([[1, 1], [0, 0]]))
     assert first["share_converged"] == 1 and first["iterations"] == own
     assert math.isclose(first["residual"], float(solution.residual[0].mean()), rel_tol=1e-6)
+    assert repr(solution) == (
+        f"Solution(2 x 2 tokens: 2 converged, 2 budget exhausted; {own} to 12 iterations, "
+        f"residual at most {float(solution.residual.max()):.2g}, nfe=12)"
+    )
+    assert repr(solution[:0]) == "Solution(0 x 2 tokens, nfe=12)"
 
 
 def test_search_stores_no_graph(make_layer: MakeLayer) -> None:

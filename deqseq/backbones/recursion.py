@@ -31,7 +31,10 @@ class RecursionBackbone(Backbone):
 
     This damping is part of f. A solver can have a damping of its own, which mixes f(z) with z.
 
-    :meth:`compile` compiles a whole round.
+    :meth:`compile` compiles a whole round with :func:`torch.compile`. With ``mode="reduce-overhead"``, rounds
+    on a GPU are CUDA graphs: the host launches one graph instead of hundreds of kernels. Every batch size
+    needs a graph of its own. :meth:`evaluate` copies the results of compiled rounds, because the next replay
+    of a graph overwrites them. A direct call does not copy. A copy of a compiled backbone is not compiled.
 
     The explicit twin, a model without a search, is an :class:`~deqseq.ExplicitSequenceLayer` of width D with
     ``map`` alone.
@@ -71,18 +74,6 @@ class RecursionBackbone(Backbone):
         self.updates = updates
         self.damping = damping
         self.noise = noise
-        self._graphs = False  # whether rounds are CUDA graphs
-
-    def compile(self, *args: Any, **options: Any) -> None:
-        """Compile a whole round. The arguments are passed to :func:`torch.compile`.
-
-        With ``mode="reduce-overhead"``, rounds on a GPU are CUDA graphs: the host launches one graph instead
-        of hundreds of kernels. Every evaluation then returns a copy of its result, because the next
-        evaluation overwrites the result. Every batch size needs a graph of its own. A copy of a compiled
-        backbone is not compiled.
-        """
-        super().compile(*args, **options)
-        self._graphs = options.get("mode") == "reduce-overhead"
 
     def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
         return _with_input(x, self.map.prepare(x.chunk(2, -1)[0], position_ids))
@@ -93,7 +84,8 @@ class RecursionBackbone(Backbone):
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         found: Tensor = self(z, context)  # call self, not forward(): compile() compiles only __call__
-        return found.clone() if self._graphs else found, None
+        # A compiled round may be a CUDA graph. The next evaluation then overwrites the result.
+        return found if self._compiled_call_impl is None else found.clone(), None
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:
         """f(z), (B, L, 2 D): one round."""

@@ -95,8 +95,8 @@ class ResultFolder:
         before, now = ({"model": h.get("model"), **h.get("settings", {})} for h in (former, self._head))
         if found := changes(before, now):
             raise ValueError(
-                f"{self.json} is a result with other settings ({', '.join(found)}): name another folder, "
-                "or overwrite it with --force"
+                f"{self.json} is a result with other settings ({', '.join(found)}): name another folder "
+                "with --output, or overwrite it with --force"
             )
 
 

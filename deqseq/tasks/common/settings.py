@@ -216,9 +216,11 @@ def one_line(error: Exception) -> str:
     drop += r"|- Expected a <class 'NoneType'>[^\n]*"
     text = re.sub(drop, "", str(error), flags=re.S)
     lines = [line.strip().removeprefix("- ") for line in text.splitlines() if line.strip()]
-    return re.sub(r'^Parser key "(.*?)"( element \d+)?:;', r"\1\2:", "; ".join(lines)).replace(
-        ": must", " must"
+    line = re.sub(r'^Parser key "(.*?)"( element \d+)?:;', r"\1\2:", "; ".join(lines))
+    line = re.sub(
+        r": Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r" must be one of \1, got \2", line
     )
+    return line.replace(": must", " must")
 
 
 @cache

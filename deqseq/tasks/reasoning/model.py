@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -18,6 +19,7 @@ from transformers.utils.generic import ModelOutput
 
 from deqseq import kernels
 from deqseq.backbones import LlamaBackbone, MixerBackbone, RecursionBackbone
+from deqseq.gradients import ImplicitDifferentiation
 from deqseq.guesses import Previous
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.problem import SolveOptions
@@ -137,6 +139,10 @@ class BoardModel(PreTrainedModel):
             # The map is compiled again for other batch sizes, and in evaluation. After more compilations than
             # the limit, PyTorch silently runs it uncompiled.
             torch._dynamo.config.recompile_limit = 64
+            # Implicit differentiation goes backward several times through one evaluation. Compiled code then
+            # must not reuse the memory of saved tensors.
+            if isinstance(getattr(self.layer, "gradient", None), ImplicitDifferentiation):
+                torch._functorch.config.donated_buffer = False
             backbone = self.layer.backbone
             graphs = graphs and isinstance(backbone, RecursionBackbone)
             backbone.compile(mode="reduce-overhead" if graphs else None)

@@ -30,7 +30,9 @@ def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
         )  # fmt: skip
         for axis, name, label in curves:
             found = [(entry["step"], entry[name]) for entry in log if name in entry]
-            axis.plot(*zip(*found, strict=True), label=label) if found else None
+            tests = "accuracy" in name  # rare, so each gets a marker
+            if found:
+                axis.plot(*zip(*found, strict=True), label=label, marker="o" if tests else None)
         top.set(ylabel="loss", yscale="log")
         bottom.set(xlabel="step", ylabel="solved", ylim=(-0.02, 1.02))
         if bottom.lines:  # a short run without tests may have no curves here

@@ -21,7 +21,16 @@ from deqseq.tasks.reasoning.evaluate import by_depth, check_starts, compacting, 
 from deqseq.tasks.reasoning.files import BROKEN, open_csv
 from deqseq.tasks.reasoning.model import BoardModel
 from deqseq.tasks.reasoning.plots import plot_solving
-from deqseq.tasks.reasoning.puzzles import CHARACTERS, GOAL, PATH, START, Puzzles, Task, broken_rules
+from deqseq.tasks.reasoning.puzzles import (
+    CHARACTERS,
+    GOAL,
+    PATH,
+    START,
+    Puzzles,
+    Task,
+    broken_rules,
+    sudoku_units,
+)
 
 _BATCH = 256  # boards solved together
 _COLUMNS = ("source", "question", "answer", "residual", "evaluations", "trust")
@@ -116,7 +125,11 @@ def questions(puzzle: str, task: Task, size: int) -> Iterator[tuple[str, Tensor]
     for file in files:
         yield from _in_file(file, task, size)
     if not files:
-        yield "", board(puzzle, task, size)
+        try:
+            yield "", board(puzzle, task, size)
+        except ValueError as error:
+            named = "/" in puzzle or Path(puzzle).suffix[1:].isalpha()
+            raise ValueError(f"{error}, and there is no file {puzzle}" if named else str(error)) from None
 
 
 def _files(puzzle: str) -> list[Path]:
@@ -245,7 +258,20 @@ def _from_start(model: BoardModel, part: Tensor, number: int, options: SolveOpti
 def _faults(task: Task, questions: Tensor, answers: Tensor) -> dict[int, str]:
     """Find the answers that break a rule. Returns the row of each such answer, with the rule in words."""
     marked = Puzzles(questions, answers, torch.zeros(len(questions), dtype=torch.int64))
-    return dict(broken_rules(task, marked)) | (_gaps(questions, answers) if task == "maze" else {})
+    more = _gaps(questions, answers) if task == "maze" else _clashes(questions)
+    return dict(broken_rules(task, marked)) | more
+
+
+def _clashes(questions: Tensor) -> dict[int, str]:
+    """Find the Sudokus with equal clues in a row, column or box.
+
+    Returns the row of each such Sudoku, with an error message.
+    """
+    n = math.isqrt(questions.shape[1])
+    units = questions[:, sudoku_units(n)].sort(-1).values
+    clash = ((units[..., 1:] == units[..., :-1]) & (units[..., 1:] > 0)).any(-1).any(-1)
+    why = "the puzzle has equal clues in a row, column or box"
+    return {row: why for row in clash.nonzero()[:, 0].tolist()}
 
 
 def _gaps(questions: Tensor, answers: Tensor) -> dict[int, str]:

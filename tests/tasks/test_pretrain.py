@@ -139,7 +139,7 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("min_learning_rate", "1")], "min_learning_rate must be in"),
         ([("activation_budget", "0.5")], "compile: true"),
         ([("keep", "1")], "at least 2"),
-        ([("documents", "mixed")], "documents: Expected .*'joined', 'separate'.*mixed"),
+        ([("documents", "mixed")], "documents must be one of .*'joined', 'separate', got mixed"),
         ([("per_device_batch_size", "0")], "per_device_batch_size must be a whole number >= 1"),
         ([("length", "1")], "at least 2"),
         ([("learning_rate", "fast")], "learning_rate must be a positive, finite number.*fast"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 
 from deqseq import Residual, SolveOptions
@@ -355,6 +356,15 @@ def test_the_map_is_compiled_on_gpus_only(
     asked = ["--depth", "1", "--compile", "--output", str(tmp_path)]
     assert main(["evaluate", str(trained), str(puzzles), *asked]) == 0
     assert calls[2:] == [made.device.type]
+
+
+def test_compiled_maps_allow_several_backward_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Implicit differentiation goes backward several times through one evaluation of the compiled map."""
+    monkeypatch.setattr(RecursionBackbone, "compile", lambda self, mode: None)
+    for gradient, allowed in (("phantom", True), ("implicit", False)):
+        monkeypatch.setattr(torch._functorch.config, "donated_buffer", True)
+        model(gradient=gradient).compile_map(torch.device("cuda"))
+        assert torch._functorch.config.donated_buffer is allowed
 
 
 def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,12 +65,13 @@ def _tile(width: int) -> dict[str, int]:
     return {"R": max(1, 2048 // block), "BLOCK": block}
 
 
-def _forward(
+def sum_and_norm(
     stream: Tensor, added: Tensor | None, weight: Tensor, eps: float | None, dtype: torch.dtype, last: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns two tensors: the sum ``stream + added``, and the RMSNorm of the sum.
+    """Returns two tensors: the sum ``stream + added``, and the RMSNorm of the sum in ``dtype``.
 
-    With ``last``, or if ``added`` is ``None``, the first tensor is ``stream`` itself.
+    Both summands must be contiguous. With ``last``, or if ``added`` is ``None``, the first tensor is ``stream``
+    itself. The results have no gradients; :func:`add_norm` has them.
     """
     width = stream.shape[-1]
     rows = stream.numel() // width
@@ -91,7 +92,7 @@ class _AddNorm(torch.autograd.Function):
         ctx: Any, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype,
         last: bool,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-        total, out = _forward(stream, added, weight, eps, dtype, last)
+        total, out = sum_and_norm(stream, added, weight, eps, dtype, last)
         # For the backward pass, save the total. It is an output, so it stays in memory anyway. With ``last``
         # there is no total, so save its two summands.
         kept = (stream, added) if last else (total, None)
@@ -135,6 +136,6 @@ def add_norm(
     stream = stream.contiguous()
     added = None if added is None else added.contiguous()
     if not torch.is_grad_enabled():
-        return _forward(stream, added, norm.weight, norm.eps, dtype, last)
+        return sum_and_norm(stream, added, norm.weight, norm.eps, dtype, last)
     total, out = _AddNorm.apply(stream, added, norm.weight, norm.eps, dtype, last)
     return total, out

@@ -11,35 +11,29 @@ Shapes:
 - Llama: H query heads, J key/value heads, P head dim, S slots of the state.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from deqseq.kernels import launch
-from deqseq.ops.add_norm.triton import summed
+from deqseq.ops.add_norm.triton import sum_and_norm, summed
 from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights
 from deqseq.ops.mixer.triton_convolution import silu
 from deqseq.ops.one_token import AttentionWeights, Norm, SwiGLUWeights, ValueGateWeights
 
 _FEW = 132
 """A projection tries to start at least this many programs: one for each of an H100's 132 multiprocessors."""
-_ALONE = 1
-"""In batches of at most this size, each program of a projection computes outputs of one sequence. In larger
-batches, each program computes outputs of all sequences."""
 
 
 @triton.jit
-def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, eps, D: tl.constexpr,
-                N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
+def _row_kernel(x, added, norm, weight, times, plus, total, out, eps, D: tl.constexpr, N: tl.constexpr,
+                HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
                 HAS_PLUS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """Compute BN outputs of one sequence. Each step of the loop issues its loads before its reductions."""
-    b = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     if HAS_PLUS:
-        more = tl.load(plus + b * plus_stride + n, n < N, 0.0).to(tl.float32)
+        more = tl.load(plus + n, n < N, 0.0).to(tl.float32)
     mine = tl.where(tl.program_id(0) == 0, D, 0)  # only the first program stores x + added
     squares = 0.0
     y = tl.zeros((BN,), tl.float32)
@@ -53,9 +47,9 @@ def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, ep
             t = tl.load(times + place, mask, 0.0)
         if HAS_NORM:
             g = tl.load(norm + k, k < D, 0.0).to(tl.float32)
-        v = summed(x, added, b * D + k, k < D, HAS_ADDED)
+        v = summed(x, added, k, k < D, HAS_ADDED)
         if HAS_ADDED:
-            tl.store(total + b * D + k, v, k < mine)
+            tl.store(total + k, v, k < mine)
         v = v.to(tl.float32)
         if HAS_NORM:
             squares += tl.sum(v * v, 0)
@@ -71,54 +65,30 @@ def _row_kernel(x, added, norm, weight, times, plus, total, out, plus_stride, ep
         y = silu(y) * z
     if HAS_PLUS:
         y += more
-    tl.store(out + b * N + n, y.to(out.dtype.element_ty), n < N)
+    tl.store(out + n, y.to(out.dtype.element_ty), n < N)
 
 
 @triton.jit
-def _rows_kernel(x, added, norm, weight, times, plus, total, out, B, plus_stride, eps, D: tl.constexpr,
-                 N: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TIMES: tl.constexpr,
-                 HAS_PLUS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+def _rows_kernel(x, weight, times, plus, out, B, plus_stride, D: tl.constexpr, N: tl.constexpr,
+                 HAS_TIMES: tl.constexpr, HAS_PLUS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Compute BN outputs of all sequences. The kernel multiplies the outputs by the norm's scale at the end.
-    With SCALED, it multiplies the inputs instead, because unscaled inputs could overflow in float16."""
+    """Compute BN outputs of all sequences."""
     r = tl.arange(0, ROWS)[:, None]
     n = tl.program_id(0) * BN + tl.arange(0, BN)[None, :]
-    mine = tl.where(tl.program_id(0) == 0, B, 0)  # only the first program stores x + added
     mask = (r < B) & (n < N)
     if HAS_PLUS:
         more = tl.load(plus + r * plus_stride + n, mask, 0.0).to(tl.float32)
-    squares = tl.zeros((ROWS, BK), tl.float32)
-    if SCALED:
-        for start in range(0, D, BK):
-            k = start + tl.arange(0, BK)[None, :]
-            v = summed(x, added, r * D + k, (r < B) & (k < D), HAS_ADDED).to(tl.float32)
-            squares += v * v
-        scale = tl.rsqrt(tl.sum(squares, 1) / D + eps)[:, None]
     y = tl.zeros((ROWS, BN), tl.float32)
     z = tl.zeros((ROWS, BN), tl.float32)
     for start in range(0, D, BK):
         k = start + tl.arange(0, BK)[None, :]
-        v = summed(x, added, r * D + k, (r < B) & (k < D), HAS_ADDED)
-        if HAS_ADDED:
-            tl.store(total + r * D + k, v, (r < mine) & (k < D))
-        if HAS_NORM:
-            v = v.to(tl.float32)
-            if SCALED:
-                v *= scale
-            else:
-                squares += v * v
-            v *= tl.load(norm + k, k < D, 0.0).to(tl.float32)
-        u = v.to(weight.dtype.element_ty)
+        u = tl.load(x + r * D + k, (r < B) & (k < D), 0.0).to(weight.dtype.element_ty)
         k = start + tl.arange(0, BK)[:, None]
         w = tl.load(weight + n * D + k, (n < N) & (k < D), 0.0)
         y = tl.dot(u, w, y, input_precision=PRECISION)
         if HAS_TIMES:
             t = tl.load(times + n * D + k, (n < N) & (k < D), 0.0)
             z = tl.dot(u, t, z, input_precision=PRECISION)
-    if HAS_NORM and not SCALED:
-        scale = tl.rsqrt(tl.sum(squares, 1) / D + eps)[:, None]
-        y *= scale
-        z *= scale
     if HAS_TIMES:
         y = silu(y) * z
     if HAS_PLUS:
@@ -130,13 +100,15 @@ def project(
     x: Tensor, weight: Tensor, norm: Norm | None = None, added: Tensor | None = None,
     plus: Tensor | None = None, times: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A linear map of RMSNorm(x + added), fused with the operations before and after the map.
+    """A linear map of RMSNorm(x + added), with the operations before and after the map.
+
+    For one sequence, this is a single kernel. For more sequences, the norm is a kernel of its own.
 
     Args:
         x: (B, 1, D), with B at most 64.
         weight: (N, D).
         norm: weight and eps of the RMSNorm; ``None``: no norm.
-        added: (B, 1, D) added to ``x`` before the norm.
+        added: (B, 1, D) added to ``x`` before the norm; needs ``norm``.
         plus: (B, 1, N) added to the output.
         times: (N, D) weight of a second linear map of the same input. The output is then
             silu(first) * second, where first and second are the results of the two maps.
@@ -144,43 +116,58 @@ def project(
     Returns:
         x + added (B, 1, D), and the output (B, 1, N) in the weight's type.
     """
-    batch, (width, columns) = x.shape[0], (x.shape[2], weight.shape[0])
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     added = None if added is None else added.contiguous()
+    times = None if times is None else times.contiguous()
     if plus is not None and plus.stride(2) != 1:
         plus = plus.contiguous()
+    if len(x) == 1:
+        return _project_one(x, weight, norm, added, plus, times)
+    if norm is None:
+        return x, _project_all(x, weight, plus, times)
+    total, normed = sum_and_norm(x, added, *norm, weight.dtype, last=False)
+    return total, _project_all(normed, weight, plus, times)
+
+
+def _project_one(
+    x: Tensor,
+    weight: Tensor,
+    norm: Norm | None,
+    added: Tensor | None,
+    plus: Tensor | None,
+    times: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`project` for a single sequence. All programs read the whole input."""
+    columns, width = weight.shape
     total = x if added is None else torch.empty_like(x)
-    out = weight.new_empty(batch, 1, columns)
+    out = weight.new_empty(1, 1, columns)
     scale, eps = (weight, 0.0) if norm is None else norm
-    args = [
-        x, x if added is None else added, scale, weight.contiguous(),
-        weight if times is None else times.contiguous(), x if plus is None else plus, total, out,
-    ]  # fmt: skip
-    # Pass stride 0 for a batch of one sequence, where the kernel does not need the stride. With other values,
-    # Triton could compile a separate kernel for each stride.
-    stride = 0 if plus is None or batch == 1 else plus.stride(0)
-    constants: dict[str, Any] = {
-        "D": width, "N": columns, "HAS_ADDED": added is not None, "HAS_NORM": norm is not None,
-        "HAS_TIMES": times is not None, "HAS_PLUS": plus is not None,
-    }  # fmt: skip
-    if batch <= _ALONE:
-        block_k = min(2048, triton.next_power_of_2(width))
-        block_n = next((n for n in (16, 8) if triton.cdiv(columns, n) >= _FEW), 4)
-        elements = block_n * block_k * (1 if times is None else 2)
-        launch(
-            _row_kernel, (triton.cdiv(columns, block_n), batch), *args, stride, eps, **constants, BN=block_n,
-            BK=block_k, num_warps=4 if elements <= 2**14 else 8,
-        )  # fmt: skip
-        return total, out
+    block_k = min(2048, triton.next_power_of_2(width))
+    block_n = next((n for n in (16, 8) if triton.cdiv(columns, n) >= _FEW), 4)
+    elements = block_n * block_k * (1 if times is None else 2)
+    launch(
+        _row_kernel, (triton.cdiv(columns, block_n),), x, x if added is None else added, scale, weight,
+        weight if times is None else times, x if plus is None else plus, total, out, eps, D=width, N=columns,
+        HAS_ADDED=added is not None, HAS_NORM=norm is not None, HAS_TIMES=times is not None,
+        HAS_PLUS=plus is not None, BN=block_n, BK=block_k, num_warps=4 if elements <= 2**14 else 8,
+    )  # fmt: skip
+    return total, out
+
+
+def _project_all(x: Tensor, weight: Tensor, plus: Tensor | None, times: Tensor | None) -> Tensor:
+    """:func:`project` for several sequences, without a norm. Each program computes outputs of all sequences."""
+    batch, (columns, width) = len(x), weight.shape
+    out = weight.new_empty(batch, 1, columns)
     rows = max(16, triton.next_power_of_2(batch))
     block_n = 32 if triton.cdiv(columns, 32) >= _FEW else 16
     launch(
-        _rows_kernel, (triton.cdiv(columns, block_n),), *args, batch, stride, eps, **constants,
-        SCALED=norm is not None and weight.dtype == torch.float16, ROWS=rows, BN=block_n,
-        BK=128 if rows < 64 else 64, PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
-        num_warps=2 if rows == 16 else 4, num_stages=4,
+        _rows_kernel, (triton.cdiv(columns, block_n),), x, weight, weight if times is None else times,
+        x if plus is None else plus, out, batch, 0 if plus is None else plus.stride(0), D=width, N=columns,
+        HAS_TIMES=times is not None, HAS_PLUS=plus is not None, ROWS=rows, BN=block_n,
+        BK=256 // weight.element_size(), PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
+        num_warps=2 if rows == 16 else 4, num_stages=4 if times is None else 3,
     )  # fmt: skip
-    return total, out
+    return out
 
 
 @triton.jit

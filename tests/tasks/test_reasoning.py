@@ -330,6 +330,19 @@ def test_searches_that_do_not_converge_are_repeated_from_other_starts(puzzles: P
         adaptive(model(guess="zero"), tests, starts=2)
 
 
+def test_damping_replaces_the_solver_of_the_run(
+    trained: Path, puzzles: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An evaluation with damping 0.5 goes half of the way to f(z), from the same start."""
+    questions = read_csv(puzzles, "sudoku").questions[:3].long()
+    (full,), (half,) = (by_depth(load(trained, d)[0], questions, [1]) for d in (1.0, 0.5))
+    made = load(trained)[0]
+    torch.testing.assert_close(half.z, (made.start(made.inputs(questions), 0) + full.z) / 2)
+    for damping in ("0", "1.5", "nan"):
+        assert main(["evaluate", str(trained), str(puzzles), "--damping", damping]) != 0
+        assert f"damping must be a number in (0, 1], got {damping}" in capsys.readouterr().err
+
+
 def test_evaluation_refuses_what_makes_no_sense(puzzles: Path) -> None:
     tests = read_csv(puzzles, "sudoku")
     for depths in ([], [0], [3, 2]):

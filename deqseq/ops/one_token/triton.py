@@ -155,7 +155,10 @@ def _project_one(
 
 
 def _project_all(x: Tensor, weight: Tensor, plus: Tensor | None, times: Tensor | None) -> Tensor:
-    """:func:`project` for several sequences, without a norm. Each program computes outputs of all sequences."""
+    """:func:`project` for several sequences, without the norm.
+
+    Each program computes outputs of all sequences.
+    """
     batch, (columns, width) = len(x), weight.shape
     out = weight.new_empty(batch, 1, columns)
     rows = max(16, triton.next_power_of_2(batch))

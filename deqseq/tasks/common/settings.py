@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     NonNegativeFinite = float
     ClosedUnitInterval = float
     BelowOne = float
+    Damping = float
 else:
 
     def _whole(value: Any) -> int:
@@ -56,6 +57,7 @@ else:
     NonNegativeFinite = _number("finite number >= 0", float, lambda x: 0 <= x < math.inf)
     ClosedUnitInterval = _number("number in [0, 1]", float, lambda x: 0 <= x <= 1)
     BelowOne = _number("number in [0, 1)", float, lambda x: 0 <= x < 1)
+    Damping = _number("number in (0, 1]", float, lambda x: 0 < x <= 1)
 
 T = TypeVar("T")
 Tree = dict[str, Any]

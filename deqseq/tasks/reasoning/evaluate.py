@@ -26,6 +26,8 @@ from deqseq.policies import Residual
 from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
 from deqseq.solution import Status
+from deqseq.solvers import Picard
+from deqseq.tasks.common.models import needed_layer
 from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.common.runs import check_model, read_record, read_settings
 from deqseq.tasks.common.settings import build
@@ -94,11 +96,16 @@ ADAPTIVE: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def load(path: str | Path) -> tuple[BoardModel, TrainSettings]:
+def load(path: str | Path, damping: float | None = None) -> tuple[BoardModel, TrainSettings]:
     """Load a trained model and the settings of its run. The model is put on the GPU if there is one.
 
+    Args:
+        path: folder of the run.
+        damping: if given, Picard's iteration with this damping replaces the solver for evaluation.
+
     Raises:
-        ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read.
+        ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read;
+            ``damping`` is not in (0, 1], or is given for an explicit model.
     """
     try:
         settings = build(TrainSettings, read_settings(path))
@@ -110,6 +117,9 @@ def load(path: str | Path) -> tuple[BoardModel, TrainSettings]:
         model: Any = BoardModel.from_pretrained(path)
     except Exception as error:  # transformers and safetensors raise many classes of errors
         raise ValueError(f"the model in {path} cannot be read: {error}") from error
+    if damping is not None:
+        layer = needed_layer(model, "damping")
+        layer.eval_solve = replace(layer.eval_solve, solver=Picard(damping))
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model.eval(), settings
 

@@ -13,6 +13,7 @@ from deqseq.tasks.common.models import quiet_transformers
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.common.settings import (
     ClosedUnitInterval,
+    Damping,
     NonNegativeInt,
     PositiveInt,
     build_changed,
@@ -90,7 +91,7 @@ def _evaluate(
     identity_probability: list[ClosedUnitInterval] | None = None,
     tolerance: float | None = None,
     max_iter: PositiveInt | None = None,
-    damping: float | None = None,
+    damping: Damping | None = None,
     batch_size: PositiveInt = 256,
     csv: str | None = None,
     output: Path | None = None,

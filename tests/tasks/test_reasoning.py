@@ -410,6 +410,16 @@ def test_commands(trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.C
             assert broken_rules("sudoku", Puzzles(asked, answers, torch.zeros(1))) == []
 
 
+@pytest.mark.parametrize("wrong", ["data", "test"])
+def test_files_with_boards_of_another_size_are_named(wrong: str, puzzles: Path, tmp_path: Path) -> None:
+    large = tmp_path / "large.csv"
+    write_csv(large, "sudoku", sudoku.generate(20, size=9, seed=1))
+    files = {"data": puzzles, "test": puzzles, wrong: large}
+    with pytest.raises(ValueError, match="needs boards of 4 x 4 cells .*large.csv has boards of 81 cells"):
+        train(small(files["data"], test=str(files["test"])), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("task", ["sudoku", "maze"])
 def test_seeds_give_different_batches(task: Task) -> None:
     """Every seed and every number of a batch gives other puzzles in another orientation."""

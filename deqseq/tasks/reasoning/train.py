@@ -70,12 +70,12 @@ def _puzzles(settings: TrainSettings) -> tuple[Puzzles, Puzzles]:
     """The training puzzles and the test puzzles."""
     found = read(settings.data, settings.task)
     puzzles, tests = split(found) if settings.test is None else (found, read(settings.test, settings.task))
-    for name, part in (("data", puzzles), ("test", tests)):
+    for file, part in ((settings.data, puzzles), (settings.test or settings.data, tests)):
         cells = part.questions.shape[1]
         if cells != settings.size**2:
             raise ValueError(
-                f"the file {name} must have boards of {settings.size} x {settings.size} cells (option size), "
-                f"got boards of {cells} cells"
+                f"the run needs boards of {settings.size} x {settings.size} cells (option size), {file} has "
+                f"boards of {cells} cells"
             )
     return puzzles, Puzzles(*(column[: settings.eval_puzzles] for column in tests))
 

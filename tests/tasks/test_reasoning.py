@@ -415,7 +415,7 @@ def test_files_with_boards_of_another_size_are_named(wrong: str, puzzles: Path, 
     large = tmp_path / "large.csv"
     write_csv(large, "sudoku", sudoku.generate(20, size=9, seed=1))
     files = {"data": puzzles, "test": puzzles, wrong: large}
-    with pytest.raises(ValueError, match="needs boards of 4 x 4 cells .*large.csv has boards of 81 cells"):
+    with pytest.raises(ValueError, match=r"needs boards of 4 x 4 cells .*large\.csv has boards of 81 cells"):
         train(small(files["data"], test=str(files["test"])), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

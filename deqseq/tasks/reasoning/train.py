@@ -74,8 +74,8 @@ def _puzzles(settings: TrainSettings) -> tuple[Puzzles, Puzzles]:
         cells = part.questions.shape[1]
         if cells != settings.size**2:
             raise ValueError(
-                f"the run needs boards of {settings.size} x {settings.size} cells (option size), {file} has "
-                f"boards of {cells} cells"
+                f"the run needs boards of {settings.size} x {settings.size} cells (option size), but {file} "
+                f"has boards of {cells} cells"
             )
     return puzzles, Puzzles(*(column[: settings.eval_puzzles] for column in tests))
 

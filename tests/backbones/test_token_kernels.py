@@ -92,6 +92,33 @@ def test_llama(name: str, batch: int, slots: int) -> None:
     twins(body, token(batch), x, random_state(body, batch, slots))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("batch", [1, 2, 33, 64])
+@torch.no_grad()
+def test_projections(batch: int, gated: bool, dtype: torch.dtype) -> None:
+    """A projection of up to 64 sequences must agree with float64. The width needs several steps of the loop.
+
+    A large input must not overflow in float16.
+    """
+    from deqseq.ops.one_token.triton import project
+
+    torch.manual_seed(0)
+    width, columns = 600, 40
+    x, added = 300 * token(batch, width).to(dtype), token(batch, width).to(dtype)
+    plus = token(batch, columns).to(dtype)
+    first, second = (torch.randn(2, columns, width, device=DEVICE) / width**0.5).to(dtype)
+    norm = torch.randn(width, device=DEVICE)
+    total, out = project(x, first, (norm, 1e-5), added, plus, second if gated else None)
+    assert torch.equal(total, x + added) and out.dtype == dtype
+    normed = nn.functional.rms_norm(total.double(), (width,), norm.double(), 1e-5)
+    expected = normed @ first.double().T
+    if gated:
+        expected = nn.functional.silu(expected) * (normed @ second.double().T)
+    error = (out - expected - plus.double()).norm() / expected.norm()
+    assert error < (1e-5 if dtype == torch.float32 else 3e-3)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("kind", "each"), [("mamba2", 3 + 2), ("llama", 5)])
 def test_few_kernels(kind: str, each: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:

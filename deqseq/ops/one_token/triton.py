@@ -116,6 +116,7 @@ def project(
     Returns:
         x + added (B, 1, D), and the output (B, 1, N) in the weight's type.
     """
+    assert norm is not None or added is None
     x, weight = x.contiguous(), weight.contiguous()
     added = None if added is None else added.contiguous()
     times = None if times is None else times.contiguous()

@@ -84,7 +84,7 @@ class RecursionBackbone(Backbone):
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
         found: Tensor = self(z, context)  # call self, not forward(): compile() compiles only __call__
-        # A compiled round may be a CUDA graph. The next evaluation then overwrites the result.
+        # If the compiled round is a CUDA graph, the next evaluation overwrites its result. So copy it.
         return found if self._compiled_call_impl is None else found.clone(), None
 
     def forward(self, z: Tensor, context: Context, state: State | None = None) -> Tensor:

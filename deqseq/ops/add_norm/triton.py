@@ -70,8 +70,8 @@ def sum_and_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors: the sum ``stream + added``, and the RMSNorm of the sum in ``dtype``.
 
-    Both summands must be contiguous. With ``last``, or if ``added`` is ``None``, the first tensor is
-    ``stream`` itself. Autograd does not see this function; use :func:`add_norm` for gradients.
+    If there is nothing to add, or with ``last``, no sum is stored, and the first tensor is ``stream``.
+    Both summands must be contiguous. The results have no gradients; :func:`add_norm` has them.
     """
     width = stream.shape[-1]
     rows = stream.numel() // width

@@ -111,8 +111,8 @@ def _evaluate(
         count: use only the first COUNT puzzles
         rtol: tolerance for the second table; by default the tolerance of the run
         max_iter: maximum number of evaluations from each start for the second table; by default as in the run
-        damping: solve with Picard's iteration and this damping, in (0, 1]; 1 means no damping. By default,
-            solve with the solver of the run
+        damping: replaces the solver of the run by Picard's iteration with this damping, in (0, 1]; 1 means no
+            damping
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation

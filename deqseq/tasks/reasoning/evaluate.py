@@ -105,7 +105,7 @@ def load(path: str | Path, damping: float | None = None) -> tuple[BoardModel, Tr
 
     Raises:
         ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read;
-            ``damping`` is not in (0, 1], or is given for an explicit model.
+            ``damping`` is given, but not in (0, 1], or not for an implicit model.
     """
     try:
         settings = build(TrainSettings, read_settings(path))

@@ -83,8 +83,8 @@ def solve(
         starts: maximum number of random starts; the next start is tried until an answer can be trusted
         rtol: relative residual of the board at which a search ends; by default as in the run
         max_iter: maximum number of evaluations per start; by default as in the run
-        damping: solve with Picard's iteration and this damping, in (0, 1]; 1 means no damping. By default,
-            solve with the solver of the run
+        damping: replaces the solver of the run by Picard's iteration with this damping, in (0, 1]; 1 means no
+            damping
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
     """
     if output is not None and output.suffix.lower() != ".csv":

@@ -65,6 +65,7 @@ SOLVERS: dict[str, str | dict[str, Any]] = {
     **{f"picard-{damping}": f"picard:{damping}" for damping in (1.0, 0.95, 0.7)},
     **{f"anderson-{memory}": f"anderson:{memory}" for memory in (2, 5)},
     "broyden-8": "broyden:8",
+    "anderson-1-sequence": {"name": "anderson", "memory": 1, "scope": "sequence"},
     "anderson-5-sequence": {"name": "anderson", "memory": 5, "scope": "sequence"},
     "broyden-8-sequence": {"name": "broyden", "memory": 8, "scope": "sequence"},
     **{f"torchdeq-{name}": f"torchdeq:{name}" for name in ("fixed_point_iter", "anderson", "broyden")},
@@ -190,7 +191,7 @@ def main() -> int:
             raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
     quiet_transformers()
     make_puzzles(options)
-    if options.model is None:
+    if options.model is None and options.solvers:
         options.model = options.output / "model"
         train(settings(options, **({"steps": 100} if options.quick else {})), options.model)
     keys = [

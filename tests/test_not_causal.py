@@ -17,6 +17,7 @@ from deqseq.policies import Quantile
 from deqseq.problem import Problem
 from deqseq.search import search
 from deqseq.solution import Status
+from deqseq.solvers import Anderson
 
 D = 8
 TIGHT = Residual(rtol=1e-5, max_iter=300)
@@ -68,6 +69,30 @@ def test_tokens_settle_with_their_sequence() -> None:
     assert iterations[0, 0] > iterations[1, 0]
     assert (out.solution.status == Status.CONVERGED).all()
     torch.testing.assert_close(out.z, solve.backbone(out.z, solve.backbone.prepare(x)), rtol=1e-4, atol=1e-5)
+
+
+class Alternating(nn.Module):
+    """-1.5 tanh of the mean of all tokens: at its fixed point near 0, the derivative is below -1."""
+
+    def forward(self, u: Tensor) -> Tensor:
+        return -1.5 * torch.tanh(u.mean(1, keepdim=True)).expand_as(u)
+
+
+def test_anderson_with_one_difference_ends_searches_that_alternate() -> None:
+    """Each step of Picard is the opposite of the step before. Anderson meets a tight tolerance."""
+    solve = layer(ModuleBackbone(Alternating(), causal=False), convergence=Residual(rtol=1e-5, max_iter=64))
+    x = 0.1 * torch.randn(2, 5, D)
+    with torch.no_grad():
+        picard, anderson = (
+            solve.eval()(x, solve=SolveOptions(solver, solve.eval_solve.convergence)).solution
+            for solver in ("picard", Anderson(memory=1, scope="sequence"))
+        )
+        z = picard.z
+        fz = solve.backbone(z, solve.backbone.prepare(x))
+        ffz = solve.backbone(fz, solve.backbone.prepare(x))
+    assert (picard.status == Status.BUDGET_EXHAUSTED).all()
+    assert ((fz - z) * (ffz - fz) < 0).all()
+    assert (anderson.status == Status.CONVERGED).all() and anderson.iterations.max() < 20
 
 
 def test_an_earlier_token_depends_on_a_later_one() -> None:

@@ -6,6 +6,7 @@ solving.
 
 import csv
 import gzip
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -330,43 +331,51 @@ def test_searches_that_do_not_converge_are_repeated_from_other_starts(puzzles: P
         adaptive(model(guess="zero"), tests, starts=2)
 
 
-def test_damping_replaces_the_solver_of_the_run(trained: Path, puzzles: Path) -> None:
+def test_another_solver_replaces_that_of_the_run(trained: Path, puzzles: Path) -> None:
     """An evaluation with damping 0.5 goes half of the way to f(z), from the same start."""
     questions = read_csv(puzzles, "sudoku").questions[:3].long()
-    (full,), (half,) = (by_depth(load(trained, d)[0], questions, [1]) for d in (1.0, 0.5))
+    (full,), (half,) = (by_depth(load(trained, s)[0], questions, [1]) for s in ("picard", "picard:0.5"))
     made = load(trained)[0]
     torch.testing.assert_close(half.z, (made.start(made.inputs(questions), 0) + full.z) / 2)
 
 
-def test_commands_take_damping(
+ANDERSON = "{name: anderson, memory: 1, scope: sequence}"
+
+
+def test_commands_take_a_solver(
     trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``evaluate`` and ``solve`` use it, record it, and refuse values that are out of range."""
-    residuals = {}
-    for damping in ("1", "0.5"):
-        files = tmp_path / damping, tmp_path / f"{damping}.csv"
-        evaluate_command = ["evaluate", str(trained), str(puzzles), "--depth", "2", "--output", str(files[0])]
-        assert main([*evaluate_command, "--damping", damping]) == 0
-        written = json.loads((files[0] / "evaluation.json").read_text())
-        assert (
-            main(["solve", str(trained), str(puzzles), "--damping", damping, "--output", str(files[1])]) == 0
-        )
-        with files[1].open() as file:
-            answers = [row["residual"] for row in csv.DictReader(file)]
-        residuals[damping] = [row["residual"] for row in written["rows"]], answers
-    assert all(one != half for one, half in zip(residuals["1"], residuals["0.5"], strict=True))
+    """``evaluate`` and ``solve`` use it, record it, and refuse solvers that cannot be built."""
+    residuals = []
+    for i, solver in enumerate(("picard", "picard:0.5", ANDERSON)):
+        folder, answers = tmp_path / str(i), tmp_path / f"{i}.csv"
+        evaluate_command = ["evaluate", str(trained), str(puzzles), "--depth", "4", "--output", str(folder)]
+        assert main([*evaluate_command, "--solver", solver]) == 0
+        assert main(["solve", str(trained), str(puzzles), "--solver", solver, "--output", str(answers)]) == 0
+        written = json.loads((folder / "evaluation.json").read_text())
+        with answers.open() as file:
+            residuals += [
+                [row["residual"] for row in written["rows"]],
+                [r["residual"] for r in csv.DictReader(file)],
+            ]
+    of_tables, of_answers = residuals[::2], residuals[1::2]
+    for found in (of_tables, of_answers):
+        assert all(one != other for one, other in itertools.combinations(found, 2))
     capsys.readouterr()
-    assert main([*evaluate_command, "--damping", "0.25"]) != 0  # other settings than the result in the folder
-    assert "damping" in capsys.readouterr().err
-    for wrong in ("0", "1.5", "nan"):
-        assert main([*evaluate_command, "--damping", wrong]) != 0
-        assert f"damping must be a number in (0, 1], got {wrong}" in capsys.readouterr().err
+    assert main([*evaluate_command, "--solver", "picard:0.25"]) != 0  # the result in the folder has another
+    assert "solver" in capsys.readouterr().err
+    for wrong, message in (
+        ("picard:1.5", "damping must be in (0, 1], got 1.5"),
+        ("newton", "unknown solver 'newton'"),
+    ):
+        assert main([*evaluate_command, "--solver", wrong]) != 0
+        assert message in capsys.readouterr().err
 
 
-def test_explicit_models_take_no_damping(puzzles: Path, tmp_path: Path) -> None:
+def test_explicit_models_take_no_solver(puzzles: Path, tmp_path: Path) -> None:
     train(small(puzzles, explicit=True, steps=1), tmp_path / "run")
-    with pytest.raises(ValueError, match="damping is for implicit models"):
-        load(tmp_path / "run", 0.5)
+    with pytest.raises(ValueError, match="a solver is for implicit models"):
+        load(tmp_path / "run", "picard")
 
 
 def test_evaluation_refuses_what_makes_no_sense(puzzles: Path) -> None:

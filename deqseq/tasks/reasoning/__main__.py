@@ -13,7 +13,6 @@ from deqseq.tasks.common.models import quiet_transformers, solve_options
 from deqseq.tasks.common.results import ResultFolder, table
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.common.settings import (
-    Damping,
     NonNegativeInt,
     PositiveFinite,
     PositiveInt,
@@ -88,7 +87,7 @@ def _evaluate(
     count: PositiveInt | None = None,
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
-    damping: Damping | None = None,
+    solver: Any = None,
     batch_size: PositiveInt = 512,
     compile: bool = False,
     output: Path | None = None,
@@ -111,14 +110,14 @@ def _evaluate(
         count: use only the first COUNT puzzles
         rtol: tolerance for the second table; by default the tolerance of the run
         max_iter: maximum number of evaluations from each start for the second table; by default as in the run
-        damping: replaces the solver of the run by Picard's iteration with this damping, in (0, 1]; 1 means no
-            damping
+        solver: a solver instead of that of the run: a name, such as picard:0.7, or a mapping, such as
+            "{name: anderson, memory: 1, scope: sequence}"
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation
         force: overwrite an existing result that has other settings
     """
-    model, settings = load(run, damping)
+    model, settings = load(run, solver)
     tests = Puzzles(*(column[:count] for column in read(puzzles, settings.task)))
     if tests.questions.shape[1] != settings.size**2:
         raise ValueError(
@@ -126,7 +125,7 @@ def _evaluate(
             f"{tests.questions.shape[1]} cells"
         )
     asked = {"puzzles": str(puzzles), "count": len(tests.ratings), "depth": depth, "starts": starts}
-    asked |= {"rtol": rtol, "max_iter": max_iter, "damping": damping}
+    asked |= {"rtol": rtol, "max_iter": max_iter, "solver": solver}
     solve = solve_options(model, rtol=rtol, max_iter=max_iter)
     if compile:
         model.compile_map(model.device)

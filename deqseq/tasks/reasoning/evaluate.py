@@ -26,7 +26,6 @@ from deqseq.policies import Residual
 from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
 from deqseq.solution import Status
-from deqseq.solvers import Picard
 from deqseq.tasks.common.models import needed_layer
 from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.common.runs import check_model, read_record, read_settings
@@ -96,16 +95,16 @@ ADAPTIVE: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def load(path: str | Path, damping: float | None = None) -> tuple[BoardModel, TrainSettings]:
+def load(path: str | Path, solver: Any = None) -> tuple[BoardModel, TrainSettings]:
     """Load a trained model and the settings of its run. The model is put on the GPU if there is one.
 
     Args:
         path: folder of the run.
-        damping: if given, Picard's iteration with this damping replaces the solver for evaluation.
+        solver: name or mapping of a solver that replaces the run's solver for evaluation; ``None`` keeps it.
 
     Raises:
         ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read;
-            ``damping`` is given, but not in (0, 1], or not for an implicit model.
+            ``solver`` is given for an explicit model, is unknown, or has a value out of range.
     """
     try:
         settings = build(TrainSettings, read_settings(path))
@@ -117,9 +116,9 @@ def load(path: str | Path, damping: float | None = None) -> tuple[BoardModel, Tr
         model: Any = BoardModel.from_pretrained(path)
     except Exception as error:  # transformers and safetensors raise many classes of errors
         raise ValueError(f"the model in {path} cannot be read: {error}") from error
-    if damping is not None:
-        layer = needed_layer(model, "damping")
-        layer.eval_solve = replace(layer.eval_solve, solver=Picard(damping))
+    if solver is not None:
+        layer = needed_layer(model, "a solver")
+        layer.eval_solve = replace(layer.eval_solve, solver=solver)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model.eval(), settings
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from deqseq.solution import Status
 from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.models import solve_options
-from deqseq.tasks.common.settings import Damping, PositiveFinite, PositiveInt
+from deqseq.tasks.common.settings import PositiveFinite, PositiveInt
 from deqseq.tasks.reasoning.evaluate import by_depth, check_starts, compacting, load
 from deqseq.tasks.reasoning.files import BROKEN, open_csv
 from deqseq.tasks.reasoning.model import BoardModel
@@ -62,7 +63,7 @@ def solve(
     starts: PositiveInt = 1,
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
-    damping: Damping | None = None,
+    solver: Any = None,
     figure: Path | None = None,
 ) -> None:
     """Solve a puzzle, the puzzles in a CSV file, or the puzzles in a folder of CSV files.
@@ -83,8 +84,8 @@ def solve(
         starts: maximum number of random starts; the next start is tried until an answer can be trusted
         rtol: relative residual of the board at which a search ends; by default as in the run
         max_iter: maximum number of evaluations per start; by default as in the run
-        damping: replaces the solver of the run by Picard's iteration with this damping, in (0, 1]; 1 means no
-            damping
+        solver: a solver instead of that of the run: a name, such as picard:0.7, or a mapping, such as
+            "{name: anderson, memory: 1, scope: sequence}"
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
     """
     if output is not None and output.suffix.lower() != ".csv":
@@ -98,7 +99,7 @@ def solve(
                 raise ValueError(f"{path} is a folder: name a file")
     if output is not None and output.resolve() in [file.resolve() for file in _files(puzzle)]:
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
-    network, settings = load(model, damping)
+    network, settings = load(model, solver)
     found = list(questions(puzzle, settings.task, settings.size))
     answers = answer(
         network, [question for _, question in found], starts=starts, rtol=rtol, max_iter=max_iter,

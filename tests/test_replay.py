@@ -103,6 +103,42 @@ def test_token_by_token(
         equal(a, b)
 
 
+def test_the_host_checks_only_near_the_end(
+    make_layer: MakeLayer, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a few calls, it first checks after as many passes as an earlier call needed.
+
+    Calls that need fewer or more passes than the calls before give the same results as the plain loop.
+    """
+    layer = make_layer("mamba2", convergence=tight(), guess="previous").eval()
+    x, far = torch.randn(1, 1, 16), torch.randn(1, 16)
+    start = layer.backbone.initial_state(1)
+
+    @torch.no_grad()
+    def call(previous: Tensor) -> LayerOutput:
+        return layer(x, state=start, previous=previous)
+
+    easy, hard = plain(monkeypatch, lambda: (call(call(far).z[:, 0]), call(far)))
+    counts = [int(out.solution.iterations) for out in (easy, hard)]
+    assert counts[0] + 4 < counts[1]
+    checks: list[int] = []
+    ends = replay.RecordedSolve.ends
+
+    def counted(run: Any) -> bool:
+        checks[-1] += 1
+        return ends(run)
+
+    monkeypatch.setattr(replay.RecordedSolve, "ends", counted)
+    for previous, expected in [*[(far, hard)] * 7, (hard.z[:, 0], easy), *[(far, hard)] * 5]:
+        checks.append(0)
+        equal(call(previous), expected)
+    assert len(recorded) == 1
+    each = -(-counts[1] // replay.PASSES_OF_A_CALL)
+    assert checks[:5] == [0, *[each] * 4]  # the first call is not recorded; then four calls are compared
+    assert max(checks[5:8]) <= 2  # also the easy call
+    assert min(checks[8:12]) > 2 and checks[12] <= 2  # the easy call is one of the last four
+
+
 @pytest.mark.parametrize("guess", ["noise", "previous"])
 def test_guesses(
     guess: str, make_layer: MakeLayer, recorded: list[Any], monkeypatch: pytest.MonkeyPatch

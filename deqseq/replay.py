@@ -40,8 +40,8 @@ MAX_SEQUENCES = 64
 PASSES_OF_A_CALL = 2
 """Number of passes in one CUDA graph."""
 CALLS_TO_COMPARE = 4
-"""A call first runs as many passes as the fastest of this many earlier calls needed. Then the host checks after
-every graph whether all tokens have settled. The device is idle during a check."""
+"""A call first runs as many passes as the fastest of this many earlier calls needed. Then the host checks
+after every graph whether all tokens have settled. The device is idle during a check."""
 MAX_RECORDINGS = 4
 """Maximum number of recordings per layer. Recordings take device memory, so a layer with this many recordings
 drops the least recently used one before it adds another."""

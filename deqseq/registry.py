@@ -130,7 +130,9 @@ class Registry(Generic[Part]):
         options = {"name": spec} if isinstance(spec, str) else dict(spec)
         if "name" not in options:
             raise ValueError(f"a {self.kind} given as a mapping needs a 'name'; got {options}")
-        name, _, argument = str(options.pop("name")).partition(":")
+        if not isinstance(options["name"], str):
+            raise ValueError(f"the name of a {self.kind} must be text, got {options['name']!r}")
+        name, _, argument = options.pop("name").partition(":")
         return name, (_value(argument),) if argument else (), options
 
     def _bound(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> type[Part]:

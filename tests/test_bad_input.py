@@ -368,6 +368,11 @@ PARTS: list[Case] = [
     *counts("Noise.seed", Noise, []),
     *flag("Proposal.causal", lambda causal: Proposal(nn.Identity(), causal=causal)),
     ("Proposal.module", lambda: Proposal(None), "Proposal takes a module, got None"),
+    (
+        "a part whose name is no text",
+        lambda: SolveOptions({"name": 3}),
+        "name of a solver must be text, got 3",
+    ),
     ("a part by a name of numbers", lambda: SolveOptions("picard:yes"), "damping must be .*got 'yes'"),
     (
         "curriculum of strings",

@@ -14,6 +14,7 @@ from deqseq.solver import Progress, Solver, SolverState
 # Arguments of torchdeq's solvers that users cannot set, because our loop calls f and decides when to stop.
 _OWN = {"func", "x0", "max_iter", "tol", "stop_mode", "indexing", "return_final", "kwargs"}
 _NEVER = 1_000_000
+_REFUSED = {"simple_fixed_point_iter"}  # calls f with an argument tau, which f does not take
 # torchdeq's own solvers do not check their options, so these functions do. ``m`` must be at least 2, because
 # torchdeq's Anderson writes two entries of its history at once.
 _CHECKS: dict[str, Callable[[str, Any], None]] = {
@@ -51,11 +52,12 @@ class TorchDEQ(Solver):
     def __init__(self, method: str, **options: Any) -> None:
         try:
             import greenlet  # noqa: F401 - suspends torchdeq's solvers
-            from torchdeq.solver import _solvers as known
+            from torchdeq.solver import _solvers
         except ImportError as error:
             raise ImportError(
                 "solver 'torchdeq:...' needs the torchdeq package: pip install 'deqseq[torchdeq]'"
             ) from error
+        known = {name: solver for name, solver in _solvers.items() if name not in _REFUSED}
         if not isinstance(method, str) or method not in known:
             raise ValueError(f"unknown torchdeq solver {method!r}; known: {', '.join(sorted(known))}")
         self.method = method

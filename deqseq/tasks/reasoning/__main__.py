@@ -87,7 +87,7 @@ def _evaluate(
     count: PositiveInt | None = None,
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
-    solver: Any = None,
+    solver: str | dict[str, Any] | None = None,
     batch_size: PositiveInt = 512,
     compile: bool = False,
     output: Path | None = None,
@@ -110,8 +110,9 @@ def _evaluate(
         count: use only the first COUNT puzzles
         rtol: tolerance for the second table; by default the tolerance of the run
         max_iter: maximum number of evaluations from each start for the second table; by default as in the run
-        solver: a solver instead of that of the run: a name, such as picard:0.7, or a mapping, such as
-            "{name: anderson, memory: 1, scope: sequence}"
+        solver: a solver in place of that of the run, as a name or a mapping: picard:0.7 (damping 0.7), or
+            "{name: anderson, memory: 1, scope: sequence}". Solvers with a memory begin anew at every depth of
+            the first table
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation

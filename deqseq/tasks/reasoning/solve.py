@@ -63,7 +63,7 @@ def solve(
     starts: PositiveInt = 1,
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
-    solver: Any = None,
+    solver: str | dict[str, Any] | None = None,
     figure: Path | None = None,
 ) -> None:
     """Solve a puzzle, the puzzles in a CSV file, or the puzzles in a folder of CSV files.
@@ -84,7 +84,7 @@ def solve(
         starts: maximum number of random starts; the next start is tried until an answer can be trusted
         rtol: relative residual of the board at which a search ends; by default as in the run
         max_iter: maximum number of evaluations per start; by default as in the run
-        solver: a solver instead of that of the run: a name, such as picard:0.7, or a mapping, such as
+        solver: a solver in place of that of the run, as a name or a mapping: picard:0.7 (damping 0.7), or
             "{name: anderson, memory: 1, scope: sequence}"
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
     """

@@ -32,7 +32,7 @@ def test_same_fixed_point(make_layer: MakeLayer, backbone: str, method: str) -> 
     torch.testing.assert_close(out.z, expected.z, rtol=1e-3, atol=1e-3)
 
 
-def test_the_solver_with_an_argument_of_its_own_for_f_is_refused() -> None:
+def test_simple_fixed_point_iter_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown torchdeq solver 'simple_fixed_point_iter'"):
         TorchDEQ("simple_fixed_point_iter")
 

@@ -331,7 +331,7 @@ def test_searches_that_do_not_converge_are_repeated_from_other_starts(puzzles: P
         adaptive(model(guess="zero"), tests, starts=2)
 
 
-def test_another_solver_replaces_that_of_the_run(trained: Path, puzzles: Path) -> None:
+def test_solver_replaces_the_solver_of_the_run(trained: Path, puzzles: Path) -> None:
     """An evaluation with damping 0.5 goes half of the way to f(z), from the same start."""
     questions = read_csv(puzzles, "sudoku").questions[:3].long()
     (full,), (half,) = (by_depth(load(trained, s)[0], questions, [1]) for s in ("picard", "picard:0.5"))
@@ -362,7 +362,9 @@ def test_commands_take_a_solver(
     for found in (of_tables, of_answers):
         assert all(one != other for one, other in itertools.combinations(found, 2))
     capsys.readouterr()
-    assert main([*evaluate_command, "--solver", "picard:0.25"]) != 0  # the result in the folder has another
+    assert (
+        main([*evaluate_command, "--solver", "picard:0.25"]) != 0
+    )  # the result in the folder has another solver
     assert "solver" in capsys.readouterr().err
     for wrong, message in (
         ("picard:1.5", "damping must be in (0, 1], got 1.5"),
@@ -374,7 +376,7 @@ def test_commands_take_a_solver(
 
 def test_explicit_models_take_no_solver(puzzles: Path, tmp_path: Path) -> None:
     train(small(puzzles, explicit=True, steps=1), tmp_path / "run")
-    with pytest.raises(ValueError, match="a solver is for implicit models"):
+    with pytest.raises(ValueError, match="--solver is for implicit models"):
         load(tmp_path / "run", "picard")
 
 

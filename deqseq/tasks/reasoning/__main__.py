@@ -110,9 +110,9 @@ def _evaluate(
         count: use only the first COUNT puzzles
         rtol: tolerance for the second table; by default the tolerance of the run
         max_iter: maximum number of evaluations from each start for the second table; by default as in the run
-        solver: a solver in place of that of the run, as a name or a mapping: picard:0.7 (damping 0.7), or
-            "{name: anderson, memory: 1, scope: sequence}". Solvers with a memory begin anew at every depth of
-            the first table
+        solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
+            mapping ("{name: anderson, memory: 1, scope: sequence}"). Anderson and Broyden start with an empty
+            history at every depth of the first table
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation

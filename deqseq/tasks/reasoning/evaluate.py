@@ -117,7 +117,7 @@ def load(path: str | Path, solver: Any = None) -> tuple[BoardModel, TrainSetting
     except Exception as error:  # transformers and safetensors raise many classes of errors
         raise ValueError(f"the model in {path} cannot be read: {error}") from error
     if solver is not None:
-        layer = needed_layer(model, "a solver")
+        layer = needed_layer(model, "--solver")
         layer.eval_solve = replace(layer.eval_solve, solver=solver)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model.eval(), settings

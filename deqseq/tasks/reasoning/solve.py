@@ -84,8 +84,8 @@ def solve(
         starts: maximum number of random starts; the next start is tried until an answer can be trusted
         rtol: relative residual of the board at which a search ends; by default as in the run
         max_iter: maximum number of evaluations per start; by default as in the run
-        solver: a solver in place of that of the run, as a name or a mapping: picard:0.7 (damping 0.7), or
-            "{name: anderson, memory: 1, scope: sequence}"
+        solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
+            mapping ("{name: anderson, memory: 1, scope: sequence}")
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
     """
     if output is not None and output.suffix.lower() != ".csv":

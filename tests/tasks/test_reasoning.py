@@ -347,17 +347,20 @@ def test_commands_take_a_solver(
 ) -> None:
     """``evaluate`` and ``solve`` use it, record it, and refuse solvers that cannot be built."""
     residuals = []
-    for i, solver in enumerate(("picard", "picard:0.5", ANDERSON)):
+    dotted = ["--solver.name", "anderson", "--solver.memory", "1", "--solver.scope", "sequence"]
+    for i, words in enumerate((["--solver", "picard"], ["--solver", "picard:0.5"], dotted)):
         folder, answers = tmp_path / str(i), tmp_path / f"{i}.csv"
         evaluate_command = ["evaluate", str(trained), str(puzzles), "--depth", "4", "--output", str(folder)]
-        assert main([*evaluate_command, "--solver", solver]) == 0
-        assert main(["solve", str(trained), str(puzzles), "--solver", solver, "--output", str(answers)]) == 0
+        assert main([*evaluate_command, *words]) == 0
+        assert main(["solve", str(trained), str(puzzles), *words, "--output", str(answers)]) == 0
         written = json.loads((folder / "evaluation.json").read_text())
         with answers.open() as file:
             residuals += [
                 [row["residual"] for row in written["rows"]],
                 [r["residual"] for r in csv.DictReader(file)],
             ]
+    assert main([*evaluate_command, "--solver", ANDERSON]) == 0  # the same solver: no other settings
+    assert written["settings"]["solver"] == {"name": "anderson", "memory": 1, "scope": "sequence"}
     of_tables, of_answers = residuals[::2], residuals[1::2]
     for found in (of_tables, of_answers):
         assert all(one != other for one, other in itertools.combinations(found, 2))

@@ -41,9 +41,8 @@ class TorchDEQ(Solver):
         options: the solver's own options, such as ``m``, ``lam`` and ``tau`` of Anderson.
 
     Raises:
-        ValueError: unknown method or option (torchdeq itself ignores unknown options); a wrong value of
-            an option.
-        ImportError: torchdeq or greenlet is not installed.
+        ValueError: torchdeq or greenlet is not installed; unknown method or option (torchdeq itself ignores
+            unknown options); a wrong value of an option.
     """
 
     causal = False
@@ -54,8 +53,8 @@ class TorchDEQ(Solver):
             import greenlet  # noqa: F401 - suspends torchdeq's solvers
             from torchdeq.solver import _solvers
         except ImportError as error:
-            raise ImportError(
-                "solver 'torchdeq:...' needs the torchdeq package: pip install 'deqseq[torchdeq]'"
+            raise ValueError(
+                f"solver 'torchdeq:...' needs torchdeq: pip install 'deqseq[torchdeq]' ({error})"
             ) from error
         known = {name: solver for name, solver in _solvers.items() if name not in _REFUSED}
         if not isinstance(method, str) or method not in known:

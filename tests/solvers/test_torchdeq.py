@@ -1,6 +1,7 @@
 """Tests of torchdeq's solvers, which our loop runs through the class ``TorchDEQ``."""
 
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +31,12 @@ def test_same_fixed_point(make_layer: MakeLayer, backbone: str, method: str) -> 
         expected = make_layer(backbone, convergence=policy).eval()(x)
     assert (out.solution.status == Status.CONVERGED).all()
     torch.testing.assert_close(out.z, expected.z, rtol=1e-3, atol=1e-3)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchdeq.solver", None)
+    with pytest.raises(ValueError, match=r"needs torchdeq: pip install 'deqseq\[torchdeq\]'"):
+        TorchDEQ("anderson")
 
 
 def test_simple_fixed_point_iter_is_refused() -> None:

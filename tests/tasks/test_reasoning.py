@@ -19,7 +19,7 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 
-from deqseq import Residual, SolveOptions
+from deqseq import FixedIterations, Residual, SolveOptions
 from deqseq.backbones import RecursionBackbone
 from deqseq.tasks.common.persistent import Iterates, PersistentTrainer
 from deqseq.tasks.common.settings import build, read_yaml
@@ -41,6 +41,7 @@ pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'
 
 MIXER = {"name": "mixer", "d_model": 8, "n_layer": 1, "tokens": 16, "weight_norm": False}
 RECURSION = {"name": "recursion", "updates": 1, "noise": 0.01, "map": MIXER}
+SEQUENCE_ANDERSON = {"name": "anderson", "memory": 2, "scope": "sequence"}
 LLAMA = {"name": "llama", "d_model": 8, "n_layer": 1, "n_head": 2, "causal": False}
 SMALL: dict[str, Any] = {
     "size": 4, "backbone": RECURSION, "gradient": {"name": "unrolled", "iterations": 1}, "budget": 3,
@@ -232,17 +233,21 @@ def test_the_model_continues_from_its_iterates() -> None:
     torch.testing.assert_close(mixed[1], twice[1])
 
 
-def test_depths_go_on_from_each_other() -> None:
-    """A search to depth 2 that goes on to depth 5 gives the result of a direct search to depth 5.
-
-    The other boards in the batch do not change a board's result, but another start does.
-    """
+@pytest.mark.parametrize("solver", ["picard", "picard:0.5", SEQUENCE_ANDERSON, "broyden"])
+def test_every_depth_has_the_result_of_a_search_of_this_depth(solver: Any) -> None:
+    """The other boards in the batch do not change a board's result, but another start does."""
     made = model()
+    made.layer.eval_solve = replace(made.layer.eval_solve, solver=solver)
     boards = torch.randint(0, 5, (3, 16))
+    for found in by_depth(made, boards, [2, 5]):
+        x = made.inputs(boards)
+        fixed = replace(made.layer.eval_solve, convergence=FixedIterations(found.depth))
+        with torch.no_grad():  # with gradients, the layer does the iterations of its gradient strategy
+            expected = made.layer(x, z0=made.start(x, 0), solve=fixed)
+        torch.testing.assert_close(found.z, expected.z)
+        torch.testing.assert_close(found.residual, expected.solution.residual.square().mean(1).sqrt())
+        assert torch.equal(found.answers, made.answers(expected.z).argmax(-1))
     direct = next(by_depth(made, boards, [5]))
-    stepwise = list(by_depth(made, boards, [2, 5]))[1]
-    torch.testing.assert_close(direct.z, stepwise.z)
-    torch.testing.assert_close(direct.residual, stepwise.residual)
     alone = next(by_depth(made, boards[1:2], [5]))
     torch.testing.assert_close(alone.z, direct.z[1:2])
     assert not torch.allclose(next(by_depth(made, boards, [5], number=1)).z, direct.z)

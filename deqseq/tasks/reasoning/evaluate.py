@@ -22,9 +22,10 @@ from tqdm.auto import tqdm
 from deqseq.breadth import solve_with_restarts
 from deqseq.checks import check_count
 from deqseq.layer import ImplicitSequenceLayer
+from deqseq.loop import Runner
 from deqseq.policies import Residual
 from deqseq.policy import FixedIterations
-from deqseq.problem import SolveOptions
+from deqseq.problem import Problem, SolveOptions
 from deqseq.solution import Status
 from deqseq.tasks.common.models import needed_layer
 from deqseq.tasks.common.results import Column, column
@@ -146,9 +147,8 @@ def by_depth(
 ) -> Iterator[Solved]:
     """Solve ``questions`` (B, C) from start ``number``. Yields the boards at every depth of ``depths``.
 
-    The depths must increase. The search uses the layer's solver for evaluation, and continues from depth to
-    depth. Anderson and Broyden begin a new history at every depth. An explicit model ignores ``depths`` and
-    yields its boards once.
+    The depths must increase. One search with the layer's solver for evaluation passes through all depths. An
+    explicit model ignores ``depths`` and yields its boards once.
     """
     layer = model.layer
     if not isinstance(layer, ImplicitSequenceLayer):
@@ -157,12 +157,18 @@ def by_depth(
         yield Solved(1, answers, torch.zeros(len(questions), device=answers.device), out.z)
         return
     x = model.inputs(questions)
-    z, done = model.start(x, number), 0
+    policy = FixedIterations(depths[-1])
+    solve = replace(layer.eval_solve, convergence=policy)
+    runner = Runner(Problem(layer.backbone, layer.backbone.prepare(x), model.start(x, number), solve))
+    runner.begin()
     for depth in depths:
-        out = layer(x, z0=z, solve=replace(layer.eval_solve, convergence=FixedIterations(depth - done)))
-        z, done = out.z, depth
-        answers = model.answers(z).argmax(-1).to(torch.uint8)
-        yield Solved(depth, answers, out.solution.residual.square().mean(1).sqrt(), z)
+        while runner.passes < depth:
+            runner.proceed()
+        carry = runner.carry
+        assert carry.fz is not None
+        z = carry.proposal.clone()  # the next pass may overwrite the proposal
+        residual = policy.judge(carry.z, carry.fz, carry.tokens.iterations, carry.tokens.settled).residual
+        yield Solved(depth, model.answers(z).argmax(-1).to(torch.uint8), residual.square().mean(1).sqrt(), z)
 
 
 def check_starts(model: BoardModel, starts: int) -> None:

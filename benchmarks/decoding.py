@@ -59,7 +59,8 @@ def decode(bench: Bench, name: str, form: str, batch: int, reference: float | No
     expected = ways["generate"](long)
     found = [(ways[way](long) == expected).float().mean().item() for way in ("fast", "stream")]
     return {
-        **row, **bench.against(row["generate ms"], reference), "tokens/s": 1e3 * batch / row["stream ms"],
+        **row, **bench.against(row["generate ms"], reference),
+        **{f"{way} tokens/s": 1e3 * batch / row[f"{way} ms"] for way in ways},
         "equal tokens": min(found), "iterations a token": iterations(model, prompt, short),
     }  # fmt: skip
 

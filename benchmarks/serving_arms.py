@@ -1,6 +1,6 @@
 """Serves requests and measures time and evaluations, for ``serving.py``. Every arm runs in its own process.
 
-Times are in seconds since the first request could arrive.
+Times are in seconds since serving began.
 """
 
 import importlib

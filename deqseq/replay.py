@@ -37,11 +37,12 @@ logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 64
 """Largest batch to record. In larger batches, kernel launches take only a small share of the time."""
-PASSES_OF_A_CALL = 2
+PASSES_OF_A_GRAPH = 2
 """Number of passes in one CUDA graph."""
 CALLS_TO_COMPARE = 4
-"""A call first runs as many passes as the fastest of this many earlier calls needed. Then the host checks
-after every graph whether all tokens have settled. The device is idle during a check."""
+"""A call first replays graphs without a check: for the smallest number of passes that any of this many
+earlier calls needed, rounded down to whole graphs. Then the host checks after every graph whether all tokens
+have settled. The device is idle during a check."""
 MAX_RECORDINGS = 4
 """Maximum number of recordings per layer. Recordings take device memory, so a layer with this many recordings
 drops the least recently used one before it adds another."""
@@ -200,10 +201,10 @@ class RecordedSolve(Runner):
     def proceed(self) -> None:
         replays = 1
         if not self.passes and len(self._needed) == CALLS_TO_COMPARE:
-            replays = max(1, min(self._needed) // PASSES_OF_A_CALL)
+            replays = max(1, min(self._needed) // PASSES_OF_A_GRAPH)
         for _ in range(replays):
             self._passes()
-        self.passes += replays * PASSES_OF_A_CALL
+        self.passes += replays * PASSES_OF_A_GRAPH
 
     def ends(self) -> bool:
         needed = int(self._settled_after)
@@ -217,7 +218,7 @@ class RecordedSolve(Runner):
 
     def _record_passes(self) -> None:
         carry = self._buffers
-        for _ in range(PASSES_OF_A_CALL):
+        for _ in range(PASSES_OF_A_GRAPH):
             carry = one_pass(self.problem, carry)
         self.carry = carry
         overwrite(self._buffers, carry._replace(fz=None, trace=None))

@@ -133,7 +133,7 @@ def test_the_host_checks_only_near_the_end(
         checks.append(0)
         equal(call(previous), expected)
     assert len(recorded) == 1
-    each = -(-counts[1] // replay.PASSES_OF_A_CALL)
+    each = -(-counts[1] // replay.PASSES_OF_A_GRAPH)
     assert checks[:5] == [0, *[each] * 4]  # the first call is not recorded; then four calls are compared
     assert max(checks[5:8]) <= 2  # also the easy call
     assert min(checks[8:12]) > 2 and checks[12] <= 2  # the easy call is one of the last four

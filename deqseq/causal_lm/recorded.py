@@ -24,8 +24,8 @@ def can_record_step(step: TokenStep, memory: Memory) -> bool:
     """Whether ``step`` can be recorded, and is small enough for a recording to save time."""
     if len(memory.position_ids) > MAX_SEQUENCES:
         return False
-    # As in the backbone: a graph would not notice that an adapter is switched, and dequantising may make the
-    # host wait.
+    # Do not record adapters and quantised weights: a graph would not notice that an adapter is switched, and
+    # dequantising may make the host wait.
     embedding, head = step.model.model.embed_tokens, step.model.lm_head
     if (
         (type(embedding), type(head)) != (nn.Embedding, nn.Linear)

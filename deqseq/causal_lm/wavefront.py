@@ -71,11 +71,11 @@ class _Wavefront(Runner):
     """
 
     def __init__(
-        self, problem: Problem, first: Tensor, prepare: Callable[[Tensor, Tensor], Context], ends: Tensor
+        self, problem: Problem, first: Tensor, prepare: Callable[[Tensor, Tensor], Context], end_ids: Tensor
     ) -> None:
         super().__init__(problem)
         assert isinstance(problem.policy, _MatchingInputs)
-        self._policy, self._prepare, self._eos = problem.policy, prepare, ends
+        self._policy, self._prepare, self._eos = problem.policy, prepare, end_ids
         self.ids = first[:, None].repeat(1, problem.z0.shape[1] + len(problem.offsets) + 1)
 
     def proceed(self) -> None:
@@ -99,7 +99,8 @@ class _Wavefront(Runner):
         zero = carry.z.new_zeros(())
         changed_tokens = changed[..., 0]
         iterations = tokens.iterations.masked_fill(changed_tokens, 0)
-        # Only the first token of the window may use up its budget, because only its input is final.
+        # Only the first token of the window may use up its budget, because only its input is final. The other
+        # tokens stay below it, also after the next evaluation.
         iterations[:, 1:].clamp_max_(self._policy.max_iter - 2)
         self.carry = carry._replace(
             z=carry.z.where(~changed, zero),
@@ -124,12 +125,12 @@ def continue_greedily(
     position: Tensor,
     options: SolveOptions,
     most: int,
-    ends: Tensor,
+    end_ids: Tensor,
 ) -> tuple[Tensor, int]:
     """Continue sequences greedily.
 
     Returns the new ids after ``first``, (B, L) int64, and the number of evaluations of f. After an id of
-    ``ends``, the ids of a sequence are meaningless.
+    ``end_ids``, the ids of a sequence are meaningless.
 
     Args:
         backbone: the map f. It keeps a state.
@@ -140,7 +141,7 @@ def continue_greedily(
         position: (B, 1) int64, the position of this token.
         options: solver, policy and window W. The search begins at zero.
         most: number L of tokens to solve.
-        ends: 1-D int64, ids that end a sequence.
+        end_ids: 1-D int64, ids that end a sequence.
     """
     assert options.window is not None
     length = max(most, options.window + 1)  # the window must be smaller than the input, or it would not slide
@@ -159,7 +160,7 @@ def continue_greedily(
         SolveOptions(options.solver, policy, options.window),
         lengths=torch.full_like(first, most), state=state, training=False,
     )  # fmt: skip
-    runner = _Wavefront(problem, first, prepare, ends)
+    runner = _Wavefront(problem, first, prepare, end_ids)
     found = drive(runner)
     return runner.ids[:, 1 : most + 1], found.nfe
 
@@ -203,7 +204,7 @@ def wavefront_generate(
     state, positions = out.past_key_values.state, model_options.get("position_ids")
     position = state.seen[:, None] if positions is None else positions[:, -1:] + 1
     eos = config._eos_token_tensor
-    ends = first.new_empty(0) if eos is None else eos.reshape(-1)
+    end_ids = first.new_empty(0) if eos is None else eos.reshape(-1)
 
     def choose(z: Tensor) -> Tensor:
         logits: Tensor = model._logits(z)[0]
@@ -213,10 +214,10 @@ def wavefront_generate(
     with kernels.device_of(input_ids):
         rest, _ = continue_greedily(
             layer.backbone, model.model.embed_tokens, choose, first, state, position,
-            replace(options, window=min(wavefront, max(most, 1))), most, ends,
+            replace(options, window=min(wavefront, max(most, 1))), most, end_ids,
         )  # fmt: skip
     new = torch.cat([first[:, None], rest], 1)
-    is_end = torch.isin(new, ends)
+    is_end = torch.isin(new, end_ids)
     after = is_end.cumsum(1) > is_end.long()
     new = new.masked_fill(after, 0 if eos is None else int(config._pad_token_tensor))
     return torch.cat([input_ids, new[:, : int((~after).sum(1).max())]], 1)

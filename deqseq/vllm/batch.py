@@ -40,7 +40,7 @@ class FlatFunction(Protocol):
         ...
 
 
-def rows_of(starts: Tensor, tokens: int) -> Packing:
+def packing_of(starts: Tensor, tokens: int) -> Packing:
     """The packing that turns a flat batch, seen as (1, T), into one row per request. T is ``tokens``.
 
     ``starts`` (R + 1,) is vLLM's ``query_start_loc``: the index of every request's first token, then the
@@ -56,17 +56,17 @@ class FlatMap:
     """A map of the flat batch, (T, D) -> (T, D), as a map of rows, (R, W, D) -> (R, W, D)."""
 
     function: FlatFunction
-    rows: Packing
+    packing: Packing
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        return self.rows.pack(self.function(self.rows.unpack(z)[0])[None]), None
+        return self.packing.pack(self.function(self.packing.unpack(z)[0])[None]), None
 
     def select(self, rows: Tensor) -> FlatMap:
         """The map of some of the requests; it evaluates only their tokens. ``rows`` (r,) int64: indices."""
-        lengths, source = self.rows.lengths[rows], self.rows.source[rows]
+        lengths, source = self.packing.lengths[rows], self.packing.source[rows]
         tokens = source[torch.arange(source.shape[1], device=rows.device) < lengths[:, None]]
         starts = F.pad(lengths.cumsum(0), (1, 0))
-        return FlatMap(self.function.select(rows, tokens, starts), rows_of(starts, len(tokens)))
+        return FlatMap(self.function.select(rows, tokens, starts), packing_of(starts, len(tokens)))
 
 
 def solve(
@@ -87,14 +87,20 @@ def solve(
         group: processes that evaluate f together, and must stop after the same evaluation.
         compact: whether settled requests leave the batch. With a group they always stay.
     """
-    rows = rows_of(starts, len(x))
-    padded = rows.pack(x[None])
-    real = torch.arange(padded.shape[1], device=x.device) < rows.lengths[:, None]
+    packing = packing_of(starts, len(x))
+    padded = packing.pack(x[None])
+    real = torch.arange(padded.shape[1], device=x.device) < packing.lengths[:, None]
     padded = padded.where(real[..., None], 0)
     guess = propose(options.guess, padded, number=0, previous=None)
     z0 = torch.zeros_like(padded) if guess is None else guess.to(x.dtype).where(real[..., None], 0)
     problem = Problem(
-        FlatMap(function, rows), Context(), z0, options, lengths=rows.lengths, compact=compact, group=group
+        FlatMap(function, packing),
+        Context(),
+        z0,
+        options,
+        lengths=packing.lengths,
+        compact=compact,
+        group=group,
     )
     solution = search(problem)
-    return rows.unpack(solution.z)[0], solution
+    return packing.unpack(solution.z)[0], solution

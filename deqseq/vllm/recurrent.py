@@ -29,7 +29,7 @@ from deqseq.backbones import fold_weight_norm
 from deqseq.backbones.blocks import Stack
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.solution import Solution
-from deqseq.vllm.batch import rows_of
+from deqseq.vllm.batch import packing_of
 from deqseq.vllm.configuration import compacts
 from deqseq.vllm.metrics import IterationCounters
 
@@ -59,7 +59,7 @@ class Slots(nn.Module, MambaBase):
     """The states of all requests. For vLLM, all blocks of the backbone are one layer.
 
     Args:
-        form: a state of one sequence. Its tensors have the shapes and types of a slot.
+        example: a state of one sequence. Its tensors have the shapes and types of a slot.
 
     Attributes:
         kv_cache: for each tensor of a state, one tensor with all slots. vLLM sets this attribute.
@@ -68,10 +68,10 @@ class Slots(nn.Module, MambaBase):
     kv_cache: tuple[Tensor, ...]
     mamba_type = MambaAttentionBackendEnum.MAMBA2
 
-    def __init__(self, form: State, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, example: State, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        self.shapes = tuple(tuple(tensor.shape[1:]) for tensor in form.tensors()[1:])
-        self.dtypes = tuple(tensor.dtype for tensor in form.tensors()[1:])
+        self.shapes = tuple(tuple(tensor.shape[1:]) for tensor in example.tensors()[1:])
+        self.dtypes = tuple(tensor.dtype for tensor in example.tensors()[1:])
         self.name = prefix
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
@@ -161,15 +161,15 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
 
         Moves the states in ``slots`` (R,) past the tokens.
         """
-        rows, slots = rows_of(starts, len(x)), slots.long()
-        padded = rows.pack(x[None])
-        mask = torch.arange(padded.shape[1], device=x.device) < rows.lengths[:, None]
+        packing, slots = packing_of(starts, len(x)), slots.long()
+        padded = packing.pack(x[None])
+        mask = torch.arange(padded.shape[1], device=x.device) < packing.lengths[:, None]
         layer = self.inner.model.layer
         initial = layer.backbone.initial_state(len(slots), x.device, x.dtype)
         state = self.slots.load(slots, initial, positions[starts[:-1].long()])
         out = layer(padded, mask if padded.shape[1] > 1 else None, state=state)
         self.slots.store(slots, out.state)
-        return rows.unpack(out.z)[0], out.solution
+        return packing.unpack(out.z)[0], out.solution
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.inner.lm_head(hidden_states)

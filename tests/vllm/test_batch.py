@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from deqseq import FixedIterations, Residual, SolveOptions
-from deqseq.vllm.batch import rows_of, solve
+from deqseq.vllm.batch import packing_of, solve
 from deqseq.vllm.weights import folded
 
 LENGTHS = (3, 1, 5)
@@ -95,8 +95,8 @@ def test_a_request_that_is_not_finite_leaves_the_others_alone() -> None:
 
 
 def test_rows() -> None:
-    """``rows_of`` makes a row for each request that has tokens. vLLM may list requests without tokens."""
-    rows = rows_of(torch.tensor([0, 2, 2, 5]), 7)
+    """``packing_of`` makes a row for each request that has tokens. vLLM may list requests without tokens."""
+    rows = packing_of(torch.tensor([0, 2, 2, 5]), 7)
     assert rows.lengths.tolist() == [2, 3]
     assert rows.real.tolist() == [[True] * 5 + [False] * 2]
     values = torch.arange(7.0)[None]

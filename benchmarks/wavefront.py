@@ -13,6 +13,7 @@ model with `make pretrain-demo`.
     python benchmarks/wavefront.py MODEL --text FILE --tokens 200 --windows 4 8 16 --rtol 1e-3
 """
 
+from pathlib import Path
 from typing import Any
 
 import common
@@ -24,6 +25,7 @@ from transformers import AutoTokenizer
 
 from deqseq import ConvergencePolicy, Residual, SolveOptions
 from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.checks import check_count
 from deqseq.policy import Judgement
 from deqseq.tasks.common.runs import model_folder
 
@@ -71,14 +73,17 @@ def main() -> None:
     add("--max-iter", type=int, default=256, help="maximum evaluations per token (default: 256)")
     options = made.parse_args()
     options.model = str(model_folder(options.model))
-    if options.prompt_tokens in (1, *options.windows):
-        raise ValueError(
-            f"prompt-tokens must differ from 1 and from all windows, got {options.prompt_tokens}"
-        )
-    if options.tokens < 2 or options.prompts < 1:
-        raise ValueError(f"give at least 1 prompt and 2 tokens, got {options.prompts} and {options.tokens}")
-    with open(options.text, encoding="utf-8") as file:
-        text = file.read()
+    check_count("--prompts", options.prompts)
+    check_count("--prompt-tokens", options.prompt_tokens, least=2)
+    check_count("--tokens", options.tokens, least=2)
+    for window in options.windows:
+        check_count("--windows", window)
+        if options.prompt_tokens == (width := min(window, options.tokens - 1)):
+            # Recorder tells passes of the prompt from others by their number of tokens.
+            raise ValueError(f"--prompt-tokens must differ from {width}, the width of a window")
+    if not Path(options.text).is_file():
+        raise ValueError(f"the file {options.text} does not exist")
+    text = Path(options.text).read_text(encoding="utf-8")
     ids = torch.tensor(AutoTokenizer.from_pretrained(options.model)(text)["input_ids"])
     if len(ids) < options.prompts * options.prompt_tokens:
         raise ValueError(f"{options.text} has {len(ids)} tokens, fewer than the prompts need")

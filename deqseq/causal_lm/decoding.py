@@ -48,6 +48,7 @@ class Decoder:
         self._backbone = model.model.layer.backbone
         self._content, self._most = content, most
         self._count = 0  # number of tokens that have been fed
+        self._failed = False  # whether feeding a token has raised an error
         self._capacity = 0  # number of tokens that the state has had capacity for
         self._records = can_record_step(self.step, self.memory)
         self._recorded: RecordedStep | None = None
@@ -62,10 +63,13 @@ class Decoder:
         if self._records and self._recorded is None and self._count and left >= LEAST_RECORDED:
             self._recorded = RecordedStep(self.step, self.memory)
             self.memory = self._recorded.memory
-        self._count += 1
+        self._failed = True
         if self._recorded is not None:
-            return self._recorded(ids)
-        logits, self.memory = self.step(ids, self.memory)
+            logits = self._recorded(ids)
+        else:
+            logits, self.memory = self.step(ids, self.memory)
+        self._failed = False
+        self._count += 1
         return logits
 
     def _extend(self) -> None:
@@ -80,10 +84,13 @@ class Decoder:
     def commit(self) -> None:
         """Write the memory of all tokens that have been fed to the cache.
 
+        If feeding a token has raised an error, the memory may hold a part of this token. Then the cache stays
+        as it was before the first token.
+
         Raises:
             ValueError: the cache has changed since the decoder was made.
         """
-        if self._count and self.memory.equilibrium is not None:
+        if self._count and not self._failed and self.memory.equilibrium is not None:
             if self._content.state is not self._begun:
                 raise ValueError(
                     "the cache has changed during generation, so it does not get the new tokens: give every "

@@ -309,7 +309,14 @@ class ImplicitModel(ImplicitPreTrainedModel):
                 f"{type(self.layer.backbone).__name__} keeps no state, so there is nothing to cache: leave "
                 "use_cache unset"
             )
-        return given or EquilibriumCache(self.layer.backbone.rewinds)
+        if given is None:
+            return EquilibriumCache(self.layer.backbone.rewinds)
+        content = given.content
+        if content.state is None and content.is_croppable and not self.layer.backbone.rewinds:
+            raise ValueError(
+                "this model cannot remove tokens from its cache: make it with EquilibriumCache(rewinds=False)"
+            )
+        return given
 
 
 def _mask_of_call(mask: Tensor | None, length: int, content: StateLayer | None) -> Tensor | None:
@@ -574,7 +581,14 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             value = getattr(generation_config, option)
             if value is not None and value != "dynamic":  # "dynamic": a growing cache, like ours
                 raise ValueError(f"these models have {reason}: leave {option} unset, got {value!r}")
-        if model_kwargs.get("past_key_values") is not None:
+        if (cache := model_kwargs.get("past_key_values")) is not None:
+            mask = model_kwargs.get("attention_mask")
+            held = cache.get_seq_length() if isinstance(cache, EquilibriumCache) else 0
+            if mask is not None and held and held >= mask.shape[1]:
+                raise ValueError(
+                    f"past_key_values holds {held} tokens, and the text has {mask.shape[1]}: pass the whole "
+                    "text, which must have at least one token more than the cache"
+                )
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, *args, **kwargs
             )

@@ -46,7 +46,9 @@ def stream(
 ) -> Generator[Tensor, None, None]:
     """Continue a batch of prompts, and yield the new tokens one by one.
 
-    The tokens are those of ``model.generate``, up to rounding. The host does less work per token: it makes no
+    With the same settings, the tokens are those of ``model.generate``, up to rounding. ``generate`` takes all
+    settings from ``model.generation_config``, and samples with ``top_k=50`` by default. ``stream`` takes only
+    the ids that end a sequence and the padding from there. The host does less work per token: it makes no
     mask and no output class, checks no arguments, and prepares the backbone's weights only once. So do not
     change weights, hooks, autocast or training mode before the last token. The model's ``forward`` is called
     for the prompt only.
@@ -70,6 +72,7 @@ def stream(
         past_key_values: a cache to continue. ``input_ids`` are then only the tokens after those in the cache.
             The prompt fills the cache. When the stream ends or is closed, the cache also gets the new tokens
             except the last one, which the model has not consumed. Do not change the cache during the stream.
+            If a token raises an error, the cache keeps only the prompt.
 
     Yields:
         (B,) int64, the next token of every sequence. The stream ends when all sequences have ended.
@@ -97,6 +100,7 @@ def stream(
     if not do_sample and (temperature, top_k, top_p, generator) != (1, None, None, None):
         raise ValueError("temperature, top_k, top_p and generator are for sampling: also pass do_sample=True")
     check_instance("past_key_values", past_key_values, EquilibriumCache | None, "an EquilibriumCache")
+    keeps = past_key_values is not None
     if past_key_values is None:
         past_key_values = EquilibriumCache(model.model.layer.backbone.rewinds)
     warpers: Any = LogitsProcessorList()  # they do not use the ids, their first argument
@@ -116,13 +120,13 @@ def stream(
         return ids, ended | torch.isin(ids, ends)
 
     prompt = {"attention_mask": attention_mask, "past_key_values": past_key_values, "solve": solve}
-    return _streamed(model, input_ids, prompt, max_new_tokens, bool(end), choose)
+    return _streamed(model, input_ids, prompt, max_new_tokens, bool(end), keeps, choose)
 
 
 @torch.no_grad()
 def _streamed(
     model: ImplicitForCausalLM, input_ids: Tensor, prompt: dict[str, Any], most: int, may_end: bool,
-    choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    keeps: bool, choose: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Generator[Tensor, None, None]:  # fmt: skip
     out = model(input_ids, use_cache=True, logits_to_keep=1, **prompt)
     decoder = Decoder(model, out.past_key_values.content, most - 1, solve=prompt["solve"])
@@ -136,7 +140,8 @@ def _streamed(
             ids, ended = choose(decoder.feed(ids), ended)
             yield ids.clone()
     finally:
-        decoder.commit()
+        if keeps:  # the caller has the cache
+            decoder.commit()
 
 
 _MODEL_OPTIONS = {
@@ -243,9 +248,10 @@ def _special_ids(
     """The ids that end a sequence, and the id of the tokens after the end; defaults as in ``generate``."""
     defaults = model.generation_config
     eos = defaults.eos_token_id if eos_token_id is None else eos_token_id
+    eos = eos.tolist() if isinstance(eos, Tensor) else eos
     ends = [] if eos is None else list(eos) if isinstance(eos, Iterable) else [eos]
     for end in ends:
-        check_count("eos_token_id", end, least=0)
+        check_count("eos_token_id", end, least=0, most=2**63 - 1)
     pad = defaults.pad_token_id if pad_token_id is None else pad_token_id
     if pad is None:
         pad = ends[0] if ends else 0

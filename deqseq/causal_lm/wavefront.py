@@ -149,7 +149,11 @@ def continue_greedily(
     fixed = backbone.prepare(x, position)
 
     def prepare(ids: Tensor, place: Tensor) -> Context:
-        return backbone.prepare_next(embed(ids), position + place, fixed)
+        x = embed(ids)
+        # The embedding of a draft may not be finite. In matrix products, it would make all tokens of the
+        # window non-finite.
+        x = x.where(torch.isfinite(x).all(-1, keepdim=True), x.new_zeros(()))
+        return backbone.prepare_next(x, position + place, fixed)
 
     places = torch.arange(length + options.window + 1, device=first.device)
     context = backbone.prepare_next(x.expand(-1, len(places), -1), position + places, fixed)
@@ -175,6 +179,7 @@ def wavefront_generate(
     *,
     wavefront: int,
     streamer: Any = None,
+    tokenizer: Any = None,
     assistant_model: Any = None,
     synced_gpus: bool = False,
     **model_options: Any,

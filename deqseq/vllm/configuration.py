@@ -1,7 +1,11 @@
 """Describes our models to vLLM before vLLM builds them, and refuses unsupported settings."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateConfig
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
@@ -11,6 +15,8 @@ from deqseq.causal_lm import ImplicitConfig
 from deqseq.checks import check_flag
 from deqseq.guesses import Previous
 from deqseq.problem import SolveOptions
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM prints only what its own loggers get
 
 LLAMA = "ImplicitLlamaForCausalLM"
 RECURRENT = "ImplicitRecurrentForCausalLM"
@@ -34,7 +40,8 @@ def solve_options(config: ImplicitConfig) -> SolveOptions:
             f"in vLLM, all tokens of a step are solved together, without a window of {config.window} tokens: "
             "set hf_overrides={'window': None}, which changes no fixed point"
         )
-    options = SolveOptions(config.solver, config.eval_convergence, guess=config.guess)
+    policy = config.convergence if config.eval_convergence is None else config.eval_convergence
+    options = SolveOptions(config.solver, policy, guess=config.guess)
     if isinstance(options.guess, Previous):
         raise ValueError(
             "vLLM keeps no equilibrium of the token before, from which the guess 'previous' starts: set "
@@ -43,16 +50,43 @@ def solve_options(config: ImplicitConfig) -> SolveOptions:
     return options
 
 
+def check_overrides(overrides: object) -> None:
+    """Check vLLM's ``hf_overrides``.
+
+    Raises:
+        ValueError: they set the policy of training, or a name looks like a misspelt setting.
+    """
+    if not isinstance(overrides, dict):
+        return
+    _check_spelling("hf_overrides", overrides, ImplicitConfig.__annotations__)
+    if "convergence" in overrides and "eval_convergence" not in overrides:
+        raise ValueError(
+            "hf_overrides sets 'convergence', the policy of training: set 'eval_convergence', which vLLM uses"
+        )
+
+
+def _check_spelling(place: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ``ValueError`` if a name in ``given`` is not ``known``, but similar to a known name.
+
+    Other unknown names raise no error, because other programs may use them.
+    """
+    for name in given:
+        if name not in known and (near := get_close_matches(name, known, 1, cutoff=0.8)):
+            raise ValueError(f"{place} has the unknown setting {name!r}: did you mean {near[0]!r}?")
+
+
 def compacts(vllm_config: VllmConfig) -> bool:
     """Whether to remove settled requests from a step's batch.
 
     Users set this as ``compact`` in vLLM's ``additional_config``. The default is true.
 
     Raises:
-        ValueError: the value is not true or false.
+        ValueError: the value is not true or false, or the name looks misspelt.
     """
     settings = vllm_config.additional_config
-    compact = settings.get("compact", True) if isinstance(settings, dict) else True
+    settings = settings if isinstance(settings, dict) else {}
+    _check_spelling("additional_config", settings, ["compact"])
+    compact = settings.get("compact", True)
     check_flag("additional_config['compact']", compact)
     return bool(compact)
 
@@ -126,7 +160,15 @@ def _check(vllm_config: VllmConfig, refused: dict[str, bool]) -> None:
     for sentence, wrong in refused.items():
         if wrong:
             raise ValueError(sentence)
-    compacts(vllm_config)
+    model = vllm_config.model_config
+    check_overrides(model.hf_overrides)
+    compact = compacts(vllm_config)
+    if model.hf_config.implicit:
+        options = solve_options(model.hf_config)
+        logger.info(
+            "deqseq solves with %s, %s, guess %s, compact=%s",
+            options.solver, options.convergence, options.guess, compact,
+        )  # fmt: skip
     compilation = vllm_config.compilation_config
     if compilation.cudagraph_mode is None or compilation.cudagraph_mode.has_full_cudagraphs():
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE

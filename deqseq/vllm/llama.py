@@ -31,7 +31,7 @@ from deqseq.vllm.attention import WITH_STARTS, Selector
 from deqseq.vllm.batch import solve
 from deqseq.vllm.configuration import backbone_of, compacts, solve_options
 from deqseq.vllm.metrics import IterationCounters
-from deqseq.vllm.weights import folded
+from deqseq.vllm.weights import checked, folded
 
 
 class Block(nn.Module):
@@ -184,7 +184,7 @@ class ImplicitLlamaForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config = vllm_config.model_config.hf_config
+        self.config = config = vllm_config.model_config.hf_config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.evaluation = Evaluation(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "evaluation"))
         self.options = solve_options(config) if config.implicit else None
@@ -238,4 +238,5 @@ class ImplicitLlamaForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return AutoWeightsLoader(self).load_weights(folded(weights), mapper=self.mapper)
+        weights = folded(checked(weights, self.config))
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.mapper)

@@ -32,6 +32,7 @@ from deqseq.solution import Solution
 from deqseq.vllm.batch import packing_of
 from deqseq.vllm.configuration import compacts
 from deqseq.vllm.metrics import IterationCounters
+from deqseq.vllm.weights import checked
 
 
 class MetadataBuilder(BaseMambaAttentionMetadataBuilder[BaseMambaAttentionMetadata]):
@@ -180,14 +181,8 @@ class ImplicitRecurrentForCausalLM(nn.Module, HasInnerState, IsAttentionFree, Su
         Raises:
             ValueError: weights are missing, unknown or of another shape.
         """
-        problems = self.inner.load_state_dict(dict(weights), strict=False)
+        self.inner.load_state_dict(dict(checked(weights, self.inner.config)), strict=False)
         self.inner.tie_weights()
-        missing = set(problems.missing_keys) - set(self.inner.all_tied_weights_keys)
-        if missing or problems.unexpected_keys:
-            raise ValueError(
-                f"the checkpoint does not fit its configuration: weights missing: {sorted(missing)[:5]}; "
-                f"unknown: {sorted(problems.unexpected_keys)[:5]}"
-            )
         if any(isinstance(part, Stack) for part in self.inner.modules()):
             fold_weight_norm(self.inner)
         return {name for name, _ in self.named_parameters()}

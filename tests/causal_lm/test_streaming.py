@@ -1,6 +1,7 @@
 """``stream`` and ``fast_generate`` give the tokens of ``generate``, with less work on the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -137,6 +138,36 @@ def test_a_cache_that_changes_during_a_stream_is_not_overwritten(make: Make, bod
     second.close()
     assert cache.state is not None
     assert cache.get_seq_length() == int(cache.state.seen[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("body", ["mamba2", "llama"])
+def test_after_an_error_the_cache_holds_the_prompt(make: Make, body: str, form: str) -> None:
+    options = {"convergence": TIGHT} if form == "implicit" else {}
+    model, ids = make(body, form, **options), prompts(2)
+    cache = EquilibriumCache(model.model.layer.backbone.rewinds)
+    tokens = stream(model, ids, max_new_tokens=8, past_key_values=cache)
+    new = [next(tokens) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt), model_that_fails(model):
+        next(tokens)
+    assert cache.get_seq_length() == ids.shape[1] and cache.state.seen.tolist() == [9, 9]
+    longer = torch.cat([ids, torch.stack(new, 1)], 1)
+    expected = generated(model, longer, max_new_tokens=5)
+    assert torch.equal(generated(model, longer, max_new_tokens=5, past_key_values=cache), expected)
+
+
+@contextmanager
+def model_that_fails(model: ImplicitForCausalLM) -> Iterator[None]:
+    """The output layer of ``model`` raises ``KeyboardInterrupt``."""
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.lm_head.register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def test_options_of_the_solve(make: Make) -> None:
@@ -467,8 +498,8 @@ def test_fast_generate_refuses_what_it_does_not_support(
         ({"do_sample": True, "top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"do_sample": True, "generator": 3}, "generator must be a torch.Generator, got 3"),
         ({"top_p": 0.5}, "for sampling: also pass do_sample=True"),
-        ({"eos_token_id": -1}, "eos_token_id must be a whole number >= 0, got -1"),
-        ({"eos_token_id": 3.0}, "eos_token_id must be a whole number >= 0, got 3.0"),
+        ({"eos_token_id": -1}, "eos_token_id must be a whole number from 0 to 9223372036854775807, got -1"),
+        ({"eos_token_id": torch.tensor(3.0)}, "eos_token_id must be a whole number .*, got 3.0"),
         ({"pad_token_id": V}, f"pad_token_id must be a whole number from 0 to {V - 1}, got {V}"),
         ({"attention_mask": torch.ones(1, 3)}, r"attention_mask must be \(B, L\)"),
         ({"solve": "picard"}, "solve must be SolveOptions, got 'picard'"),

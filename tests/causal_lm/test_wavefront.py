@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import TextIteratorStreamer
+from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
 from deqseq import ConvergencePolicy, Residual, SolveOptions
 from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM
@@ -52,6 +53,13 @@ def generated(model: ImplicitForCausalLM, ids: Tensor, **options: Any) -> Tensor
     settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "solve": solve}
     out: Tensor = model.generate(ids, **settings | options)
     return out
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are characters."""
+    plain = Tokenizer(models.BPE({chr(ord("A") + i): i for i in range(V)}, []))
+    plain.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=plain)
 
 
 def prompts(batch: int = 3, length: int = 6) -> tuple[Tensor, Tensor]:
@@ -160,6 +168,7 @@ def test_few_tokens(make: Make, new: int) -> None:
         ({"num_beams": 2}, "beams"),
         ({"repetition_penalty": 1.5}, "RepetitionPenalty"),
         ({"max_time": 3.0}, "MaxTimeCriteria"),
+        ({"stop_strings": ["A"], "tokenizer": letters()}, "StopStringCriteria"),
         ({"streamer": TextIteratorStreamer(None, skip_prompt=True)}, "a streamer"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
@@ -199,6 +208,28 @@ def test_a_huge_window_needs_no_more_memory(make: Make) -> None:
     model, (ids, _) = make("llama"), prompts(batch=1)
     out = generated(model, ids, wavefront=10**15)
     assert torch.equal(out, generated(model, ids))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_draft_that_is_not_finite_changes_no_token(make: Make, body: str) -> None:
+    """Ids that only wavefront decoding reads, as drafts, get embeddings of NaN."""
+    model = make(body)
+    ids = torch.randint(1, V, (16, 6))
+    expected = generated(model, ids, max_new_tokens=5)
+    read: list[Tensor] = []
+    handle = model.model.embed_tokens.register_forward_hook(lambda _, given, out: read.append(given[0]))
+    generated(model, ids, max_new_tokens=5, wavefront=4)
+    handle.remove()
+    for row, answer in enumerate(expected):
+        unread = sorted({int(i) for given in read for i in given[row]} - set(answer.tolist()))
+        if unread:
+            break
+    assert unread, "all drafts are in the answers"
+    ids, expected = ids[row : row + 1], expected[row : row + 1]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[unread] = float("nan")
+    assert torch.equal(generated(model, ids, max_new_tokens=5), expected)
+    assert torch.equal(generated(model, ids, max_new_tokens=5, wavefront=4), expected)
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -17,9 +18,10 @@ vllm = pytest.importorskip("vllm", reason="needs vLLM, in an environment of its 
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS  # noqa: E402
 
+from deqseq import Residual  # noqa: E402
 from deqseq.backbone import backbones  # noqa: E402
 from deqseq.backbones import LlamaBackbone  # noqa: E402
-from deqseq.causal_lm import ImplicitConfig  # noqa: E402
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM  # noqa: E402
 from deqseq.vllm import register  # noqa: E402
 
 LLAMA = {"name": "llama", "d_model": 64, "n_layer": 1, "n_head": 2}
@@ -71,6 +73,21 @@ def test_requests_leave_by_default(configure: Configure) -> None:
             "additional_config['compact'] must be true or false, got 'no'",
             {},
             {"additional_config": {"compact": "no"}},
+        ),
+        (
+            "additional_config has the unknown setting 'compat': did you mean 'compact'?",
+            {},
+            {"additional_config": {"compat": False}},
+        ),
+        (
+            "hf_overrides has the unknown setting 'solvr': did you mean 'solver'?",
+            {},
+            {"hf_overrides": {"solvr": "anderson"}},
+        ),
+        (
+            "hf_overrides sets 'convergence', the policy of training: set 'eval_convergence'",
+            {},
+            {"hf_overrides": {"convergence": {"name": "residual", "rtol": 1e-4}}},
         ),
         ("take no LoRA adapters in vLLM: merge the adapter", {}, {"enable_lora": True}),
         ("take no quantised weights in vLLM", {}, {"quantization": "fp8"}),
@@ -131,6 +148,35 @@ def test_a_growing_state(configure: Configure, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(backbones._builtin, "other", "other:Other")
     with pytest.raises(ValueError, match="the state of Other grows with the number of tokens"):
         configure({**LLAMA, "name": "other"})
+
+
+def test_evaluation_follows_the_policy_of_training_by_default(configure: Configure) -> None:
+    from deqseq.vllm.configuration import solve_options
+
+    tight = {"name": "residual", "rtol": 1e-4, "max_iter": 99}
+    made = configure(LLAMA, {"convergence": tight}, hf_overrides={"eval_convergence": None})
+    assert solve_options(made.model_config.hf_config).convergence == Residual(rtol=1e-4, max_iter=99)
+
+
+@pytest.mark.parametrize("backbone", [LLAMA, MAMBA2], ids=["llama", "mamba2"])
+def test_checkpoints_of_another_model(backbone: dict[str, Any]) -> None:
+    from deqseq.vllm.weights import checked
+
+    def weights(**changes: Any) -> dict[str, torch.Tensor]:
+        config = ImplicitConfig(**{"vocab_size": 19, "backbone": backbone, **changes})
+        return {**ImplicitForCausalLM(config).state_dict()}
+
+    config = ImplicitConfig(vocab_size=19, backbone=backbone)
+    right = weights()
+    del right["lm_head.weight"]  # tied to the embeddings
+    assert dict(checked(right.items(), config)).keys() == right.keys()
+    for wrong, said in (
+        (weights(vocab_size=20), r"has shape \(20, 64\), and the model needs \(19, 64\)"),
+        ({**right, "other": torch.ones(1)}, "other has shape .*, and the model needs no weight of this name"),
+        (weights(implicit=False), r"lacks \['model.layer.backbone.injection"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            list(checked(wrong.items(), config))
 
 
 def test_an_explicit_model_is_not_solved(configure: Configure) -> None:

@@ -15,7 +15,7 @@ from deqseq.solution import Solution, Status
 _COUNTERS = {
     "deqseq:steps": "Steps in which tokens were solved.",
     "deqseq:evaluations": "Evaluations of f. Each covers all requests that have not left the step.",
-    "deqseq:tokens": "Tokens that were solved, in prompts and in answers.",
+    "deqseq:tokens": "Tokens that were evaluated, in prompts and in answers, converged or not.",
     "deqseq:token_evaluations": "Evaluations that tokens needed, summed over the tokens.",
     "deqseq:unconverged_tokens": "Tokens that used up their evaluations, or became non-finite.",
 }

@@ -222,7 +222,9 @@ def test_wavefront(tmp_path: Path, token_folder: Path) -> None:
     assert plain["equal tokens"] == wave["equal tokens"] == 1
     assert wave["passes a token"] < plain["passes a token"]
     assert found["agreement"][-1] >= found["agreement"][0]
-    wrong = run("wavefront.py", *arguments, *few, "--windows", "8")
+    wrong = run(
+        "wavefront.py", *arguments, *few, "--tokens", "9", "--windows", "16"
+    )  # eight tokens in a window
     assert wrong.returncode == 2 and "prompt-tokens must differ" in wrong.stderr
 
 

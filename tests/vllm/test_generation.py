@@ -266,6 +266,9 @@ def test_paths_of_mamba2(model: MakeModel, engine: Callable[..., Engine], name: 
     check_path(engine(folder, **options), name, prompts, expected(folder, prompts, new=40))
 
 
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="vLLM gives each of the two ranks a processor of its own"
+)
 def test_two_ranks(model: MakeModel, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes share the weights of a Llama, and stop after the same evaluation."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")

@@ -385,6 +385,22 @@ _UNUSED_ARGUMENTS = {
 }  # fmt: skip
 
 
+def _check_longer(held: int, inputs: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless the text of ``generate`` is longer than a cache of ``held`` tokens."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None:
+        length = mask.shape[1]
+    elif positions is not None:  # without a mask, there is no padding
+        length = int(positions.max()) + 1
+    else:
+        return
+    if 0 < length <= held:
+        raise ValueError(
+            f"past_key_values holds {held} tokens, and the text has {length}: pass the whole text, which "
+            "must have at least one token more than the cache"
+        )
+
+
 def _check_unused(arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for ``output_attentions=True`` and for arguments not in _UNUSED_ARGUMENTS."""
     if arguments.get("output_attentions"):
@@ -582,13 +598,8 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, GenerationMixin):
             if value is not None and value != "dynamic":  # "dynamic": a growing cache, like ours
                 raise ValueError(f"these models have {reason}: leave {option} unset, got {value!r}")
         if (cache := model_kwargs.get("past_key_values")) is not None:
-            mask = model_kwargs.get("attention_mask")
-            held = cache.get_seq_length() if isinstance(cache, EquilibriumCache) else 0
-            if mask is not None and held and held >= mask.shape[1]:
-                raise ValueError(
-                    f"past_key_values holds {held} tokens, and the text has {mask.shape[1]}: pass the whole "
-                    "text, which must have at least one token more than the cache"
-                )
+            if isinstance(cache, EquilibriumCache):
+                _check_longer(cache.get_seq_length(), model_kwargs)
             super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, *args, **kwargs
             )

@@ -93,14 +93,7 @@ def solve(
     padded = padded.where(real[..., None], 0)
     guess = propose(options.guess, padded, number=0, previous=None)
     z0 = torch.zeros_like(padded) if guess is None else guess.to(x.dtype).where(real[..., None], 0)
-    problem = Problem(
-        FlatMap(function, packing),
-        Context(),
-        z0,
-        options,
-        lengths=packing.lengths,
-        compact=compact,
-        group=group,
-    )
+    f = FlatMap(function, packing)
+    problem = Problem(f, Context(), z0, options, lengths=packing.lengths, compact=compact, group=group)
     solution = search(problem)
     return packing.unpack(solution.z)[0], solution

@@ -226,6 +226,8 @@ def test_wavefront(tmp_path: Path, token_folder: Path) -> None:
         "wavefront.py", *arguments, *few, "--tokens", "9", "--windows", "16"
     )  # eight tokens in a window
     assert wrong.returncode == 2 and "prompt-tokens must differ" in wrong.stderr
+    wrong = run("wavefront.py", *arguments, *few, "--text", str(tmp_path / "missing.txt"))
+    assert wrong.returncode == 2 and "missing.txt does not exist" in wrong.stderr
 
 
 def test_speed(tmp_path: Path) -> None:

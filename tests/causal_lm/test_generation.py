@@ -12,7 +12,7 @@ from transformers import DynamicCache, TextIteratorStreamer
 
 from deqseq import Backbone, Context, State
 from deqseq.backbone import backbones
-from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM
+from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM, fast_generate
 from deqseq.guesses import Previous
 
 V = 40
@@ -341,6 +341,25 @@ def test_a_loop_over_the_model(make: Make, body: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("way", [{}, {"custom_generate": fast_generate}, {"wavefront": 4}])
+def test_the_text_must_be_longer_than_the_cache(make: Make, way: dict[str, Any]) -> None:
+    model, ids = make("llama"), prompts(2, 5)
+    cache = model(ids).past_key_values
+    options = {"max_new_tokens": 4, "do_sample": False, **way}
+    with pytest.raises(ValueError, match="past_key_values holds 5 tokens, and the text has 5"):
+        model.generate(ids, past_key_values=cache, **options)
+    assert cache.get_seq_length() == 5
+    longer = torch.cat([ids, ids], 1)
+    assert torch.equal(
+        model.generate(longer, past_key_values=cache, **options), model.generate(longer, **options)
+    )
+
+
+def test_a_cache_that_claims_to_remove_tokens_of_a_recurrent_state(make: Make) -> None:
+    with pytest.raises(ValueError, match="make it with EquilibriumCache\\(rewinds=False\\)"):
+        make("mamba2")(prompts(2, 5), past_key_values=EquilibriumCache(rewinds=True), use_cache=True)
+
+
 def test_calls_that_contradict_their_cache(make: Make) -> None:
     model, ids = make("llama"), prompts(2, 5)
     cache = model(ids).past_key_values

@@ -336,6 +336,20 @@ def test_searches_that_do_not_converge_are_repeated_from_other_starts(puzzles: P
         adaptive(model(guess="zero"), tests, starts=2)
 
 
+def test_an_adaptive_search_that_never_ends_early_equals_a_search_of_fixed_depth(
+    trained: Path, puzzles: Path
+) -> None:
+    """Here, the model's own answers to a third of the puzzles count as right."""
+    made, tests = load(trained)[0], read_csv(puzzles, "sudoku")
+    (own,) = by_depth(made, tests.questions.long(), [4])
+    tests = tests._replace(answers=torch.cat([own.answers[:20], 1 + tests.answers[20:] % 4]))
+    never = Residual(rtol=1e-30, max_iter=4, scope="sequence")
+    found = adaptive(made, tests, replace(made.layer.eval_solve, convergence=never))
+    (fixed,) = evaluate(made, tests, [4])
+    assert 0.3 < fixed.exact < 0.5 and found.iterations == 4
+    assert (found.exact, found.auroc) == (fixed.exact, pytest.approx(fixed.auroc))
+
+
 def test_solver_replaces_the_solver_of_the_run(trained: Path, puzzles: Path) -> None:
     """An evaluation with damping 0.5 goes half of the way to f(z), from the same start."""
     questions = read_csv(puzzles, "sudoku").questions[:3].long()

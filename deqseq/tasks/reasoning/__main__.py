@@ -23,7 +23,7 @@ from deqseq.tasks.common.settings import (
 from deqseq.tasks.reasoning import mazes, sudoku
 from deqseq.tasks.reasoning.data import read
 from deqseq.tasks.reasoning.demo import demo
-from deqseq.tasks.reasoning.evaluate import ADAPTIVE, COLUMNS, adaptive, evaluate, load, residuals
+from deqseq.tasks.reasoning.evaluate import ADAPTIVE, COLUMNS, adaptive, breadths, evaluate, load, residuals
 from deqseq.tasks.reasoning.files import read_csv, write_csv
 from deqseq.tasks.reasoning.plots import plot_accuracy, plot_training
 from deqseq.tasks.reasoning.puzzles import Puzzles, Task
@@ -54,7 +54,7 @@ def _train(
     run: str,
     *,
     output: Path,
-    save_steps: PositiveInt = 1000,
+    save_steps: PositiveInt | None = None,
     settings: Annotated[dict[str, Any], TrainSettings, partial(read_yaml, shipped=RUNS)],
 ) -> None:
     """Train a model and write it to a folder.
@@ -69,7 +69,8 @@ def _train(
     Args:
         run: YAML file with settings, or a shipped file: sudoku, maze, sudoku-small or maze-small
         output: folder of the run
-        save_steps: number of steps between checkpoints
+        save_steps: number of steps between checkpoints; by default a quarter of the steps. A checkpoint has
+            the iterates of all batches: 2 GB with the file sudoku
     """
     train(build_changed(TrainSettings, read_yaml(run, RUNS), settings), output, save_steps=save_steps)
     record = read_record(output)
@@ -99,8 +100,8 @@ def _evaluate(
     puzzle is solved from several starts, the start with the smallest residual gives the answer. The column
     exact has the share of right answers. The column vote has the share of puzzles for which the most frequent
     answer of all starts is right. In the second table, the depth is not fixed: each search ends when the
-    residual of the board meets the tolerance. With --starts above 1, this table has a second row: a search
-    that does not meet the tolerance within --max_iter evaluations is repeated from the next start.
+    residual of the board meets the tolerance. If a search has not met it after --max_iter evaluations, it is
+    repeated from the next start. The rows of this table allow 1, 2, 4, ... and --starts starts.
 
     Args:
         run: folder of a trained model
@@ -111,8 +112,7 @@ def _evaluate(
         rtol: tolerance for the second table; by default the tolerance of the run
         max_iter: maximum number of evaluations from each start for the second table; by default as in the run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
-            mapping ("{name: anderson, memory: 1, scope: sequence}"). Anderson and Broyden start with an empty
-            history at every depth of the first table
+            mapping ("{name: anderson, memory: 1, scope: sequence}")
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation
@@ -137,7 +137,7 @@ def _evaluate(
     adapted = []
     if solve is not None:
         adapted = [
-            adaptive(model, tests, replace(solve, window=None), batch_size, n) for n in sorted({1, starts})
+            adaptive(model, tests, replace(solve, window=None), batch_size, n) for n in breadths(starts)
         ]
         print(f"\nsearches that end at a tolerance:\n{table(ADAPTIVE, adapted)}")
     folder.write(found, model, adaptive=[asdict(row) for row in adapted])

@@ -71,6 +71,8 @@ class Adaptive:
         exact: share of puzzles whose answer is right in every cell.
         converged: share of puzzles for which a search met the tolerance.
         exact_if_converged: share of right answers among these puzzles; ``None`` if there are none.
+        auroc: probability that a right answer has a smaller residual than a wrong answer. ``None`` if all
+            answers are right, or if all answers are wrong.
         iterations: mean number of evaluations for a puzzle, from all its starts.
         seconds: duration.
     """
@@ -81,6 +83,7 @@ class Adaptive:
     exact: float
     converged: float
     exact_if_converged: float | None
+    auroc: float | None
     iterations: float
     seconds: float
 
@@ -91,8 +94,8 @@ COLUMNS: tuple[Column, ...] = (
 )  # fmt: skip
 ADAPTIVE: tuple[Column, ...] = (
     column("tolerance", "g"), column("max_iter"), column("starts"), column("exact", ".4f"),
-    column("converged", ".4f"), column("exact_if_converged", ".4f"), column("iterations", ".1f"),
-    column("seconds", ".1f"),
+    column("converged", ".4f"), column("exact_if_converged", ".4f"), column("auroc", ".4f"),
+    column("iterations", ".1f"), column("seconds", ".1f"),
 )  # fmt: skip
 
 
@@ -252,12 +255,16 @@ def evaluate(
                     residuals[place, number, part] = found.residual.float().cpu()
             bar.update()
     bar.close()
-    counts = [2**i for i in range(starts.bit_length()) if 2**i < starts] + [starts]
     return [
         _judged(None if explicit else depth, answers[i, :n], residuals[i, :n], puzzles.answers)
         for i, depth in enumerate(depths)
-        for n in counts
+        for n in breadths(starts)
     ]
+
+
+def breadths(starts: int) -> list[int]:
+    """The numbers of starts to test: 1, 2, 4, ... and ``starts``."""
+    return [2**i for i in range(starts.bit_length()) if 2**i < starts] + [starts]
 
 
 def _judged(depth: int | None, answers: Tensor, residuals: Tensor, right: Tensor) -> Evaluation:
@@ -344,7 +351,7 @@ def adaptive(
     if not isinstance(policy, Residual) or policy.scope != "sequence":
         raise ValueError(f"the depth adapts with the policy Residual of scope sequence only, got {policy}")
     model.eval()
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, ...]] = []
     begin = time.perf_counter()
     with compacting(model):
         for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
@@ -355,12 +362,12 @@ def adaptive(
             right = (boards == answers.to(model.device)).all(1)
             found = out.solution
             assert found is not None
-            parts.append(
-                (right.cpu(), (found.status[:, 0] == Status.CONVERGED).cpu(), found.iterations[:, 0].cpu())
-            )
-    right, converged, iterations = (torch.cat(column) for column in zip(*parts, strict=True))
+            columns = (right, found.status[:, 0] == Status.CONVERGED, found.iterations[:, 0], found.residual)
+            parts.append(tuple(column.cpu() for column in columns))
+    right, converged, iterations, residual = (torch.cat(column) for column in zip(*parts, strict=True))
     return Adaptive(
         policy.rtol, policy.max_iter, starts, right.double().mean().item(), converged.double().mean().item(),
         right[converged].double().mean().item() if converged.any() else None,
-        iterations.double().mean().item(), time.perf_counter() - begin,
+        auroc(residual.square().mean(1), right), iterations.double().mean().item(),
+        time.perf_counter() - begin,
     )  # fmt: skip

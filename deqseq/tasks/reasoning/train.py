@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ logger = logging.getLogger(__name__)
 _CHECKSUM = "puzzles.json"
 
 
-def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -> BoardModel:
+def train(settings: TrainSettings, output: str | Path, save_steps: int | None = None) -> BoardModel:
     """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
-    Writes ``settings.json``, and a checkpoint every ``save_steps`` steps. At the end, writes the model
-    (``config.json``, ``model.safetensors``) with the averaged weights of the last step, or of the step with
-    the best test (setting ``keep``). Also writes ``training.json`` with the duration, a log, and with
-    ``keep: best`` the step of the kept weights. If the run is finished, this function only loads its model.
+    Writes ``settings.json``, and a checkpoint every ``save_steps`` steps, by default four in the run. At the
+    end, writes the model (``config.json``, ``model.safetensors``) with the averaged weights of the last step,
+    or of the step with the best test (setting ``keep``). Also writes ``training.json`` with the duration, a
+    log, and with ``keep: best`` the step of the kept weights. If the run is finished, this function only
+    loads its model.
 
     Raises:
         ValueError: ``output`` holds another run; the puzzles cannot be read, have another size than in the
@@ -53,7 +55,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 1000) -
         with torch.random.fork_rng([]):  # wrong parts raise an error here, before the folder is made
             model(puzzles.questions[:1].long())
         folder.start()
-        arguments = short_run_arguments(settings, folder.path, save_steps)
+        arguments = short_run_arguments(settings, folder.path, save_steps or math.ceil(settings.steps / 4))
         if settings.compile:
             model.compile_map(arguments.device, graphs=True)
         stream = PuzzleStream(

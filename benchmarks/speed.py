@@ -12,6 +12,7 @@ A value below 1 means that we are faster. If a case fails, its row has the reaso
 The sections:
 
     state-tracking, llama, mamba2   a training step with AdamW; the learning rate is 0, so all steps are equal
+    injected                        a step of the injected form beside one of the explicit twin, in turn
     evaluation                      one evaluation of f, and the shortest time that the device allows
     decode                          generation with a cache, token by token
     sequential                      state tracking with window 1
@@ -241,12 +242,26 @@ def distance(found: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def training_step(bench: Bench, name: str, form: str, changes: Row, reference: Row) -> Row:
-    """Time a training step. Language models predict the next token; state tracking has random targets."""
+    """Time a training step."""
+    step, solved = stepper(bench, name, form, changes)
+    ms = bench.milliseconds(step)
+    memory = {"GiB": bench.peak(), "reference GiB": None if bench.quick else reference.get("GiB")}
+    if "iterations" in solved:
+        solved["iterations"] = solved["iterations"].float().mean().item()
+    batch, length = bench.size(name)
+    speed = {"ms": ms, **bench.against(ms, reference.get("ms")), "tokens/s": round(1e3 * batch * length / ms)}
+    return {**speed, **memory, **solved}
+
+
+def stepper(bench: Bench, name: str, form: str, changes: Row) -> tuple[Callable[[], None], Row]:
+    """A training step of a new model, and a row to which each step writes how the model was solved.
+
+    Language models predict the next token; state tracking has random targets.
+    """
     model = bench.model(bench.config(name, form, **changes)).train()
     if bench.compile and name == LLAMA:
         compile_blocks(model.model.layer.backbone)
-    batch, length = bench.size(name)
-    tokens, targets = torch.randint(model.config.vocab_size, (2, batch, length), device=bench.device)
+    tokens, targets = torch.randint(model.config.vocab_size, (2, *bench.size(name)), device=bench.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=bench.device != "cpu")
     solved: Row = {"evaluations": 1}
 
@@ -265,12 +280,15 @@ def training_step(bench: Bench, name: str, form: str, changes: Row, reference: R
         optimizer.step()
         optimizer.zero_grad()
 
-    ms = bench.milliseconds(step)
-    memory = {"GiB": bench.peak(), "reference GiB": None if bench.quick else reference.get("GiB")}
-    if "iterations" in solved:
-        solved["iterations"] = solved["iterations"].float().mean().item()
-    speed = {"ms": ms, **bench.against(ms, reference.get("ms")), "tokens/s": round(1e3 * batch * length / ms)}
-    return {**speed, **memory, **solved}
+    return step, solved
+
+
+def injected_step(bench: Bench, name: str) -> Row:
+    """Time steps of the explicit twin and of the injected form in turn, so that both see the same machine."""
+    explicit, injected = (stepper(bench, name, form, {})[0] for form in ("-explicit", "-injected"))
+    explicit(), injected()  # the first step compiles
+    seconds, ratio = common.time_over(explicit, injected, bench.device, rounds=4 * bench.repeats)
+    return {"ms": 1e3 * seconds, "over explicit": ratio}
 
 
 def parts(backbone: Backbone, batch: int, length: int) -> dict[str, tuple[float, float]]:
@@ -397,6 +415,10 @@ def section(bench: Bench, name: str) -> Tables:
             for form, batch in product(("-explicit", "-free"), (1, 64))
         ]
         return {name: bench.rows(decode, {f"{m[0]}{m[1]}, batch {m[2]}": m for m in models})}
+    if name == "injected":
+        return {
+            name: bench.rows(injected_step, {f"{model}, injected": (model,) for model in (LLAMA, MAMBA2)})
+        }
     if name == "sequential":
         return {name: bench.rows(one_by_one, {f"{TRACKING}, window 1": ()})}
     model = TRAINING[name]
@@ -405,7 +427,7 @@ def section(bench: Bench, name: str) -> Tables:
 
 
 TRAINING = {"state-tracking": TRACKING, "llama": LLAMA, "mamba2": MAMBA2}
-SECTIONS = [*TRAINING, "evaluation", "decode", "sequential"]
+SECTIONS = [*TRAINING, "injected", "evaluation", "decode", "sequential"]
 
 
 def main() -> None:

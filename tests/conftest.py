@@ -150,7 +150,9 @@ def optional_data() -> Callable[[str], Path]:
 
     def folder(name: str) -> Path:
         if TEST_DATA is None:
-            pytest.skip(f"optional data: set DEQSEQ_TEST_DATA to a folder that contains {name}/")
+            pytest.skip(
+                f"optional data: set DEQSEQ_TEST_DATA to a folder that contains {name}/ (CONTRIBUTING.md)"
+            )
         if not (TEST_DATA / name).is_dir():
             pytest.skip(f"optional data: DEQSEQ_TEST_DATA={TEST_DATA} does not contain {name}/")
         return TEST_DATA / name
@@ -161,10 +163,12 @@ def optional_data() -> Callable[[str], Path]:
 @pytest.fixture
 def needs_triton() -> None:
     """Skip the test if Triton is missing, or if there is no GPU and Triton is older than 3.7."""
-    triton = pytest.importorskip("triton", reason="Triton is not made for this platform")
+    triton = pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux only")
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if not torch.cuda.is_available() and version < (3, 7):
-        pytest.skip("without a GPU, this test needs Triton 3.7: older interpreters fail with this numpy")
+        pytest.skip(
+            "without a GPU, this test needs Triton 3.7 or newer: older interpreters fail with NumPy 2"
+        )
 
 
 @pytest.fixture

@@ -281,11 +281,6 @@ def quantile(**options: Any) -> Quantile:
     return Quantile(FEW, **options)
 
 
-def torchdeq(method: str, **options: Any) -> Callable[[], object]:
-    pytest.importorskip("torchdeq", reason="torchdeq is not installed: pip install 'deqseq[torchdeq]'")
-    return lambda: TorchDEQ(method, **options)
-
-
 def staged(*stages: Any) -> Callable[[], object]:
     return lambda: Curriculum(list(stages))
 

@@ -8,14 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
-
-if not dist.is_available():
-    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
-
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
+
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 
 pytestmark = [pytest.mark.passes_of_a_cpu, pytest.mark.filterwarnings("ignore:.*FSDP")]
 

@@ -15,7 +15,9 @@ from transformers.utils.generic import can_return_tuple
 
 from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.causal_lm.configuration import ImplicitConfig
-from deqseq.causal_lm.modeling import ImplicitCausalLMOutput, ImplicitPreTrainedModel, last_real
+from deqseq.causal_lm.head import last_real
+from deqseq.causal_lm.outputs import ImplicitCausalLMOutput
+from deqseq.causal_lm.pretrained import ImplicitPreTrainedModel
 from deqseq.checks import check_count, check_tensor
 
 _KINDS = ("regression", "single_label_classification", "multi_label_classification")

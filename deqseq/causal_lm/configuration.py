@@ -47,6 +47,17 @@ def _unknown(settings: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in settings if name not in known)
 
 
+def check_names(settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if a name in ``settings`` is unknown."""
+    if unknown := _unknown(settings):
+        ours = sorted(set(ImplicitConfig.__annotations__) - {"model_type"})
+        raise ValueError(
+            f"unknown settings {', '.join(unknown)}; an ImplicitConfig has {', '.join(ours)}. Options "
+            'of a part belong in its mapping: backbone={"name": "llama", "d_model": 64, ...} or '
+            'convergence={"name": "residual", "rtol": 0.05, "max_iter": 64}'
+        )
+
+
 @strict
 class ImplicitConfig(PreTrainedConfig):
     """The configuration of a causal language model, implicit or explicit, with any backbone.
@@ -102,13 +113,7 @@ class ImplicitConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if unknown := _unknown(kwargs):
-            ours = sorted(set(ImplicitConfig.__annotations__) - {"model_type"})
-            raise ValueError(
-                f"unknown settings {', '.join(unknown)}; an ImplicitConfig has {', '.join(ours)}. Options "
-                'of a part belong in its mapping: backbone={"name": "llama", "d_model": 64, ...} or '
-                'convergence={"name": "residual", "rtol": 0.05, "max_iter": 64}'
-            )
+        check_names(kwargs)
         for name in ("backbone", "solver", "gradient", "convergence", "eval_convergence", "guess"):
             if not isinstance(value := getattr(self, name), str | Mapping | None):
                 raise ValueError(

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from deqseq.backbones.weights import is_adapter, is_quantised
-from deqseq.causal_lm.configuration import ImplicitConfig
+from deqseq.causal_lm.configuration import ImplicitConfig, check_names
 from deqseq.ops.mixer.naive import at_least_float32
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -167,7 +167,7 @@ def to_implicit(model: Model, overrides: Mapping[str, Any]) -> Model:
         raise ValueError(
             "to_implicit needs plain weights: convert the model before you quantise it or add adapters"
         )
-    ImplicitConfig(**overrides)  # raises an error for unknown names
+    check_names(overrides)
     settings = model.config.to_dict() | dict(overrides)
     if "convergence" in overrides:  # use the new policy in evaluation too, if no other is given
         settings["eval_convergence"] = overrides.get("eval_convergence")

@@ -1,4 +1,4 @@
-"""The steps of generation: feed one token of every sequence to a model, and choose the next token.
+"""Decoding token by token: reserves room, records steps as CUDA graphs, and writes back to the cache.
 
 Shapes: B sequences, V vocabulary.
 """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deqseq.backbone import State
+from deqseq.causal_lm.head import logits_of
 from deqseq.causal_lm.modeling import ImplicitForCausalLM
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.problem import Problem, SolveOptions
@@ -70,7 +71,7 @@ class TokenStep:
 
         ``memory``: the memory before the call.
         """
-        logits = self.model._logits(z)[0][:, -1].float()
+        logits = logits_of(z, self.model.lm_head)[0][:, -1].float()
         return logits, Memory(state, z[:, 0], memory.position_ids + 1)
 
     def _inputs(self, ids: Tensor, memory: Memory) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context, State
+from deqseq.causal_lm.head import logits_of
 from deqseq.causal_lm.support import check_layer, unsupported
 from deqseq.checks import check_instance
 from deqseq.guesses import Zero
@@ -212,8 +213,7 @@ def wavefront_generate(
     end_ids = first.new_empty(0) if eos is None else eos.reshape(-1)
 
     def choose(z: Tensor) -> Tensor:
-        logits: Tensor = model._logits(z)[0]
-        return logits.argmax(-1)
+        return logits_of(z, model.lm_head)[0].argmax(-1)
 
     position, most = position.expand(len(first), 1), config.max_length - input_ids.shape[1] - 1
     with kernels.device_of(input_ids):

@@ -46,7 +46,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_puzzles(tmp_path: Path) -> None:
     """Rows are kept, but not for other options. The explicit model of four blocks has four blocks."""
-    pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")
     options = ["--output", str(tmp_path), "--solvers", "picard-1.0", "--tolerances", "0.1", "--count", "20"]
     options += ["--quick", "--seconds", "0.1", "--max-iter", "4", "--depth", "2"]
     found = run("puzzles.py", *options, "--strategies", "explicit-4-blocks", "persistent")

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfi
 
 from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, Status
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, ImplicitModel
-from deqseq.causal_lm.modeling import aligned_linear
+from deqseq.causal_lm.head import aligned_linear, logits_of
 
 V = 40
 BODIES: dict[str, dict[str, Any]] = {
@@ -431,7 +431,7 @@ def test_an_output_layer_of_ones_own_keeps_its_bias(make: Make) -> None:
     head = model.lm_head
     model.lm_head = torch.nn.Linear(head.in_features, head.out_features)
     hidden = torch.randn(1, 3, head.in_features)
-    logits, _ = model._logits(hidden.as_subclass(OnGPU))
+    logits, _ = logits_of(hidden.as_subclass(OnGPU), model.lm_head)
     torch.testing.assert_close(logits.as_subclass(torch.Tensor), model.lm_head(hidden))
 
 

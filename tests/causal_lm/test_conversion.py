@@ -153,6 +153,14 @@ def test_the_policy_of_evaluation_follows_that_of_training(tmp_path: Path) -> No
     assert both.config.convergence == policy and both.config.eval_convergence == other
 
 
+def test_overrides_are_checked_against_the_model_itself() -> None:
+    """This padding token and this width fit the model, but not a configuration of default values."""
+    explicit = ImplicitForCausalLM.from_explicit(llama(vocab_size=60_000))
+    width = explicit.config.hidden_size
+    implicit = explicit.to_implicit(pad_token_id=55_000, hidden_size=width)
+    assert (implicit.config.pad_token_id, implicit.config.hidden_size) == (55_000, width)
+
+
 def test_every_hidden_width_is_met() -> None:
     for hidden in range(1, 3000):
         assert 2 * swiglu_width(hidden) // 3 == hidden
@@ -290,7 +298,7 @@ def test_the_flag_of_the_injection_is_checked() -> None:
 
 
 def test_adapters_are_not_converted() -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'deqseq[dev]'")
     model = ImplicitForCausalLM.from_explicit(llama())
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["wq"], task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="to_implicit needs plain weights"):

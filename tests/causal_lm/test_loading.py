@@ -171,7 +171,7 @@ print(json.dumps(found))
 
 
 def test_adapters(folders: Path, tokens: Tensor, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
+    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'deqseq[dev]'")
     torch.manual_seed(1)
     options = peft.LoraConfig(
         r=2, target_modules=["out_proj"], init_lora_weights=False, task_type="CAUSAL_LM"

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from deqseq import kernels
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, modeling
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, head, modeling
 from deqseq.ops.cross_entropy import next_token_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,14 +146,14 @@ def model() -> ImplicitForCausalLM:
     return ImplicitForCausalLM(config).to(DEVICE).eval()
 
 
-def padded_head(model: ImplicitForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the model pad its logits with extra columns, which it normally does only on a GPU."""
+def pad_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make models pad their logits with extra columns, which they normally do only on a GPU."""
 
-    def logits(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        padded = modeling.aligned_linear(hidden, model.lm_head.weight)
+    def logits_of(hidden: Tensor, layer: torch.nn.Linear) -> tuple[Tensor, Tensor]:
+        padded = head.aligned_linear(hidden, layer.weight)
         return padded[..., :V], padded
 
-    monkeypatch.setattr(model, "_logits", logits)
+    monkeypatch.setattr(head, "logits_of", logits_of)
 
 
 @fused
@@ -165,7 +165,7 @@ def test_the_models_loss(
     ids = torch.randint(0, V, (2, 9), device=DEVICE)
     labels = ids.masked_fill(ids < 5, -100)
     if padded:
-        padded_head(model, monkeypatch)
+        pad_logits(monkeypatch)
     found = []
     for name in ("torch", "triton"):
         with kernels.use(name):

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from deqseq.backbones import fold_weight_norm
 from deqseq.causal_lm import ImplicitForCausalLM
 
-peft: Any = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'deqseq[dev]'")
 
 V = 32
 BODIES: dict[str, dict[str, Any]] = {

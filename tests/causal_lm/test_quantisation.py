@@ -42,11 +42,10 @@ def make(make_model: Make) -> Make:
 def configuration(kind: str) -> Any:
     """The ``quantization_config`` of ``kind``. Skips the test if its package is not installed."""
     package, _, weights = kind.partition("-")
-    pytest.importorskip(package, reason=f"{package} is not installed (pip install {package})")
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'deqseq[dev]'")
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     if package == "bitsandbytes":
-        pytest.importorskip("accelerate", reason="accelerate is not installed (pip install accelerate)")
         eight = weights == "int8"
         return BitsAndBytesConfig(load_in_8bit=eight, load_in_4bit=not eight, bnb_4bit_quant_type="nf4")
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
@@ -138,7 +137,7 @@ def test_settings_that_quantise_nothing_are_refused(make: Make, tmp_path: Path) 
 def test_lora_trains_on_quantised_weights(
     make: Make, tmp_path: Path, body: str, implicit: bool, kind: str
 ) -> None:
-    peft: Any = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'deqseq[dev]'")
     configuration(kind)
     make(body, implicit).to(torch.bfloat16).save_pretrained(tmp_path)
     model: Any = peft.prepare_model_for_kbit_training(load(tmp_path, kind))
@@ -168,7 +167,7 @@ def test_lora_trains_on_quantised_weights(
 def test_effective_weights_compute_what_forward_computes(
     make: Make, tmp_path: Path, assert_close: Callable[..., None], kind: str, dora: bool
 ) -> None:
-    peft: Any = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'deqseq[dev]'")
     configuration(kind)
     make("llama", False).save_pretrained(tmp_path)
     model = load(tmp_path, kind)
@@ -184,7 +183,9 @@ def test_effective_weights_compute_what_forward_computes(
 
 
 def test_weights_that_are_not_quantised_yet_are_refused(make: Make) -> None:
-    bnb: Any = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bnb: Any = pytest.importorskip(
+        "bitsandbytes", reason="bitsandbytes is not installed: pip install 'deqseq[dev]'"
+    )
     for linear in (bnb.nn.Linear4bit(64, 64), bnb.nn.Linear8bitLt(64, 64), bnb.nn.Linear8bitLt(64, 64).cpu()):
         with pytest.raises(ValueError, match="is not quantised yet"):
             effective_weight(linear)

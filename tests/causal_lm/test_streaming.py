@@ -193,7 +193,7 @@ def test_bfloat16_and_autocast(make: Make) -> None:
 
 def test_adapters(make: Make) -> None:
     """Adapters of PEFT work, except those that change the prompt."""
-    peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
+    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'deqseq[dev]'")
     ids, options = prompts(), {"max_new_tokens": 5, "do_sample": False}
     lora = peft.LoraConfig(target_modules=["wq", "fc2"], init_lora_weights=False, task_type="CAUSAL_LM")
     model = peft.get_peft_model(make("llama"), lora).eval()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from deqseq import Backbone
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
-datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install datasets")
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'deqseq[dev]'")
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "dog", "run", "to", "her", "house"]
 BODIES: dict[str, dict[str, Any]] = {

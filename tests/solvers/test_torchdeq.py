@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torchdeq.solver import get_solver
 
 from deqseq import Backbone, FixedIterations, ImplicitSequenceLayer, Phantom, Residual, Status
 from deqseq.solver import solvers
 from deqseq.solvers import TorchDEQ
+
+get_solver = pytest.importorskip(
+    "torchdeq.solver", reason="torchdeq is not installed: pip install 'deqseq[torchdeq]'"
+).get_solver
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
 CountCalls = Callable[[Backbone], list[tuple[int, ...]]]

@@ -8,6 +8,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import set_seed
@@ -112,7 +113,6 @@ def test_built_twice_is_equal_and_damage_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nested", ["lists", "rows"])
 def test_hugging_face_dataset(tmp_path: Path, nested: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'deqseq[lm]'")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     lines = [("Mary moved to the Garden.", ""), ("Where is Mary?", "garden")]
     story: Any = [{"text": text, "answer": answer} for text, answer in lines]

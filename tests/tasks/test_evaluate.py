@@ -263,7 +263,7 @@ def no_work(model: ImplicitForCausalLM) -> Iterator[None]:
 
 
 def test_a_foreign_tokenizer_is_noticed_before_any_work(
-    model: ImplicitForCausalLM, tokenizer: Any, tmp_path: Path
+    model: ImplicitForCausalLM,
 ) -> None:
     said = "token 300 is outside the model's vocabulary of 300"
     for at in (1, 3):  # the last token is only a target, never an input
@@ -274,6 +274,9 @@ def test_a_foreign_tokenizer_is_noticed_before_any_work(
                 score(model, foreign, [2], batch_size=1)
             with pytest.raises(ValueError, match=said):
                 compare_windows(model, foreign, 2, [None, 1], batch_size=1)
+
+
+def test_a_foreign_tokenizer_is_noticed_before_the_tasks_of_lm_eval(tokenizer: Any, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'deqseq[eval]'")
     torch.manual_seed(0)
     narrow = make_model(vocab_size=200)
@@ -693,7 +696,7 @@ def test_downstream_scores_are_those_of_lm_eval_itself(saved: Path, tmp_path: Pa
         pytest.param(
             ["perplexity", "{tmp}/none", *TEXT_FLAGS, "--output", "/proc/a/b"],
             "nothing can be written to the folder /proc",
-            marks=pytest.mark.skipif(not Path("/proc").is_dir(), reason="no folder without files"),
+            marks=pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs the folder /proc"),
         ),
     ],
 )  # fmt: skip

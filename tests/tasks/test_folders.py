@@ -302,7 +302,7 @@ def test_a_folder_inside_another_is_read_once(tree: Path) -> None:
     assert without.contents.plain()["found"]["files"] == 20
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems allow only UTF-8 in names of files")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux allows names of files that are not UTF-8")
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     place = os.fsencode(tmp_path) + b"/\xff"
     os.mkdir(place)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -299,7 +300,6 @@ def test_other_modification_times_of_parts_are_said(
 
 
 def test_parts_of_parquet_and_datasets(tmp_path: Path, run: Run, small_batches: None) -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'deqseq[lm]'")
     draw = random.Random(0)
     rows = {"text": [" ".join(draw.choices(WORDS, k=20)) for _ in range(400)]}
     for i in range(3):

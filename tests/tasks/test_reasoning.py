@@ -37,7 +37,7 @@ from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
 from deqseq.tasks.reasoning.solve import _faults, _from_start, answer, board, questions
 from deqseq.tasks.reasoning.train import stablemax_cross_entropy, train
 
-pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
+pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")
 
 MIXER = {"name": "mixer", "d_model": 8, "n_layer": 1, "tokens": 16, "weight_norm": False}
 RECURSION = {"name": "recursion", "updates": 1, "noise": 0.01, "map": MIXER}

@@ -16,7 +16,7 @@ from deqseq.tasks.reasoning.files import read_arrays, read_csv, write_csv
 from deqseq.tasks.reasoning.puzzles import FREE, GOAL, PATH, START, WALL, Puzzles, Task
 from deqseq.tasks.reasoning.verify import solve_sudoku, verify
 
-pytest.importorskip("numba", reason="generating puzzles needs the extra 'reason'")
+pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")
 
 # A hard Sudoku by Arto Inkala (2012): the clues, and the solution.
 HARD = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."

@@ -1,5 +1,6 @@
 """State tracking in text: generated documents, folders of data, scores of models, and the command line."""
 
+import importlib.util
 import json
 import math
 import re
@@ -338,8 +339,8 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         depth["accuracy"] for depth in kept["by_operations"]
     ]
     assert again.answer_nll == pytest.approx(kept["answer_nll"])
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'deqseq[plots]'")
-    assert (report / "tracking.png").stat().st_size > 10_000
+    if importlib.util.find_spec("matplotlib"):
+        assert (report / "tracking.png").stat().st_size > 10_000
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

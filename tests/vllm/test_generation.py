@@ -266,13 +266,11 @@ def test_paths_of_mamba2(model: MakeModel, engine: Callable[..., Engine], name: 
     check_path(engine(folder, **options), name, prompts, expected(folder, prompts, new=40))
 
 
-@pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < 2, reason="vLLM gives each of the two ranks a processor of its own"
-)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPU cores, one for each rank")
 def test_two_ranks(model: MakeModel, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes share the weights of a Llama, and stop after the same evaluation."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")  # both ranks may be on the same processor
+    monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "1")  # both cores may be on one NUMA node
     backbone = {**LLAMA, "n_kv_head": 2}
     folder, prompts = model(backbone), make_prompts(*LENGTHS)
     assert engine(folder, tensor_parallel_size=2)(prompts) == expected(folder, prompts)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM, in an environment of its own: make test-vllm")
-pytest.importorskip("jsonargparse", reason="needs the extra lm, in the environment of vLLM")
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serving.py"
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from deqseq.causal_lm.modeling import ImplicitCausalLMOutput
+from deqseq.causal_lm import ImplicitCausalLMOutput
 from deqseq.checks import check_count
 
 

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from deqseq.causal_lm.modeling import ImplicitCausalLMOutput
+from deqseq.causal_lm import ImplicitCausalLMOutput
 
 
 class LSTMConfig(PretrainedConfig):

@@ -119,7 +119,7 @@ def solve(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
     how = SolveOptions(SOLVERS[key["solver"]], policy, guess=guess)
     found = adaptive(model, tests, how)
     return {
-        "evaluations": found.iterations, "converged": found.converged, "exact": found.exact,
+        "evaluations": found.evaluations, "converged": found.converged, "exact": found.exact,
         "seconds": found.seconds,
     }  # fmt: skip
 

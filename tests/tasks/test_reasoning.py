@@ -108,6 +108,20 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
+def test_a_resumed_run_may_save_at_other_steps(
+    puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start saves after steps 4 and 8, the second after every step."""
+    with interrupted(monkeypatch, 9), pytest.raises(KeyboardInterrupt):
+        train(small(puzzles), tmp_path / "run", save_steps=4)
+    with interrupted(monkeypatch, 11), pytest.raises(KeyboardInterrupt):
+        train(small(puzzles), tmp_path / "run", save_steps=1)
+    assert {folder.name for folder in (tmp_path / "run").glob("checkpoint-*")} == {
+        "checkpoint-10",
+        "checkpoint-11",
+    }
+
+
 def test_damage_lets_some_tokens_start_again() -> None:
     """About half of the sequences are damaged, each with a different share of its tokens."""
     torch.manual_seed(0)
@@ -312,7 +326,7 @@ def test_boards_that_converge_early_cost_less(trained: Path, puzzles: Path) -> N
     made, settings = load(trained)
     tests = read_csv(puzzles, "sudoku")
     found = adaptive(made, tests)
-    assert found.iterations < settings.max_iter
+    assert found.evaluations < settings.max_iter
     solve = made.layer.eval_solve
     alone = made(tests.questions[:1].long(), solve=solve).solution
     assert 1 <= int(alone.iterations[0, 0]) <= settings.max_iter
@@ -331,7 +345,7 @@ def test_searches_that_do_not_converge_are_repeated_from_other_starts(puzzles: P
     one, many = adaptive(made, tests, solve), adaptive(made, tests, solve, starts=4)
     assert (one.starts, many.starts) == (1, 4)
     assert one.converged == pytest.approx(0.5, abs=0.1) and many.converged > one.converged
-    assert one.iterations == 1 < many.iterations < 4
+    assert one.evaluations == 1 < many.evaluations < 4
     with pytest.raises(ValueError, match="2 starts would all be equal"):
         adaptive(model(guess="zero"), tests, starts=2)
 
@@ -346,7 +360,7 @@ def test_an_adaptive_search_that_never_ends_early_equals_a_search_of_fixed_depth
     never = Residual(rtol=1e-30, max_iter=4, scope="sequence")
     found = adaptive(made, tests, replace(made.layer.eval_solve, convergence=never))
     (fixed,) = evaluate(made, tests, [4])
-    assert 0.3 < fixed.exact < 0.5 and found.iterations == 4
+    assert 0.3 < fixed.exact < 0.5 and found.evaluations == 4
     assert (found.exact, found.auroc) == (fixed.exact, pytest.approx(fixed.auroc))
 
 

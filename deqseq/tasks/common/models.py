@@ -172,7 +172,7 @@ def solve_options(
     """
     if implicit_layer(model) is None and window == "model" and rtol is max_iter is damping is None:
         return None
-    options = needed_layer(model, "a window, tolerance, budget or damping").eval_solve
+    options = needed_layer(model, "a window, a tolerance (rtol), max_iter or a damping").eval_solve
     if window != "model":
         options = replace(options, window=window)
     if damping is not None:

@@ -133,6 +133,7 @@ class Totals(TrainerCallback, ExportableState):
         saved = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and saved:
             self.seconds, self.losses = saved["attributes"]["seconds"], saved["attributes"]["losses"]
+            state.compute_steps(args, state.max_steps)  # the checkpoint has those of the earlier start
         self._since = time.perf_counter()
 
 

@@ -69,8 +69,8 @@ def _train(
     Args:
         run: YAML file with settings, or a shipped file: sudoku, maze, sudoku-small or maze-small
         output: folder of the run
-        save_steps: number of steps between checkpoints; by default a quarter of the steps. A checkpoint has
-            the iterates of all batches: 2 GB with the file sudoku
+        save_steps: number of steps between checkpoints; by default a quarter of the steps. The last two are
+            kept. A checkpoint has the iterates of all batches: 2 GB with the file sudoku
     """
     train(build_changed(TrainSettings, read_yaml(run, RUNS), settings), output, save_steps=save_steps)
     record = read_record(output)
@@ -101,7 +101,9 @@ def _evaluate(
     exact has the share of right answers. The column vote has the share of puzzles for which the most frequent
     answer of all starts is right. In the second table, the depth is not fixed: each search ends when the
     residual of the board meets the tolerance. If a search has not met it after --max_iter evaluations, it is
-    repeated from the next start. The rows of this table allow 1, 2, 4, ... and --starts starts.
+    repeated from the next start. The rows of this table allow 1, 2, 4, ... and --starts starts. They are
+    equal if all first searches meet the tolerance. The column evaluations is the mean over the boards, from
+    all their starts.
 
     Args:
         run: folder of a trained model
@@ -109,8 +111,9 @@ def _evaluate(
         depth: depths, in increasing order
         starts: maximum number of starts for each puzzle; 1, 2, 4, ... starts are tested too
         count: use only the first COUNT puzzles
-        rtol: tolerance for the second table; by default the tolerance of the run
-        max_iter: maximum number of evaluations from each start for the second table; by default as in the run
+        rtol: for the second table, relative residual of a board at which its search ends; by default the
+            tolerance of the run
+        max_iter: for the second table, maximum number of evaluations from each start; by default as in the run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
         batch_size: puzzles solved together

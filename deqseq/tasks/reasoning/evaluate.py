@@ -73,7 +73,7 @@ class Adaptive:
         exact_if_converged: share of right answers among these puzzles; ``None`` if there are none.
         auroc: probability that a right answer has a smaller residual than a wrong answer. ``None`` if all
             answers are right, or if all answers are wrong.
-        iterations: mean number of evaluations for a puzzle, from all its starts.
+        evaluations: mean number of evaluations for a puzzle, from all its starts.
         seconds: duration.
     """
 
@@ -84,7 +84,7 @@ class Adaptive:
     converged: float
     exact_if_converged: float | None
     auroc: float | None
-    iterations: float
+    evaluations: float
     seconds: float
 
 
@@ -95,7 +95,7 @@ COLUMNS: tuple[Column, ...] = (
 ADAPTIVE: tuple[Column, ...] = (
     column("tolerance", "g"), column("max_iter"), column("starts"), column("exact", ".4f"),
     column("converged", ".4f"), column("exact_if_converged", ".4f"), column("auroc", ".4f"),
-    column("iterations", ".1f"), column("seconds", ".1f"),
+    column("evaluations", ".1f"), column("seconds", ".1f"),
 )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def check_starts(model: BoardModel, starts: int) -> None:
     layer = model.layer
     if starts > 1 and not (isinstance(layer, ImplicitSequenceLayer) and layer.eval_solve.guess.varies):
         raise ValueError(
-            f"{starts} starts would all be equal: train an implicit model with a guess that varies (noise)"
+            f"{starts} starts would all be equal: use an implicit model whose guess varies (noise)"
         )
 
 

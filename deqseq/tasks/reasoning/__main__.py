@@ -113,7 +113,8 @@ def _evaluate(
         count: use only the first COUNT puzzles
         rtol: for the second table, relative residual of a board at which its search ends; by default the
             tolerance of the run
-        max_iter: for the second table, maximum number of evaluations from each start; by default as in the run
+        max_iter: for the second table, maximum number of evaluations from each start; by default that of the
+            run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
         batch_size: puzzles solved together

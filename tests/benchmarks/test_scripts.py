@@ -238,7 +238,7 @@ def test_speed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     sections = json.loads(output.read_text())["sections"]
     assert list(sections) == ["correctness", *chosen]
-    assert all(row["right"] for row in sections["correctness"]["errors"])
+    assert all(row["right"] for row in sections["correctness"]["relative errors"])
     rows = [row for tables in sections.values() for table in tables.values() for row in table]
     assert all("failed" not in row for row in rows)
     (steps,) = sections["state-tracking"].values()

@@ -24,6 +24,7 @@ from deqseq import FixedIterations, Residual, SolveOptions
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.tasks.common.figures import log_scale
 from deqseq.tasks.common.models import read_tokens, solve_options
+from deqseq.tasks.common.results import ResultFolder
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.evaluate.__main__ import main
 from deqseq.tasks.evaluate.downstream import TASKS, evaluate_tasks, local_files, other_prompts, read_docs
@@ -549,6 +550,15 @@ def test_texts_are_scored_byte_for_byte(tokenizer: Any, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=rf"text.txt is not UTF-8: {reason}") as raised:
                 read_tokens([str(path)], tokenizer, limit)
             assert str(raised.value).endswith(f"at offset {len(text.encode())}")
+
+
+def test_leftovers_of_an_interrupted_report_are_replaced(tmp_path: Path) -> None:
+    for name in ("length.json.part", "length.png.part"):
+        (tmp_path / name).write_text("half")
+    ResultFolder(tmp_path, "length", "model", {})
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds other files .*\(notes.txt\)"):
+        ResultFolder(tmp_path, "length", "model", {})
 
 
 def test_no_more_is_tokenised_than_a_limit_needs(tokenizer: Any, tmp_path: Path) -> None:

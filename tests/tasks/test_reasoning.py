@@ -258,8 +258,10 @@ def test_every_depth_has_the_result_of_a_search_of_this_depth(solver: Any) -> No
         fixed = replace(made.layer.eval_solve, convergence=FixedIterations(found.depth))
         with torch.no_grad():  # with gradients, the layer does the iterations of its gradient strategy
             expected = made.layer(x, z0=made.start(x, 0), solve=fixed)
+            never = Residual(rtol=1e-30, max_iter=found.depth, scope="sequence")
+            judged = made.layer(x, z0=made.start(x, 0), solve=replace(fixed, convergence=never))
         torch.testing.assert_close(found.z, expected.z)
-        torch.testing.assert_close(found.residual, expected.solution.residual.square().mean(1).sqrt())
+        torch.testing.assert_close(found.residual, judged.solution.residual[:, 0])
         assert torch.equal(found.answers, made.answers(expected.z).argmax(-1))
     direct = next(by_depth(made, boards, [5]))
     alone = next(by_depth(made, boards[1:2], [5]))
@@ -293,6 +295,17 @@ def test_auroc_is_the_share_of_ordered_pairs() -> None:
     assert auroc(residual, right) == (1 + 1 + 0.5 + 1) / 4
     assert auroc(residual, ~right) == (0 + 0 + 0.5 + 0) / 4
     assert auroc(residual, torch.ones(4, dtype=torch.bool)) is None
+    nan = torch.tensor([0.1, 0.2, torch.nan, torch.nan, torch.nan])
+    assert auroc(nan, torch.arange(5) < 1) == 1
+    many = torch.arange(16382.0)  # in float32, the number of pairs would be rounded
+    assert auroc(many, many < 8191) == 1
+
+
+def test_the_residual_is_that_of_the_whole_board() -> None:
+    made, boards = model(), torch.randint(0, 5, (3, 16))
+    (one,), (two,) = (list(by_depth(made, boards, [depth])) for depth in (1, 2))
+    change = torch.linalg.vector_norm(two.z - one.z, dim=(1, 2))
+    torch.testing.assert_close(two.residual, change / torch.linalg.vector_norm(two.z, dim=(1, 2)))
 
 
 def test_stablemax_is_a_distribution_with_finite_gradients() -> None:

@@ -13,7 +13,7 @@ import torch
 from tabulate import tabulate
 
 import deqseq
-from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.files import PART, write_json
 
 Column = tuple[str, Callable[[Any], str]]
 """The title of a column, and the function that maps a row to the text of its cell."""
@@ -83,8 +83,10 @@ class ResultFolder:
             ours = former["report"] == self._head["report"]
         except (OSError, ValueError, TypeError, KeyError):
             ours = False
+        own = (self.json.name, self.figure.name)
+        names -= {name + PART for name in own}  # leftovers of an interrupted report
         if ours:
-            names -= {self.json.name, self.figure.name}
+            names -= set(own)
         if others := sorted(names):
             raise ValueError(
                 f"{self.path} holds other files than a former {self._head['report']} report "

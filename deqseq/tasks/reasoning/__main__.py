@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     return command_line.main(
         "python -m deqseq.tasks.reasoning", _ABOUT, commands, arguments,
-        interrupted="the same command of train resumes from the last checkpoint, if there is one",
+        interrupted="train resumes from its last checkpoint, if there is one, when you repeat its command",
         log_level=logging.INFO,
     )  # fmt: skip
 

@@ -160,8 +160,8 @@ def by_depth(
         yield Solved(1, answers, torch.zeros(len(questions), device=answers.device), out.z)
         return
     x = model.inputs(questions)
-    policy = FixedIterations(depths[-1])
-    solve = replace(layer.eval_solve, convergence=policy)
+    solve = replace(layer.eval_solve, convergence=FixedIterations(depths[-1]))
+    board = Residual(rtol=1, scope="sequence")  # measures whole boards; its tolerance is not used
     runner = Runner(Problem(layer.backbone, layer.backbone.prepare(x), model.start(x, number), solve))
     runner.begin()
     for depth in depths:
@@ -170,8 +170,9 @@ def by_depth(
         carry = runner.carry
         assert carry.fz is not None
         z = carry.proposal.clone()  # the next pass may overwrite the proposal
-        residual = policy.judge(carry.z, carry.fz, carry.tokens.iterations, carry.tokens.settled).residual
-        yield Solved(depth, model.answers(z).argmax(-1).to(torch.uint8), residual.square().mean(1).sqrt(), z)
+        everywhere = torch.ones_like(carry.tokens.settled)
+        residual = board.judge(carry.z, carry.fz, carry.tokens.iterations, everywhere).residual[:, 0]
+        yield Solved(depth, model.answers(z).argmax(-1).to(torch.uint8), residual, z)
 
 
 def check_starts(model: BoardModel, starts: int) -> None:
@@ -297,16 +298,18 @@ def _vote(answers: Tensor) -> Tensor:
 def auroc(residual: Tensor, right: Tensor) -> float | None:
     """Probability that a ``right`` (P,) answer has a smaller ``residual`` (P,) than a wrong answer.
 
-    A pair with equal residuals counts half. ``None`` if all answers are right, or if all are wrong.
+    A pair with equal residuals counts half. A residual that is NaN counts as infinite. ``None`` if all
+    answers are right, or if all are wrong.
     """
-    good, bad = residual[right].double(), residual[~right].double()
+    residual = residual.double().where(~residual.isnan(), torch.inf)
+    good, bad = residual[right], residual[~right]
     if not len(good) or not len(bad):
         return None
     bad = bad.sort().values
     # For each right answer, count the wrong answers with a smaller or equal residual.
     at_most = torch.searchsorted(bad, good, right=True)
     equal = at_most - torch.searchsorted(bad, good)
-    return float((len(bad) - at_most + 0.5 * equal).sum() / (len(good) * len(bad)))
+    return float((len(bad) - at_most + 0.5 * equal.double()).sum() / (len(good) * len(bad)))
 
 
 @contextmanager

@@ -258,10 +258,7 @@ def test_every_depth_has_the_result_of_a_search_of_this_depth(solver: Any) -> No
         fixed = replace(made.layer.eval_solve, convergence=FixedIterations(found.depth))
         with torch.no_grad():  # with gradients, the layer does the iterations of its gradient strategy
             expected = made.layer(x, z0=made.start(x, 0), solve=fixed)
-            never = Residual(rtol=1e-30, max_iter=found.depth, scope="sequence")
-            judged = made.layer(x, z0=made.start(x, 0), solve=replace(fixed, convergence=never))
         torch.testing.assert_close(found.z, expected.z)
-        torch.testing.assert_close(found.residual, judged.solution.residual[:, 0])
         assert torch.equal(found.answers, made.answers(expected.z).argmax(-1))
     direct = next(by_depth(made, boards, [5]))
     alone = next(by_depth(made, boards[1:2], [5]))

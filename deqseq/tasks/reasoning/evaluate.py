@@ -365,12 +365,13 @@ def adaptive(
             right = (boards == answers.to(model.device)).all(1)
             found = out.solution
             assert found is not None
-            columns = (right, found.status[:, 0] == Status.CONVERGED, found.iterations[:, 0], found.residual)
-            parts.append(tuple(column.cpu() for column in columns))
+            # With this policy, all cells of a board have the same values.
+            converged, iterations = found.status[:, 0] == Status.CONVERGED, found.iterations[:, 0]
+            parts.append(tuple(t.cpu() for t in (right, converged, iterations, found.residual[:, 0])))
     right, converged, iterations, residual = (torch.cat(column) for column in zip(*parts, strict=True))
     return Adaptive(
         policy.rtol, policy.max_iter, starts, right.double().mean().item(), converged.double().mean().item(),
         right[converged].double().mean().item() if converged.any() else None,
-        auroc(residual.square().mean(1), right), iterations.double().mean().item(),
+        auroc(residual, right), iterations.double().mean().item(),
         time.perf_counter() - begin,
     )  # fmt: skip

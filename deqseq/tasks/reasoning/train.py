@@ -32,8 +32,8 @@ _CHECKSUM = "puzzles.json"
 def train(settings: TrainSettings, output: str | Path, save_steps: int | None = None) -> BoardModel:
     """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
-    Writes ``settings.json``, and a checkpoint every ``save_steps`` steps, by default four in the run. At the
-    end, writes the model (``config.json``, ``model.safetensors``) with the averaged weights of the last step,
+    Writes ``settings.json``, and a checkpoint every ``save_steps`` steps, by default at most four in the run.
+    At the end, writes the model (``config.json``, ``model.safetensors``) with the averaged weights of the last step,
     or of the step with the best test (setting ``keep``). Also writes ``training.json`` with the duration, a
     log, and with ``keep: best`` the step of the kept weights. If the run is finished, this function only
     loads its model.
@@ -55,7 +55,9 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int | None = 
         with torch.random.fork_rng([]):  # wrong parts raise an error here, before the folder is made
             model(puzzles.questions[:1].long())
         folder.start()
-        arguments = short_run_arguments(settings, folder.path, save_steps or math.ceil(settings.steps / 4))
+        if save_steps is None:
+            save_steps = math.ceil(settings.steps / 4)
+        arguments = short_run_arguments(settings, folder.path, save_steps)
         if settings.compile:
             model.compile_map(arguments.device, graphs=True)
         stream = PuzzleStream(

@@ -33,10 +33,10 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int | None = 
     """Train in folder ``output``, or resume there from the last checkpoint; returns the trained model.
 
     Writes ``settings.json``, and a checkpoint every ``save_steps`` steps, by default at most four in the run.
-    At the end, writes the model (``config.json``, ``model.safetensors``) with the averaged weights of the last step,
-    or of the step with the best test (setting ``keep``). Also writes ``training.json`` with the duration, a
-    log, and with ``keep: best`` the step of the kept weights. If the run is finished, this function only
-    loads its model.
+    At the end, writes the model (``config.json``, ``model.safetensors``) with the averaged weights of the
+    last step, or of the step with the best test (setting ``keep``). Also writes ``training.json`` with the
+    duration, a log, and with ``keep: best`` the step of the kept weights. If the run is finished, this
+    function only loads its model.
 
     Raises:
         ValueError: ``output`` holds another run; the puzzles cannot be read, have another size than in the

@@ -77,6 +77,13 @@ def test_help_shows_the_values_of_the_run(
     assert not end.value.code and found is not None and found[1] == value
 
 
+def test_help_shows_types_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        reasoning.main(["solve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "folder of a trained run (required, type: Path)" in shown and "<class" not in shown
+
+
 def test_help_of_a_run_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain.main(["nothing", "--help"]) == 2
     assert capsys.readouterr().err.startswith("error: there is no 'nothing': name a YAML file, or one of ")

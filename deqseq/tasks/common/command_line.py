@@ -26,7 +26,10 @@ _HELP = {"-h", "--help"}
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """A help formatter that keeps line breaks in descriptions."""
+    """A help formatter that keeps line breaks in descriptions, and shows classes by their names."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        return re.sub(r"<class '(\w+)'>", r"\1", super()._expand_help(action) or "")
 
 
 def main(

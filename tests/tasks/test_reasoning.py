@@ -209,28 +209,6 @@ def test_a_sequence_leaves_after_some_solved_steps_in_a_row() -> None:
     assert stays == [0, 0, 0, 0, 4]
 
 
-def test_some_sequences_stay_for_their_whole_budget(tmp_path: Path) -> None:
-    """With ``stay: 0.5``, about half of the solved sequences stay until their budget is spent.
-
-    A checkpoint knows which. Row i of the fresh batch n has the label 400 n + i.
-    """
-    torch.manual_seed(0)
-    iterates, solved = Iterates(budget=4, stay=0.5), torch.ones(400, dtype=torch.bool)
-    rows, labels = torch.arange(400), []
-    for step in range(5):
-        labels.append(iterates.take({"labels": (400 * step + rows)[:, None]})["labels"][:, 0])
-        iterates.put(torch.zeros(400, 1, 2), solved)
-        iterates.save(tmp_path)
-        iterates = Iterates(budget=4, stay=0.5)
-        iterates.load(tmp_path, torch.device("cpu"))
-    stayed = labels[1] == labels[0]
-    assert 0.3 < stayed.double().mean() < 0.45  # half of the three quarters whose first budget is above 1
-    assert not stayed[rows % 4 == 0].any()
-    longest = (rows % 4 == 3) & stayed
-    assert torch.equal(labels[3][longest], labels[0][longest])
-    assert torch.equal(labels[4][longest], 1600 + rows[longest])
-
-
 def test_batches_take_turns(puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With three batches, a step continues with the puzzles and iterates of the third step before it."""
     seen: list[dict[str, Any]] = []

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from deqseq.tasks.common.trainer import AlignedTrainer
 
-_STATE = ("z", "left", "solved", "stays")
+_STATE = ("z", "left", "solved")
 
 
 class Iterates:
-    """The sequences in a batch, their iterates, and the number of steps that each may still stay.
+    """A batch: its sequences, their iterates, and the number of steps that each sequence has left.
 
-    Steps with other batches do not count.
+    Only steps with this batch count.
 
     Args:
         budget: maximum number of steps for which a sequence stays in the batch. The batch's first
@@ -43,8 +43,6 @@ class Iterates:
             in the same step.
         solved_steps: a sequence leaves when it has been solved in this many steps in a row. With 1, it leaves
             as soon as it is solved, so the model is not trained to stay at an answer.
-        stay: probability that a new sequence stays for its whole budget, also when it is solved. It teaches
-            the model to stay at an answer for many iterations.
         damage: probability that a step damages the iterates of a sequence. Each token of this sequence then
             returns to the guess with probability p. For each damaged sequence, p is drawn uniformly from 0
             to 1.
@@ -52,19 +50,15 @@ class Iterates:
             batch in the file ``iterates-NUMBER.safetensors``.
     """
 
-    def __init__(
-        self, budget: int, solved_steps: int = 1, stay: float = 0.0, damage: float = 0.0, number: int = 0
-    ) -> None:
+    def __init__(self, budget: int, solved_steps: int = 1, damage: float = 0.0, number: int = 0) -> None:
         self.budget = budget
         self.solved_steps = solved_steps
-        self.stay = stay
         self.damage = damage
         self._file = f"iterates-{number}.safetensors"
         self.batch: dict[str, Tensor] = {}
         self.z: Tensor | None = None
         self.left: Tensor | None = None  # (B,) int64, steps left
         self.solved: Tensor | None = None  # (B,) int64, steps in a row in which the sequence was solved
-        self.stays: Tensor | None = None  # (B,) bool, true if the sequence stays for its whole budget
 
     def take(self, fresh: dict[str, Tensor]) -> dict[str, Tensor]:
         """Make the batch of the next step. Sequences in ``fresh`` replace sequences without steps left.
@@ -73,11 +67,10 @@ class Iterates:
         or (B, 1) bool, true for tokens that start at the guess instead. The first step of a batch has
         neither entry.
         """
-        if self.left is None or self.solved is None or self.stays is None:
+        if self.left is None or self.solved is None:
             size, device = len(fresh["labels"]), fresh["labels"].device
             self.left = torch.arange(size, device=device) % self.budget + 1
             self.solved = torch.zeros_like(self.left)
-            self.stays = self._draw_stays(self.left > 0, self.left == 0)
             self.batch = fresh
             return fresh
         ended = self.left == 0
@@ -87,19 +80,12 @@ class Iterates:
         }
         self.left = self.left.masked_fill(ended, self.budget)
         self.solved = self.solved.masked_fill(ended, 0)
-        self.stays = self._draw_stays(ended, self.stays)
         if self.z is None:
             return self.batch
         fresh_tokens = ended[:, None]
         if self.damage:
             fresh_tokens = fresh_tokens | self._damaged(self.z)
         return {**self.batch, "z0": self.z, "fresh": fresh_tokens}
-
-    def _draw_stays(self, new: Tensor, stays: Tensor) -> Tensor:
-        """``stays``, drawn anew for the sequences in ``new``. Both are (B,) bool."""
-        if not self.stay:
-            return stays
-        return (torch.rand(new.shape, device=new.device) < self.stay).where(new, stays)
 
     def _damaged(self, z: Tensor) -> Tensor:
         """(B, L) bool, true for the tokens of ``z`` (B, L, D) that return to the guess."""
@@ -109,11 +95,10 @@ class Iterates:
 
     def put(self, z: Tensor | None, solved: Tensor) -> None:
         """Store the iterates ``z`` (B, L, D) of a step, and which sequences are ``solved``, (B,) bool."""
-        assert self.left is not None and self.solved is not None and self.stays is not None
+        assert self.left is not None and self.solved is not None
         self.z = None if z is None else z.detach()
         self.solved = (self.solved + 1).masked_fill(~solved, 0)
-        leaves = (self.solved >= self.solved_steps) & ~self.stays
-        self.left = (self.left - 1).masked_fill(leaves, 0)
+        self.left = (self.left - 1).masked_fill(self.solved >= self.solved_steps, 0)
 
     def save(self, folder: Path) -> None:
         found = {f"batch.{name}": value for name, value in self.batch.items()}
@@ -122,9 +107,7 @@ class Iterates:
 
     def load(self, folder: Path, device: torch.device) -> None:
         found = load_file(folder / self._file, device=str(device))
-        self.z, self.left, self.solved, self.stays = (found.pop(name, None) for name in _STATE)
-        if self.left is not None and self.stays is None:  # a checkpoint from before the option stay
-            self.stays = torch.zeros_like(self.left, dtype=torch.bool)
+        self.z, self.left, self.solved = (found.pop(name, None) for name in _STATE)
         self.batch = {name.removeprefix("batch."): value for name, value in found.items()}
 
 
@@ -136,16 +119,16 @@ class PersistentTrainer(AlignedTrainer):
     its output must have the iterates ``z``. A sequence is solved if the model predicts all its labels.
 
     Args:
-        budget, solved_steps, stay, damage: as in :class:`Iterates`.
+        budget, solved_steps, damage: as in :class:`Iterates`.
         batches: number of batches that take turns. All their iterates are kept in the device's memory.
     """
 
     def __init__(
-        self, *args: Any, budget: int, solved_steps: int = 1, stay: float = 0.0, damage: float = 0.0,
-        batches: int = 1, **options: Any,
+        self, *args: Any, budget: int, solved_steps: int = 1, damage: float = 0.0, batches: int = 1,
+        **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **options)
-        self.batches = [Iterates(budget, solved_steps, stay, damage, number) for number in range(batches)]
+        self.batches = [Iterates(budget, solved_steps, damage, number) for number in range(batches)]
         self.parts.extend(self.batches)
         self._ended: list[Any] = [0, 0]  # counts since the last log: left, and left as solved
 

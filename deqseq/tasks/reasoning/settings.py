@@ -48,10 +48,8 @@ class TrainSettings:
         budget: maximum number of steps for which a puzzle stays in the batch
         solved_steps: a puzzle leaves the batch when it has been solved in this many steps in a row. With 1,
             the model need not learn to stay at an answer
-        stay: probability that a new puzzle stays for its whole budget, also when it is solved. Teaches the
-            model to stay at an answer for many iterations
-        batches: number of batches that take turns. With few, the same puzzles return soon. The model then
-            fits these puzzles, and solves fewer fresh ones
+        batches: number of batches that take turns. With few, the same puzzles return soon. The model can
+            then fit these puzzles, and solve fewer fresh ones
         damage: probability that a step damages the iterates of a puzzle: some of its cells return to the
             initial guess, and the other cells continue
         loss: softmax, or stablemax, which replaces exp by a function that grows linearly
@@ -91,7 +89,6 @@ class TrainSettings:
     train_max_iter: PositiveInt = 16
     budget: PositiveInt = 32
     solved_steps: PositiveInt = 1
-    stay: ClosedUnitInterval = 0.0
     batches: PositiveInt = 16
     damage: ClosedUnitInterval = 0.0
     loss: Literal["stablemax", "softmax"] = "stablemax"

@@ -111,8 +111,8 @@ class _Trainer(PersistentTrainer):
     def __init__(self, settings: TrainSettings, tests: Puzzles, *args: Any, **options: Any) -> None:
         budget = 1 if settings.explicit else settings.budget
         super().__init__(
-            *args, budget=budget, solved_steps=settings.solved_steps, stay=settings.stay,
-            damage=settings.damage, batches=settings.batches, **options,
+            *args, budget=budget, solved_steps=settings.solved_steps, damage=settings.damage,
+            batches=settings.batches, **options,
         )  # fmt: skip
         self.settings, self.tests = settings, tests
         self.average = Averaging(options["model"], settings.average)

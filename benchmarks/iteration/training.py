@@ -33,6 +33,7 @@ from deqseq.policy import policies
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import changes, describe_machine, provenance
 from deqseq.tasks.common.runs import RunFolder, read_json, read_record
+from deqseq.tasks.common.settings import defaults
 from deqseq.tasks.pretraining.card import scores
 from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
@@ -70,7 +71,7 @@ def train_one(
     settings = study.settings(stages, **fields)
     data = open_data(settings)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
-    RunFolder(folder, kept, RESUMES)  # raises ValueError if the folder holds another run
+    RunFolder(folder, kept, RESUMES, defaults(RunSettings))  # raises ValueError for another run
     file = folder / results.FILE
     if file.exists():
         return results.read(file)

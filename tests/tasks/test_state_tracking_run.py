@@ -156,6 +156,21 @@ def test_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> None
     assert (tmp_path / "run" / "settings.json").read_text() == before
 
 
+def test_runs_from_before_a_setting_existed_resume_with_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = weights(train(small(), tmp_path / "whole", save_steps=2))
+    interrupt(monkeypatch, 8, tmp_path / "cut")
+    for file in (tmp_path / "cut").rglob("*settings.json"):
+        file.write_text(
+            json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "rehearsal"})
+        )
+    with pytest.raises(ValueError, match=r"dt_min: 0\.001 there, 0\.01 asked for"):
+        train(small(dt_min=0.01), tmp_path / "cut", save_steps=2)
+    resumed = weights(train(small(), tmp_path / "cut", save_steps=2))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
 def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match="holds no run"):

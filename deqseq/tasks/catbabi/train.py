@@ -21,6 +21,7 @@ from deqseq.tasks.catbabi.data import IGNORE_INDEX, StoryStreams, load
 from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.common.models import load_model
 from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.settings import defaults
 from deqseq.tasks.common.trainer import AlignedTrainer, check_one_process, short_run_arguments
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
     identity = {**asdict(settings), "fingerprint": data.fingerprint, "vocabulary": data.vocabulary_sum}
     # Two settings may differ when a run is resumed: the data may have moved to another folder, and older runs
     # have not recorded ``vocabulary``. The fingerprint must not differ, so changed data are still noticed.
-    folder = RunFolder(output, identity, may_change=("data", "vocabulary"))
+    folder = RunFolder(output, identity, ("data", "vocabulary"), defaults(TrainSettings))
     with folder.locked():
         if folder.finished():
             logger.info("%s is trained already", folder.path)

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from deqseq.tasks.common.files import PART, locked, write_json
@@ -29,17 +30,20 @@ class RunFolder:
         settings: settings of the run as JSON types; may be nested.
         may_change: names of settings that may differ when a run is resumed. The new values then replace the
             old ones in ``settings.json``.
+        defaults: values of settings that runs of older versions have not recorded.
 
     Raises:
         ValueError: ``path`` holds a run with other settings, or something that is not a run.
     """
 
     def __init__(
-        self, path: str | Path, settings: Mapping[str, Any], may_change: Collection[str] = ()
-    ) -> None:
+        self, path: str | Path, settings: Mapping[str, Any], may_change: Collection[str] = (),
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.path = Path(path)
         self._settings = json.loads(json.dumps(settings))
         self._may_change = may_change
+        self._defaults = json.loads(json.dumps(dict(defaults)))
         self._check()
 
     def _check(self) -> None:
@@ -128,7 +132,7 @@ class RunFolder:
         return None
 
     def _check_same(self, file: Path, advice: str) -> None:
-        there, here = dict(flat(read_json(file))), dict(flat(self._settings))
+        there, here = dict(flat({**self._defaults, **read_json(file)})), dict(flat(self._settings))
         different = [
             f"{name}: {there.get(name)} there, {here.get(name)} asked for"
             for name in {**there, **here}

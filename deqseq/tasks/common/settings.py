@@ -89,6 +89,11 @@ def check_types(settings: Any) -> None:
             raise ValueError(f"{name} must be {value!r}, got {found!r}")
 
 
+def defaults(kind: type) -> Tree:
+    """The default values of the fields of dataclass ``kind`` that have one."""
+    return {p.name: deepcopy(p.default) for p in _parameters(kind).values() if p.default is not p.empty}
+
+
 def unknown_field(name: str, known: Sequence[str]) -> str:
     """The error message for a field that does not exist."""
     near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
@@ -101,8 +106,7 @@ def build_changed(kind: type[T], tree: Mapping[str, Any], changes: Mapping[str, 
     Nested fields have dotted names, such as ``stages.0.until``. If ``tree`` has ``backbone: llama``, changing
     ``backbone.n_head`` to 4 makes ``backbone: {name: llama, n_head: 4}``.
     """
-    parameters = _parameters(kind).values()
-    found = {p.name: deepcopy(p.default) for p in parameters if p.default is not p.empty} | dict(tree)
+    found = defaults(kind) | dict(tree)
     for name, value in changes.items():
         place: Any = found
         *path, last = name.split(".")

@@ -18,6 +18,7 @@ from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.processes import everywhere, on_every_node, on_first
 from deqseq.tasks.common.runs import RunFolder, check_model, read_settings
+from deqseq.tasks.common.settings import defaults
 from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
@@ -49,7 +50,7 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
     data = everywhere(lambda: open_data(settings))
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
     everywhere(lambda: _check_order(Path(output), data))
-    folder = everywhere(lambda: RunFolder(output, kept, RESUMES))
+    folder = everywhere(lambda: RunFolder(output, kept, RESUMES, defaults(RunSettings)))
     final = folder.path / "model"
     with ExitStack() as stack:
         on_first(lambda: stack.enter_context(folder.locked()))

@@ -17,6 +17,7 @@ from deqseq.tasks.common.best import Best
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.persistent import PersistentTrainer
 from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.settings import defaults
 from deqseq.tasks.common.trainer import check_one_process, short_run_arguments
 from deqseq.tasks.reasoning.data import PuzzleStream, read, split
 from deqseq.tasks.reasoning.evaluate import accuracy, load
@@ -44,7 +45,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int | None = 
         FloatingPointError: a loss or weight is not finite.
     """
     check_one_process()
-    folder = RunFolder(output, asdict(settings))
+    folder = RunFolder(output, asdict(settings), defaults=defaults(type(settings)))
     with folder.locked():
         if folder.finished():
             logger.info("%s is trained already", folder.path)

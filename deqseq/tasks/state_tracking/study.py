@@ -16,7 +16,15 @@ from deqseq.checks import check_damping
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, column, table
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.common.settings import ClosedUnitInterval, PositiveInt, Seed, build, check_types, read_yaml
+from deqseq.tasks.common.settings import (
+    ClosedUnitInterval,
+    PositiveInt,
+    Seed,
+    build,
+    check_types,
+    defaults,
+    read_yaml,
+)
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, window_name
 from deqseq.tasks.state_tracking.plots import plot_by_length, plot_by_position
 from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings
@@ -179,7 +187,7 @@ def conduct(
         for seed in plan.seeds
     ]
     for _, _, settings, folder in runs:  # check all folders before any training
-        RunFolder(folder, asdict(settings))
+        RunFolder(folder, asdict(settings), defaults=defaults(type(settings)))
     results = []
     for name, seed, settings, folder in runs:
         cases = plan.cases(settings.explicit)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import set_seed
 
 from deqseq.tasks.common.runs import RunFolder
+from deqseq.tasks.common.settings import defaults
 from deqseq.tasks.common.trainer import AlignedTrainer, check_one_process, short_run_arguments
 from deqseq.tasks.state_tracking.evaluate import load
 from deqseq.tasks.state_tracking.phases import Batches, PhaseCurriculum, Progress
@@ -34,7 +35,7 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int = 500) ->
         ValueError: ``output`` holds another run.
     """
     check_one_process()
-    folder = RunFolder(output, asdict(settings))
+    folder = RunFolder(output, asdict(settings), defaults=defaults(type(settings)))
     with folder.locked():
         if folder.finished():
             logger.info("%s is trained already", folder.path)

@@ -7,16 +7,20 @@ So the study also trains forms in between, on the same data, with the same batch
     explicit       the explicit twin: the same blocks with weight normalisation, applied once
     injected       the input goes into every block, and f is evaluated once: the control
     1+1, 2+1, 4+1  a search of 1, 2 or 4 evaluations without a graph, then one phantom step with a graph
-    free           the two stages of the paper: 4+1, then a search until convergence and four phantom steps
+    free           two stages, as in the paper: 4+1, then a search until every token has converged and four
+                   phantom steps
+    adaptive       like free, but with the adaptive budget of the run files: fewer evaluations in a search
     growth         stages 1, 1+1, 2+1 and free; stage 1 evaluates f once, with a graph
 
 Every form is trained with every budget, learning rate and seed. A budget is a number of tokens, or a number
 of seconds. The learning rate falls over the second half of the budget. Evaluations and compilation do not
 count as seconds. The script measures the time of a step in every stage before it trains. From these times it
-computes the number of steps in a budget of seconds. It assumes that a search until convergence uses its
-maximum number of evaluations. On a CPU, seconds are processor seconds, which other programs change less.
+computes the number of steps in a budget of seconds. It assumes that a search until convergence takes
+--timed-search evaluations, by default the maximum. On a CPU, seconds are processor seconds, which other
+programs change less. The tokenizer of the data may have at most as many tokens as the models: 50,277, or
+1,024 with `--size tiny`.
 
-    python benchmarks/what_iteration_buys.py data --output runs/what-iteration-buys/data
+    python -m deqseq.tasks.prepare --installed --tokenizer train:50277 --validation-share 0.005 --output DATA
     python benchmarks/what_iteration_buys.py time --data DATA --output runs/what-iteration-buys/llama
     python benchmarks/what_iteration_buys.py train --data DATA --output runs/what-iteration-buys/llama \\
         --forms explicit injected 2+1 --budget-tokens 26e6 --budget-seconds 180 --seeds 1 2
@@ -38,29 +42,9 @@ from iteration.results import collect, save, tables
 from iteration.training import seconds_of_a_step, train_one
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from deqseq.tasks import prepare
 from deqseq.tasks.common import command_line
 from deqseq.tasks.common.models import quiet_transformers
 from deqseq.tasks.common.settings import PositiveFinite, PositiveInt, Seed, build
-from deqseq.tasks.pretraining.demo import train_tokenizer
-
-
-def data(*, output: Path, tokenizer: str | None = None) -> None:
-    """Prepare the sources of Python's standard library, without its tests, as data for the study.
-
-    Args:
-        output: folder for the data
-        tokenizer: a tokenizer.json file; by default, a byte-level tokenizer of 1,024 tokens is trained on the
-            sources, and saved beside the folder
-    """
-    library = Path(os.__file__).parent
-    apart = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
-    found = (f for f in sorted(library.rglob("*.py")) if not apart & set(f.relative_to(library).parts))
-    files = [str(file) for file in found if file.stat().st_size]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    trained = output.with_name(f"{output.name}-tokenizer.json")
-    tokenizer = tokenizer or str(train_tokenizer(files, trained))
-    prepare.prepare(files, output=output, tokenizer=tokenizer, validation_share=0.01)
 
 
 def measure(*, forms: list[Form] = FORMS, settings: Annotated[dict[str, Any], Study]) -> None:
@@ -135,7 +119,7 @@ def report(folders: list[Path], *, output: Path = Path("runs/what-iteration-buys
 def main() -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     quiet_transformers()
-    commands = {"data": data, "time": measure, "train": train, "report": report}
+    commands = {"time": measure, "train": train, "report": report}
     return command_line.main(
         "what_iteration_buys.py", __doc__ or "", commands, None,
         interrupted="repeat the command to resume", log_level=logging.INFO,

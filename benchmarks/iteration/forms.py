@@ -12,7 +12,7 @@ from deqseq.tasks.common.settings import PositiveInt, check_types
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.settings import RunSettings
 
-Form = Literal["transformers", "explicit", "injected", "1+1", "2+1", "4+1", "free", "growth"]
+Form = Literal["transformers", "explicit", "injected", "1+1", "2+1", "4+1", "free", "adaptive", "growth"]
 FORMS: list[Form] = list(get_args(Form))
 # The forms that evaluate f once, and the suffixes of their run files. These forms have no stages.
 _SINGLE = {"transformers": "-explicit", "explicit": "-explicit", "injected": "-injected"}
@@ -31,6 +31,8 @@ class Study:
         rows: rows in one forward pass, which limits the memory; by default all rows of a step
         eval_rows: held-out rows in the evaluations during training; the last evaluation takes all rows
         timed_steps: number of steps to time; the time of a step is their median
+        timed_search: evaluations of every search while steps of the stages free and adaptive are timed; by
+            default their maximum
 
     Raises:
         ValueError: a value is out of range, or there is no such model.
@@ -44,6 +46,7 @@ class Study:
     rows: PositiveInt | None = None
     eval_rows: PositiveInt = 128
     timed_steps: PositiveInt = 20
+    timed_search: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -64,8 +67,8 @@ class Study:
 
     def stages(self, form: Form) -> list[tuple[str, float]]:
         """The stages of a form: for each stage, its name and its end as a share of all steps."""
-        if form == "free":
-            return [("4+1", 0.8), ("free", 1.0)]
+        if form in ("free", "adaptive"):
+            return [("4+1", 0.8), (form, 1.0)]
         if form == "growth":
             return list(zip(("1", "1+1", "2+1", "free"), (*self.growth, 1.0), strict=True))
         return [(form, 1.0)]
@@ -87,10 +90,11 @@ class Study:
 
     def _stage(self, name: str) -> dict[str, Any]:
         """A stage as in a run file, without ``until``."""
-        if name == "free":
+        if name in ("free", "adaptive"):
             last = (self.base.stages or [])[-1]
-            # Without an adaptive budget, every search waits for its slowest token, as in the paper.
-            return {key: value for key, value in last.items() if key not in ("until", "adaptive_budget")}
+            # Without an adaptive budget, every search waits for its slowest token.
+            without = ("until", "adaptive_budget") if name == "free" else ("until",)
+            return {key: value for key, value in last.items() if key not in without}
         if name == "1":
             first = (load_run(f"{self.name}-growth").stages or [])[0]
             return {key: value for key, value in first.items() if key != "until"}

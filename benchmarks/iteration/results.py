@@ -157,11 +157,12 @@ def _draw(results: Sequence[Result], models: Sequence[str], axes: list[Any]) -> 
                 )
                 curves = [r.curve for r in runs if r.learning_rate == best]
                 points = list(zip(*curves, strict=False))
-                x = [fmean(p[unit] for p in point) for point in points]
+                x = [fmean(p[unit] for p in point) / (1e6 if unit == "tokens" else 1) for point in points]
                 y = [fmean(p["perplexity"] for p in point) for point in points]
                 label = form if amount == max(r.amount for r in mine) else None
                 axis.plot(x, y, "o-", color=f"C{forms.index(form)}", label=label, markersize=3, linewidth=1)
-            axis.set(xlabel=f"{unit} ({model})", ylabel="held-out perplexity")
+            name = "tokens, millions" if unit == "tokens" else unit
+            axis.set(xlabel=f"{name} ({model})", ylabel="held-out perplexity")
             log_scale(axis.yaxis)
             if mine:
                 axis.legend()

@@ -169,10 +169,15 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
         [(stage, 1.0)], steps=_WARM_UP + study.timed_steps, learning_rate=1e-5, min_learning_rate=1e-5,
         seed=0, log_steps=10**6, eval_steps=10**6, save_steps=10**6,
     )  # fmt: skip
-    if stage == "free":  # time the maximum of evaluations: a trained model uses most of them, a new one few
+    if stage in (
+        "free",
+        "adaptive",
+    ):  # trained models need more evaluations: fix their number
         (free,) = settings.stages or []
-        longest = {"name": "fixed", "iterations": policies.create(free["convergence"]).max_iter}
-        settings = replace(settings, stages=[{**free, "convergence": longest}])
+        number = study.timed_search or policies.create(free["convergence"]).max_iter
+        free = {**free, "convergence": {"name": "fixed", "iterations": number}}
+        free.pop("adaptive_budget", None)  # it changes the number
+        settings = replace(settings, stages=[free])
     file = Path(study.output, "speed", f"{stage}.json")
     device = arguments(settings, file.parent, progress=False).device
     known = {name: value for name, value in settings.to_dict().items() if name not in _NO_MATTER}

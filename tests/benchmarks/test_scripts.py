@@ -276,6 +276,12 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     done = run("what_iteration_buys.py", *train, "--forms", "growth", "--budget-seconds", "20")
     assert done.returncode == 0, done.stderr
 
+    timed = ["time", *study, "--timed-steps", "1", "--timed-search", "3", "--forms", "adaptive"]
+    done = run("what_iteration_buys.py", *timed)
+    assert done.returncode == 0, done.stderr
+    (stage,) = json.loads((tmp_path / "study" / "speed" / "adaptive.json").read_text())["setting"]["stages"]
+    assert stage["convergence"] == {"name": "fixed", "iterations": 3} and "adaptive_budget" not in stage
+
     written = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
     done = run("what_iteration_buys.py", *train, *forms, "--budget-tokens", "5120")
     assert done.returncode == 0, done.stderr

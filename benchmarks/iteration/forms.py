@@ -27,6 +27,7 @@ class Study:
         output: folder of the study
         model: llama or mamba2
         size: 130m, 370m, 760m or 1.3b, with 16 rows of 1,024 tokens in a step; or tiny, for CPUs
+        changes: settings that differ from those of the run file, such as {length: 256, model.vocab_size: 65}
         growth: ends of the stages 1, 1+1 and 2+1 of the form growth, as shares of all steps
         rows: rows in one forward pass, which limits the memory; by default all rows of a step
         eval_rows: held-out rows in the evaluations during training; the last evaluation takes all rows
@@ -42,6 +43,7 @@ class Study:
     output: str
     model: Literal["llama", "mamba2"] = "llama"
     size: str = "130m"
+    changes: dict[str, Any] = field(default_factory=dict)
     growth: list[float] = field(default_factory=lambda: [0.25, 0.5, 0.8])
     rows: PositiveInt | None = None
     eval_rows: PositiveInt = 128
@@ -59,11 +61,16 @@ class Study:
         """The name of the model's run file."""
         return f"{self.model}-{self.size}"
 
+    @property
+    def title(self) -> str:
+        """The name of the run file and the changed settings."""
+        return ", ".join([self.name, *(f"{name} {value}" for name, value in self.changes.items())])
+
     @cached_property
     def base(self) -> RunSettings:
         """The run file of the model: its size, solver, batch and free stage."""
         batch = {"length": 1024, "batch_tokens": 16 * 1024, "activation_budget": 1.0}
-        return load_run(self.name, {} if self.size == "tiny" else batch)
+        return load_run(self.name, ({} if self.size == "tiny" else batch) | self.changes)
 
     def stages(self, form: Form) -> list[tuple[str, float]]:
         """The stages of a form: for each stage, its name and its end as a share of all steps."""
@@ -76,7 +83,7 @@ class Study:
     def settings(self, stages: Sequence[tuple[str, float]], **fields: Any) -> RunSettings:
         """The settings of a run with these stages. ``fields``: further fields of the run."""
         first = stages[0][0]
-        shared: dict[str, Any] = {
+        shared: dict[str, Any] = self.changes | {
             "data": self.data, "passes": 1000, "length": self.base.length,
             "batch_tokens": self.base.batch_tokens, "activation_budget": self.base.activation_budget,
             "per_device_batch_size": self.rows or self.base.rows_per_step, "warmup_share": 0.05,

@@ -29,7 +29,7 @@ class Result:
     """The result of one run.
 
     Attributes:
-        model: the run file, such as llama-130m.
+        model: the run file, such as llama-130m, and settings that differ from it.
         form: a form of the study, such as injected.
         unit, amount: the budget: a number of tokens or of seconds.
         parameters: number of trained parameters.

@@ -105,7 +105,7 @@ def _result(
         for point in scores(log, settings).values()
     ]  # fmt: skip
     return Result(
-        model=study.name, form=form, unit=budget.unit, amount=budget.amount, seed=settings.seed,
+        model=study.title, form=form, unit=budget.unit, amount=budget.amount, seed=settings.seed,
         learning_rate=settings.learning_rate, parameters=record["parameters"], steps=settings.total_steps,
         tokens=settings.total_steps * settings.batch_tokens, seconds=round(float(spent[-1]), 2),
         run_seconds=None if device.type == "cpu" else round(_run_seconds(log, settings), 2),

@@ -277,10 +277,12 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
     timed = ["time", *study, "--timed-steps", "1", "--timed-search", "3", "--forms", "adaptive"]
-    done = run("what_iteration_buys.py", *timed)
+    done = run("what_iteration_buys.py", *timed, "--changes", "{length: 64}")
     assert done.returncode == 0, done.stderr
-    (stage,) = json.loads((tmp_path / "study" / "speed" / "adaptive.json").read_text())["setting"]["stages"]
+    setting = json.loads((tmp_path / "study" / "speed" / "adaptive.json").read_text())["setting"]
+    (stage,) = setting["stages"]
     assert stage["convergence"] == {"name": "fixed", "iterations": 3} and "adaptive_budget" not in stage
+    assert setting["length"] == 64
 
     written = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
     done = run("what_iteration_buys.py", *train, *forms, "--budget-tokens", "5120")

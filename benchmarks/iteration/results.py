@@ -20,7 +20,7 @@ _COLUMNS: tuple[Column, ...] = (
     column("form"), column("learning_rate", "g"), column("seeds"), column("steps", ","),
     column("tokens", ".2f", "tokens, M"), column("seconds", ".1f"),
     column("run_seconds", ".1f", "seconds in the run"), column("iterations", ".2f"),
-    column("perplexity", ".3f"), column("range"),
+    column("perplexity", ".3f"),
 )  # fmt: skip
 
 
@@ -107,7 +107,9 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
         model, unit, amount = budget
         rows = [r for r in results if (r.model, r.unit, r.amount) == budget]
         title = f"{model}, {amount:,.10g} {unit}"
-        found[title] = table(_COLUMNS, _rows(rows), "github")
+        lines = _rows(rows)
+        several = any(line.seeds > 1 for line in lines)
+        found[title] = table([*_COLUMNS, column("range")] if several else _COLUMNS, lines, "github")
     return found
 
 

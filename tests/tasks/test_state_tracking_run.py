@@ -141,15 +141,6 @@ def test_training_learns_and_logs_the_search(tmp_path: Path) -> None:
     assert logged[-1]["iterations"] >= 1 and logged[-1]["residual"] > 0
 
 
-def test_an_adaptive_budget_lowers_the_evaluations(tmp_path: Path) -> None:
-    last = {}
-    for budget in (None, 10.0):  # no residual is above 10, so the budget falls in every step
-        train(small(adaptive_budget=budget), tmp_path / str(budget))
-        log = json.loads((tmp_path / str(budget) / "training.json").read_text())["log"]
-        last[budget] = [entry for entry in log if "nfe" in entry][-1]["nfe"]
-    assert last[10.0] < last[None]
-
-
 def test_finished_run_is_loaded_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = weights(train(small(), tmp_path / "run"))
     monkeypatch.setattr(AlignedTrainer, "train", lambda *_, **__: pytest.fail("trained again"))

@@ -60,8 +60,6 @@ class TwoStageSettings:
         unrolled_iterations: number of iterations in the first (unrolled) stage
         tolerance: relative residual at which the fixed-point search ends
         max_iter: maximum number of evaluations per token of the fixed-point search in training
-        adaptive_budget: mean residual that searches in training should reach. After every step, the maximum
-            number of evaluations grows or falls by one towards it, up to max_iter. By default, it is max_iter
         eval_max_iter: maximum number of evaluations per token of the fixed-point search in evaluation
         phantom_steps: steps of the phantom gradient in the second (fixed-point) stage
         phantom_damping: damping of the phantom steps
@@ -93,7 +91,6 @@ class TwoStageSettings:
     unrolled_iterations: PositiveInt = 4
     tolerance: PositiveFinite = 0.005
     max_iter: PositiveInt = 20
-    adaptive_budget: PositiveFinite | None = None
     eval_max_iter: PositiveInt = 256
     phantom_steps: PositiveInt = 4
     phantom_damping: float = 0.8
@@ -126,8 +123,7 @@ class TwoStageSettings:
         first = {"name": "unrolled", "iterations": self.unrolled_iterations, **unrolled}
         stages = [Stage(self.unrolled_share, first)] if self.unrolled_share > 0 else []
         if self.unrolled_share < 1:
-            search = self._search(self.max_iter)
-            stages.append(Stage(1.0, self._gradient(), search, window, adaptive_budget=self.adaptive_budget))
+            stages.append(Stage(1.0, self._gradient(), self._search(self.max_iter), window))
         return Curriculum(stages)
 
     def _backbone(self) -> Tree:

@@ -94,7 +94,7 @@ def test_no_claim_without_its_control() -> None:
 
 
 def test_the_tables_of_the_study_are_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/what-iteration-buys.md has the tables that follow from the study's JSON file."""
+    """docs/what-iteration-buys.md and the README have the numbers that follow from the study's JSON file."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from iteration.results import Result, tables
 
@@ -104,3 +104,6 @@ def test_the_tables_of_the_study_are_its_results(monkeypatch: pytest.MonkeyPatch
     page = (ROOT / "docs/what-iteration-buys.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert rows == [line for text in found.values() for line in text.splitlines()]
+    for form in ("explicit", "2+1", "4+1", "injected"):
+        perplexities = {run["unit"]: run["perplexity"] for run in results["runs"] if run["form"] == form}
+        assert f"| {perplexities['seconds']:.2f} | {perplexities['tokens']:.2f} |" in README.read_text(), form

@@ -132,7 +132,9 @@ class RunFolder:
         return None
 
     def _check_same(self, file: Path, advice: str) -> None:
-        there, here = dict(flat({**self._defaults, **read_json(file)})), dict(flat(self._settings))
+        recorded = read_json(file)
+        missing = {name: value for name, value in self._defaults.items() if name not in recorded}
+        there, here = dict(flat({**recorded, **missing})), dict(flat(self._settings))
         different = [
             f"{name}: {there.get(name)} there, {here.get(name)} asked for"
             for name in {**there, **here}

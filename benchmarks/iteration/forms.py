@@ -1,5 +1,6 @@
 """The forms of benchmarks/what_iteration_buys.py: their stages, their settings and their budgets."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,11 @@ from deqseq.tasks.pretraining.settings import RunSettings
 
 Form = Literal["transformers", "explicit", "injected", "1+1", "2+1", "4+1", "free", "adaptive", "growth"]
 FORMS: list[Form] = list(get_args(Form))
+# Settings that a study may change. The others are set by the study, or say which form a model has.
+_CHANGES = re.compile(
+    r"length|batch_tokens|weight_decay|model\.vocab_size|model\.solver(\..+)?"
+    r"|model\.backbone\.(?!name$|injection$|weight_norm$).+"
+)
 # The forms that evaluate f once, and the suffixes of their run files. These forms have no stages.
 _SINGLE = {"transformers": "-explicit", "explicit": "-explicit", "injected": "-injected"}
 
@@ -23,11 +29,13 @@ class Study:
     """The settings that all runs of a study share.
 
     Args:
-        data: folder made by deqseq.tasks.prepare, or by the command data
+        data: folder made by deqseq.tasks.prepare
         output: folder of the study
         model: llama or mamba2
         size: 130m, 370m, 760m or 1.3b, with 16 rows of 1,024 tokens in a step; or tiny, for CPUs
-        changes: settings that differ from those of the run file, such as {length: 256, model.vocab_size: 65}
+        changes: settings that differ from those of the run file, such as {length: 256, model.vocab_size: 65}.
+            They may set length, batch_tokens, weight_decay, model.vocab_size, model.solver, and options of
+            model.backbone other than name, injection and weight_norm
         growth: ends of the stages 1, 1+1 and 2+1 of the form growth, as shares of all steps
         rows: rows in one forward pass, which limits the memory; by default all rows of a step
         eval_rows: held-out rows in the evaluations during training; the last evaluation takes all rows
@@ -36,7 +44,7 @@ class Study:
             default their maximum
 
     Raises:
-        ValueError: a value is out of range, or there is no such model.
+        ValueError: a value is out of range, there is no such model, or ``changes`` has another setting.
     """
 
     data: str
@@ -52,6 +60,12 @@ class Study:
 
     def __post_init__(self) -> None:
         check_types(self)
+        for name in map(str, self.changes):
+            if not _CHANGES.fullmatch(name):
+                raise ValueError(
+                    "changes may set length, batch_tokens, weight_decay, model.vocab_size, model.solver, and "
+                    f"options of model.backbone other than name, injection and weight_norm; got {name}"
+                )
         if len(self.growth) != 3 or [0, *self.growth, 1] != sorted({0, *self.growth, 1}):
             raise ValueError(f"growth must be three increasing numbers in (0, 1), got {self.growth}")
         assert self.base  # raises ValueError if there is no such run file
@@ -64,7 +78,7 @@ class Study:
     @property
     def title(self) -> str:
         """The name of the run file and the changed settings."""
-        return ", ".join([self.name, *(f"{name} {value}" for name, value in self.changes.items())])
+        return ", ".join([self.name, *(f"{name} {value}" for name, value in sorted(self.changes.items()))])
 
     @cached_property
     def base(self) -> RunSettings:

@@ -33,7 +33,7 @@ from deqseq.policy import policies
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import changes, describe_machine, provenance
 from deqseq.tasks.common.runs import RunFolder, read_json, read_record
-from deqseq.tasks.common.settings import defaults
+from deqseq.tasks.common.settings import defaults, flat
 from deqseq.tasks.pretraining.card import scores
 from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
@@ -71,7 +71,7 @@ def train_one(
     settings = study.settings(stages, **fields)
     data = open_data(settings)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
-    RunFolder(folder, kept, RESUMES, defaults(RunSettings))  # raises ValueError for another run
+    RunFolder(folder, kept, RESUMES, defaults(RunSettings))  # raises ValueError if the folder has another run
     file = folder / results.FILE
     if file.exists():
         return results.read(file)
@@ -169,10 +169,8 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
         [(stage, 1.0)], steps=_WARM_UP + study.timed_steps, learning_rate=1e-5, min_learning_rate=1e-5,
         seed=0, log_steps=10**6, eval_steps=10**6, save_steps=10**6,
     )  # fmt: skip
-    if stage in (
-        "free",
-        "adaptive",
-    ):  # trained models need more evaluations: fix their number
+    if stage in ("free", "adaptive"):
+        # A trained model needs more evaluations than a new one, so the number is fixed.
         (free,) = settings.stages or []
         number = study.timed_search or policies.create(free["convergence"]).max_iter
         free = {**free, "convergence": {"name": "fixed", "iterations": number}}
@@ -184,9 +182,13 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
     setting = json.loads(json.dumps({**known, "machine": describe_machine(device)}))
     if file.exists():
         found = read_json(file)
-        if different := changes(found["setting"], setting):
+        if not {"setting", "seconds"} <= found.keys():
+            raise ValueError(f"{file} holds no time of a step: remove it to measure again")
+        before, now = dict(flat(found["setting"])), dict(flat(setting))
+        if different := changes(before, now):
             raise ValueError(
-                f"{file} was measured with other settings ({'; '.join(different)}): name another output"
+                f"{file} was measured with other settings ({'; '.join(different)}): repeat the options of "
+                "the command time, such as --timed-search, or name another output"
             )
         return float(found["seconds"])
     logger.info("measuring the time of a step in stage %s", stage)

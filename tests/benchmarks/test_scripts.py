@@ -283,6 +283,9 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     (stage,) = setting["stages"]
     assert stage["convergence"] == {"name": "fixed", "iterations": 3} and "adaptive_budget" not in stage
     assert setting["length"] == 64
+    (tmp_path / "study" / "speed" / "adaptive.json").write_text("{}")
+    done = run("what_iteration_buys.py", *timed, "--changes", "{length: 64}")
+    assert done.returncode == 2 and "holds no time of a step" in done.stderr
 
     written = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
     done = run("what_iteration_buys.py", *train, *forms, "--budget-tokens", "5120")
@@ -306,6 +309,21 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "study", tmp_path / "copy")
     done = run("what_iteration_buys.py", "report", str(tmp_path / "study"), str(tmp_path / "copy"))
     assert done.returncode == 2 and "hold the same run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["steps", "data", "seed", "stages", "model.implicit", "model.backbone.injection", 1]
+)
+def test_changes_that_the_study_or_the_form_decides_are_refused(
+    name: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from iteration.forms import Study
+
+    with pytest.raises(ValueError, match=f"changes may set length, .*; got {name}"):
+        Study(data="data", output="out", size="tiny", changes={name: None})  # type: ignore[dict-item]
+    study = Study(data="data", output="out", size="tiny", changes={"model.backbone.n_layer": 1, "length": 64})
+    assert study.title == "llama-tiny, length 64, model.backbone.n_layer 1"
 
 
 def test_budgets_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:

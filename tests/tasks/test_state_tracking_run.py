@@ -167,8 +167,10 @@ def test_runs_from_before_a_setting_existed_resume_with_its_default(
         )
     with pytest.raises(ValueError, match=r"dt_min: 0\.001 there, 0\.01 asked for"):
         train(small(dt_min=0.01), tmp_path / "cut", save_steps=2)
+    before = (tmp_path / "cut" / "settings.json").read_text()
     resumed = weights(train(small(), tmp_path / "cut", save_steps=2))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert json.loads((tmp_path / "cut" / "settings.json").read_text()) == json.loads(before)
 
 
 def test_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ class RunFolder:
         settings: settings of the run as JSON types; may be nested.
         may_change: names of settings that may differ when a run is resumed. The new values then replace the
             old ones in ``settings.json``.
-        defaults: values of settings that runs of older versions have not recorded.
+        defaults: default values of settings. If a run of an older version has not recorded a setting, its
+            default counts. So the default of a new setting must be what the program did before.
 
     Raises:
         ValueError: ``path`` holds a run with other settings, or something that is not a run.
@@ -65,9 +66,11 @@ class RunFolder:
             )
 
     def start(self) -> None:
-        """Make the folder and write the settings."""
+        """Make the folder and write the settings. In an old folder, change only settings that may change."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / _SETTINGS, self._settings)
+        recorded = read_json(self.path / _SETTINGS) if self._is_old else self._settings
+        changed = {name: value for name, value in self._settings.items() if name in self._may_change}
+        write_json(self.path / _SETTINGS, {**recorded, **changed})
 
     @contextmanager
     def locked(self) -> Iterator[None]:

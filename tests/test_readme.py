@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -105,5 +106,11 @@ def test_the_tables_of_the_study_are_its_results(monkeypatch: pytest.MonkeyPatch
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert rows == [line for text in found.values() for line in text.splitlines()]
     for form in ("explicit", "2+1", "4+1", "injected"):
-        perplexities = {run["unit"]: run["perplexity"] for run in results["runs"] if run["form"] == form}
-        assert f"| {perplexities['seconds']:.2f} | {perplexities['tokens']:.2f} |" in README.read_text(), form
+        mean = {
+            unit: fmean(
+                run["perplexity"] for run in results["runs"]
+                if (run["form"], run["unit"], run["learning_rate"]) == (form, unit, 1e-3)
+            )
+            for unit in ("seconds", "tokens")
+        }  # fmt: skip
+        assert f"| {mean['seconds']:.2f} | {mean['tokens']:.2f} |" in README.read_text(), form

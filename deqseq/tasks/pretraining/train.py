@@ -4,6 +4,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch.utils.data import Subset
-from transformers import PrinterCallback, ProgressCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.files import PART
@@ -32,13 +33,19 @@ logger = logging.getLogger(__name__)
 _SHARED_FOLDER_TIMEOUT = 60  # seconds in which a shared file system must show a new file to all nodes
 
 
-def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -> Path:
+def pretrain(
+    settings: RunSettings, output: str | Path, progress: bool = True,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Path:  # fmt: skip
     """Train a model in folder ``output``. Resumes an interrupted run from its last complete checkpoint.
 
     Writes ``settings.json``, checkpoints and ``training.json`` (scores and log). At the end of every stage
     except the last, saves the model in ``stage-N/``. At the end of training, saves the final model, its
     tokenizer and a model card in ``model/``. If the run in ``output`` is finished already, does not train
     again. Returns the folder of the final model.
+
+    Args:
+        callbacks: further callbacks of transformers' Trainer.
 
     Raises:
         ValueError: ``output`` holds another run; the data are missing or too few, or do not fit the model's
@@ -64,6 +71,8 @@ def pretrain(settings: RunSettings, output: str | Path, progress: bool = True) -
             on_every_node(partial(check_model, settings.start_from))
         on_every_node(data.verify)
         trainer = everywhere(lambda: make_trainer(settings, data, args, checkpoint))
+        for callback in callbacks:
+            trainer.add_callback(callback)
         on_first(folder.start)
         if state.is_main_process:
             logger.info(

@@ -54,9 +54,9 @@ def speed(
     output: Path = _OUTPUT,
     models: list[str] = ["mamba2-130m", "llama-130m"],  # noqa: B006
     gpus: list[PositiveInt] = [],  # noqa: B006
-    tokens: PositiveInt = 32768,
+    tokens: PositiveInt = 131072,
     rows: PositiveInt = 8,
-    steps: PositiveInt = 8,
+    steps: PositiveInt = 5,
     runs: PositiveInt = 2,
 ) -> None:
     """Measure tokens per second with a copy of the model on every GPU.
@@ -80,6 +80,7 @@ def speed(
             for repetition in range(1, runs + 1):
                 fields = {
                     **_fields(data, rows, len(stages) * count), "batch_tokens": tokens * number,
+                    "log_steps": 10**6,
                     "stages": [
                         {**stage, "until": {"steps": (n + 1) * count}}
                         for n, stage in enumerate(stages.values())
@@ -88,9 +89,10 @@ def speed(
                 folder = output / "speed" / name / f"{number}-gpus" / f"run-{repetition}"
                 title = {"kind": "ddp", "tokens_of_a_gpu": tokens, "repetition": repetition}
                 todo.append(Run(folder, name, number, fields, profiled=profiled, title=title))
+    _begin(todo)
     failed = all_of(todo, size_of_machine())
     for run in todo:
-        if run.finished:
+        if run.finished and results.read(run.folder) is None:
             results.write(run, stages=results.stages(run, list(_stages(run.name)), _WARM_UP))
             _clear(run)
     _fail(failed)
@@ -129,11 +131,12 @@ def sharded(
             }  # fmt: skip
             folder, title = output / "sharded" / name / f"{number}-gpus", {"kind": "fsdp2"}
             todo.append(Run(folder, name, number, fields, sharded=True, title=title))
+    _begin(todo)
     failed = all_of(todo, size_of_machine())
     sources = [run for run in todo if run.finished]
     continued: list[tuple[Run, Run]] = []
     for source in sources:
-        if not (source.folder / results.FILE).exists():
+        if results.read(source.folder) is None:
             (stage,) = results.stages(source, ["free, 14+4"], _WARM_UP)
             results.write(source, stages=[stage], checkpoint=results.checkpoint(source, at))
         if source.gpus == numbers[-1]:
@@ -182,6 +185,8 @@ def kill(
         seed: seed of the choice of the rank and the moment
     """
     number, chance, failed = gpus or size_of_machine(), random.Random(seed), list[str]()
+    if number < 2:
+        raise ValueError(f"gpus must be at least 2: a killed rank and another one, got {number}")
     for name in models:
         stage = {**_stages(name)["bounded"], "until": 1.0}
         fields = {
@@ -191,6 +196,7 @@ def kill(
         for repetition in range(runs + 1):
             folder = whole.folder.with_name(f"run-{repetition}") if repetition else whole.folder
             run = replace(whole, folder=folder, title={"kind": "kill", "repetition": repetition})
+            run.check()
             try:
                 _kill(run, whole, chance) if repetition else _finish(run)
             except OSError as error:
@@ -216,6 +222,7 @@ def _finish(run: Run) -> None:
 def _kill(run: Run, whole: Run, chance: random.Random) -> None:
     if results.read(run.folder):
         return
+    shutil.rmtree(run.folder / "run", ignore_errors=True)  # of an interrupted measurement
     process = run.start(range(run.gpus), _command(run))
     sign = run.folder / "run" / "checkpoint-4" / SEAL
     while not sign.exists():
@@ -274,6 +281,15 @@ def _fields(data: str, rows: int, steps: int) -> dict[str, Any]:
         "data": data, "passes": 1000.0, "per_device_batch_size": rows, "steps": steps, "log_steps": 1,
         "eval_steps": 10**6, "eval_rows": 8, "save_steps": 10**6, "spectral_every": 0, "report_to": "none",
     }  # fmt: skip
+
+
+def _begin(runs: Sequence[Run]) -> None:
+    """Check the runs. Remove unfinished training: its first steps were not recorded."""
+    for run in runs:
+        run.check()
+    for run in runs:
+        if not run.finished:
+            shutil.rmtree(run.folder / "run", ignore_errors=True)
 
 
 def _start(run: Run) -> float:

@@ -16,7 +16,11 @@ from tqdm.auto import tqdm
 
 import deqseq.tasks.pretraining
 from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.results import changes
+from deqseq.tasks.common.runs import read_json
+from deqseq.tasks.common.settings import flat
 
+_PLAN = "plan.json"
 _MEASURE = Path(__file__).with_name("measure.py")
 _FSDP = Path(deqseq.tasks.pretraining.__file__).parent / "accelerate" / "fsdp2.yaml"
 _MINUTES = 30  # a run that takes longer counts as hanging
@@ -58,15 +62,33 @@ class Run:
             program: what torchrun starts; by default, the program that records every step.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        plan = self.folder / "plan.json"
-        write_json(plan, {
-            "run": self.name, "fields": self.fields, "output": str(self.folder / "run"),
-            "profiled": list(self.profiled), "gpus": self.gpus, "title": self.title,
-        })  # fmt: skip
+        plan = self.folder / _PLAN
+        write_json(plan, self._plan())
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         # One process needs no torchrun, which would wrap its model in DDP.
         begin = [sys.executable, *(torchrun if self.gpus > 1 else ())]
         return Process([*begin, *(program or (str(_MEASURE), str(plan)))], self._environment(devices), self)
+
+    def _plan(self) -> dict[str, Any]:
+        plan = {
+            "run": self.name, "fields": self.fields, "output": str(self.folder / "run"),
+            "profiled": list(self.profiled), "gpus": self.gpus, "sharded": self.sharded, "title": self.title,
+        }  # fmt: skip
+        return dict(json.loads(json.dumps(plan)))
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if the machine has too few GPUs, or the folder holds another run."""
+        if torch.cuda.is_available() and self.gpus > size_of_machine():
+            raise ValueError(f"gpus must be at most {size_of_machine()} on this machine, got {self.gpus}")
+        if (self.folder / _PLAN).exists():
+            # The output folder may have moved.
+            plans = ({**plan, "output": None} for plan in (read_json(self.folder / _PLAN), self._plan()))
+            before, now = (dict(flat(plan)) for plan in plans)
+            if different := changes(before, now):
+                raise ValueError(
+                    f"{self.folder} was measured with other settings ({'; '.join(different)}): repeat the "
+                    "options, or name another output"
+                )
 
     def _environment(self, devices: Sequence[int]) -> dict[str, str]:
         processors = (os.cpu_count() or 1) // max(1, torch.cuda.device_count())
@@ -136,20 +158,22 @@ def all_of(runs: Sequence[Run], gpus: int) -> list[str]:
     Runs on one GPU come first. Returns a line for every run that failed.
     """
     waiting = sorted((run for run in runs if not run.finished), key=lambda run: run.gpus)
-    failed = []
-    with tqdm(total=len(waiting), unit="run") as bar:
-        while waiting:
-            together = [run for run in waiting if run.gpus == waiting[0].gpus][
-                : max(1, gpus // waiting[0].gpus)
-            ]
-            waiting = waiting[len(together) :]
-            bar.set_postfix_str(", ".join(f"{run.name} on {run.gpus}" for run in together))
-            started = [run.start(range(n * run.gpus, (n + 1) * run.gpus)) for n, run in enumerate(together)]
-            for process in started:
-                if status := process.wait():
-                    where = process.run.folder
-                    failed.append(f"{where} (status {status}): {process.failure()}")
-                bar.update()
+    failed, started = [], list[Process]()
+    try:
+        with tqdm(total=len(waiting), unit="run") as bar:
+            while waiting:
+                size = waiting[0].gpus
+                together = [run for run in waiting if run.gpus == size][: max(1, gpus // size)]
+                waiting = waiting[len(together) :]
+                bar.set_postfix_str(", ".join(f"{run.name} on {size}" for run in together))
+                started = [run.start(range(n * size, (n + 1) * size)) for n, run in enumerate(together)]
+                for process in started:
+                    if status := process.wait():
+                        failed.append(f"{process.run.folder} (status {status}): {process.failure()}")
+                    bar.update()
+    finally:
+        for process in started:
+            process.process.terminate()  # does nothing if it has ended
     return failed
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -309,6 +310,59 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "study", tmp_path / "copy")
     done = run("what_iteration_buys.py", "report", str(tmp_path / "study"), str(tmp_path / "copy"))
     assert done.returncode == 2 and "hold the same run" in done.stderr
+
+
+def test_scaling(text_folder: Path, tmp_path: Path) -> None:
+    """On the CPU, with one process. Measured runs are not repeated, nor mixed with other settings."""
+    speed = ["speed", "--data", str(text_folder), "--output", str(tmp_path / "out"), "--models", "llama-tiny"]
+    speed += ["--gpus", "1", "--rows", "2", "--steps", "1", "--runs", "1"]
+    done = run("scaling.py", *speed, "--tokens", "512")
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.rglob("result.json")
+    result = json.loads(file.read_text())
+    assert [stage["evaluations"] for stage in result["stages"]][:2] == [4 + 1, 14 + 4]
+    for stage in result["stages"]:
+        assert stage["tokens_per_second"] == 512 / stage["seconds"] and len(stage["seconds_of_steps"]) == 1
+    assert not list(tmp_path.rglob("*.safetensors"))
+    written = file.stat().st_mtime_ns
+    assert run("scaling.py", *speed, "--tokens", "512").returncode == 0
+    assert file.stat().st_mtime_ns == written
+    done = run("scaling.py", *speed, "--tokens", "1024")
+    assert done.returncode == 2 and "fields.batch_tokens 512, now 1024" in done.stderr
+    done = run("scaling.py", "kill", "--data", str(text_folder), "--gpus", "1")
+    assert done.returncode == 2 and "gpus must be at least 2" in done.stderr
+
+    # The same run on two GPUs, twice as fast, and profiled.
+    two = tmp_path / "out" / "two"
+    two.mkdir()
+    stages = [{**s, "tokens_per_second": 2 * s["tokens_per_second"], "parts": {"idle": 0.001}}
+              for s in result["stages"]]  # fmt: skip
+    (two / "result.json").write_text(json.dumps({**result, "gpus": 2, "stages": stages}))
+    done = run("scaling.py", "report", str(tmp_path / "out"), "--output", str(tmp_path / "report"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())
+    for title, text in found["tables"].items():
+        assert title in done.stdout and text in done.stdout
+    ratios = [line.split("|")[5].strip() for line in found["tables"]["Tokens per second"].splitlines()]
+    assert ratios[2:] == ["1", "2.00"] * 3
+    assert (tmp_path / "report.png").stat().st_size > 0
+
+
+def test_the_parts_of_a_profiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from scale.measure import parts
+
+    gpu, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+    def event(name: str, start: float, end: float, device: object = gpu, note: bool = False) -> object:
+        time_range = SimpleNamespace(start=1e6 * start, end=1e6 * end)
+        return SimpleNamespace(name=name, time_range=time_range, device_type=device, is_user_annotation=note)
+
+    events = [
+        event("matmul", 0, 2), event("add", 1, 3), event("ncclDevKernel_AllReduce", 2.5, 5),
+        event("matmul", 6, 7), event("cudaLaunchKernel", 0, 10, cpu), event("step", 0, 10, note=True),
+    ]  # fmt: skip
+    assert parts(events, 10) == {"computing": 4, "communicating": 2, "idle": 4}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +55,7 @@ class Run:
         return all(file.exists() for file in self.records)
 
     def start(self, devices: Sequence[int], program: Sequence[str] = ()) -> "Process":
-        """Start the run on the GPUs with these numbers.
+        """Start the run on the GPUs with these numbers, counted among the visible ones.
 
         Args:
             program: what torchrun starts; by default, the program that records every step.
@@ -92,8 +91,10 @@ class Run:
 
     def _environment(self, devices: Sequence[int]) -> dict[str, str]:
         processors = (os.cpu_count() or 1) // max(1, torch.cuda.device_count())
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = [visible[number] for number in devices] if visible[0] else map(str, devices)
         made = {
-            **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+            **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names),
             "OMP_NUM_THREADS": str(max(1, min(16, processors))), "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         if not torch.cuda.is_available():
@@ -109,7 +110,6 @@ class Process:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], run: Run) -> None:
         self.run, self.log = run, run.folder / "log.txt"
-        self.began = time.monotonic()
         with self.log.open("a") as file:
             self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 

@@ -68,8 +68,8 @@ def _train(
 
     Args:
         output: folder of the run
-        run: YAML file with default values of the settings below; or a shipped file: a5xm, s5, s5xm, s5-small.
-            With --help, the list below shows the file's values
+        run: YAML file with default values of the settings below; or a shipped file: a5xm, s5, s5xm, s5-small,
+            a5-small. With --help, the list below shows the file's values
         save_steps: steps between checkpoints
     """
     if run is None and settings.get("group") == "S5":

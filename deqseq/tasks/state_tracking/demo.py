@@ -1,7 +1,8 @@
-"""The state-tracking demo: compares an implicit Mamba2 with an explicit Mamba2 that has the same blocks."""
+"""The state-tracking demo: compares an implicit Mamba2 with models that apply the same blocks once."""
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate_fresh, save, table
@@ -9,21 +10,31 @@ from deqseq.tasks.state_tracking.plots import plot_by_position
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
+FORMS: dict[str, dict[str, Any]] = {
+    "implicit": {},
+    "injected": {"explicit": True, "backbone": {"name": "mamba2", "injection": True}},
+    "explicit": {"explicit": True},
+}
+"""The settings that distinguish the models."""
+
 
 def demo(*, output: Path = Path("runs/demo"), seeds: list[int] = [1]) -> None:  # noqa: B006
-    """Train an implicit and an explicit Mamba2 with the same blocks on the group A5, and compare them.
+    """Train an implicit Mamba2 and two models that apply its blocks once on the group A5, and compare them.
+
+    The injected model is the control: it evaluates the map of the implicit model once. It has as many
+    parameters, and its input goes into every block too. The explicit model is an ordinary Mamba2.
 
     Trains on sequences of up to 16 tokens and tests on 16 and 64 tokens. This takes a few minutes on two
     cores. A second call does not train again; it only tests.
 
     Args:
         output: folder of the runs
-        seeds: seeds of weights and data; each seed trains both models
+        seeds: seeds of weights and data; each seed trains the three models
     """
     rows: list[tuple[str, Evaluation]] = []
     seconds = []
-    for seed, name in product(seeds, ("implicit", "explicit")):
-        settings = TrainSettings(seed=seed, explicit=name == "explicit")
+    for seed, name in product(seeds, FORMS):
+        settings = TrainSettings(seed=seed, **FORMS[name])
         folder = output / f"{name}-seed{seed}"
         print(f"{name} Mamba2, {settings.group}, length {settings.length}, seed {seed}: {folder}")
         model = train(settings, folder)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,28 @@ from deqseq.tasks.common.results import changes
 from deqseq.tasks.common.runs import read_json
 from deqseq.tasks.common.settings import flat
 
-_PLAN = "plan.json"
+PLAN, RESULT = "plan.json", "result.json"
 _MEASURE = Path(__file__).with_name("measure.py")
 _FSDP = Path(deqseq.tasks.pretraining.__file__).parent / "accelerate" / "fsdp2.yaml"
 _MINUTES = 30  # a run that takes longer counts as hanging
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The checkpoint that a run has written after a step."""
+
+    run: "Run"
+    step: int
+
+    @property
+    def path(self) -> Path:
+        return self.run.folder / "run" / f"checkpoint-{self.step}"
+
+    def copy_to(self, run: "Run") -> None:
+        """Make the folder of a run that continues from here. The files are hard links."""
+        to = run.folder / "run"
+        shutil.copytree(self.path, to / self.path.name, copy_function=os.link)
+        shutil.copy(self.path.with_name("settings.json"), to)
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,7 @@ class Run:
         sharded: whether FSDP2 shards the model. Otherwise every GPU has a copy (DDP).
         profiled: steps to profile.
         title: what the report says of this run, as JSON types.
+        source: the checkpoint from which the run continues; ``None`` for a new run.
     """
 
     folder: Path
@@ -45,6 +66,7 @@ class Run:
     sharded: bool = False
     profiled: Sequence[int] = ()
     title: dict[str, Any] = field(default_factory=dict)
+    source: "Checkpoint | None" = None
 
     @property
     def records(self) -> list[Path]:
@@ -52,7 +74,14 @@ class Run:
 
     @property
     def finished(self) -> bool:
+        """Whether all processes have written their records."""
         return all(file.exists() for file in self.records)
+
+    def discard(self) -> None:
+        """Remove the records, the models and the checkpoints of the run."""
+        for record in self.records:
+            record.unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "run", ignore_errors=True)
 
     def start(self, devices: Sequence[int], program: Sequence[str] = ()) -> "Process":
         """Start the run on the GPUs with these numbers, counted among the visible ones.
@@ -61,12 +90,13 @@ class Run:
             program: what torchrun starts; by default, the program that records every step.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        plan = self.folder / _PLAN
+        plan = self.folder / PLAN
         write_json(plan, self._plan())
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         # One process needs no torchrun, which would wrap its model in DDP.
         begin = [sys.executable, *(torchrun if self.gpus > 1 else ())]
-        return Process([*begin, *(program or (str(_MEASURE), str(plan)))], self._environment(devices), self)
+        command = [*begin, *(program or (str(_MEASURE), str(plan)))]
+        return Process(command, self._environment(devices), self.folder)
 
     def _plan(self) -> dict[str, Any]:
         plan = {
@@ -76,12 +106,12 @@ class Run:
         return dict(json.loads(json.dumps(plan)))
 
     def check(self) -> None:
-        """Raise ``ValueError`` if the machine has too few GPUs, or the folder holds another run."""
+        """Raise ``ValueError`` if there are too few GPUs, or the folder has results of other settings."""
         if torch.cuda.is_available() and self.gpus > size_of_machine():
             raise ValueError(f"gpus must be at most {size_of_machine()} on this machine, got {self.gpus}")
-        if (self.folder / _PLAN).exists():
+        if (self.folder / PLAN).exists() and (self.finished or (self.folder / RESULT).exists()):
             # The output folder may have moved.
-            plans = ({**plan, "output": None} for plan in (read_json(self.folder / _PLAN), self._plan()))
+            plans = ({**plan, "output": None} for plan in (read_json(self.folder / PLAN), self._plan()))
             before, now = (dict(flat(plan)) for plan in plans)
             if different := changes(before, now):
                 raise ValueError(
@@ -106,12 +136,27 @@ class Run:
 
 
 class Process:
-    """A started run. Its output goes to ``log.txt`` in the folder of the run."""
+    """A started run. Its output goes to ``log.txt`` in the folder of the run.
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], run: Run) -> None:
-        self.run, self.log = run, run.folder / "log.txt"
+    As a context manager, it ends the run when the context ends.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], folder: Path) -> None:
+        self.folder, self.log = folder, folder / "log.txt"
+        self._begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("a") as file:
             self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
 
     def ranks(self) -> dict[int, int]:
         """The process ids of the ranks that run now, by rank. Needs Linux."""
@@ -124,17 +169,19 @@ class Process:
                 found[int(values[b"RANK"])] = child
         return found
 
-    def wait(self) -> int:
-        """Wait until the run has ended. Returns its exit status. After 30 minutes, end it."""
+    def finish(self) -> None:
+        """Wait until the run has ended. Raises ``OSError`` if it fails, or takes more than 30 minutes."""
         try:
-            return self.process.wait(_MINUTES * 60)
+            status = self.process.wait(_MINUTES * 60)
         except subprocess.TimeoutExpired:
-            self.process.terminate()
-            return self.process.wait()
+            raise OSError(f"{self.folder} has not ended after {_MINUTES} minutes") from None
+        if status:
+            raise OSError(f"{self.folder} (status {status}): {self.error()}")
 
-    def failure(self) -> str:
+    def error(self) -> str:
         """The last line of the output that names an error."""
-        lines = [line for line in self.log.read_text().replace("\r", "\n").splitlines() if line.strip()]
+        text = self.log.read_bytes()[self._begin :].decode(errors="replace")
+        lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()]
         named = [line for line in lines if "rror: " in line]
         return (named or lines or ["no output"])[-1].strip()
 
@@ -152,28 +199,37 @@ def numbers_up_to_all(first: int) -> list[int]:
     return numbers
 
 
-def all_of(runs: Sequence[Run], gpus: int) -> list[str]:
-    """Carry out the runs that have no records yet, several at the same time if the machine has GPUs for them.
+def all_of(runs: Sequence[Run], together: bool = False) -> list[str]:
+    """Carry out the runs that have no records yet. Runs on few GPUs come first.
 
-    Runs on one GPU come first. Returns a line for every run that failed.
+    Returns a line for every run that failed.
+
+    Args:
+        together: whether runs take place at the same time, on different GPUs. They then share the processor.
     """
     waiting = sorted((run for run in runs if not run.finished), key=lambda run: run.gpus)
-    failed, started = [], list[Process]()
-    try:
-        with tqdm(total=len(waiting), unit="run") as bar:
-            while waiting:
-                size = waiting[0].gpus
-                together = [run for run in waiting if run.gpus == size][: max(1, gpus // size)]
-                waiting = waiting[len(together) :]
-                bar.set_postfix_str(", ".join(f"{run.name} on {size}" for run in together))
-                started = [run.start(range(n * size, (n + 1) * size)) for n, run in enumerate(together)]
+    failed = []
+    with tqdm(total=len(waiting), unit="run") as bar:
+        while waiting:
+            size = waiting[0].gpus
+            count = max(1, size_of_machine() // size) if together else 1
+            chosen = [run for run in waiting if run.gpus == size][:count]
+            waiting = waiting[len(chosen) :]
+            bar.set_postfix_str(", ".join(f"{run.name} on {size}" for run in chosen))
+            with ExitStack() as stack:
+                started = []
+                for number, run in enumerate(chosen):
+                    run.discard()
+                    if run.source is not None:
+                        run.source.copy_to(run)
+                    process = run.start(range(number * size, (number + 1) * size))
+                    started.append(stack.enter_context(process))
                 for process in started:
-                    if status := process.wait():
-                        failed.append(f"{process.run.folder} (status {status}): {process.failure()}")
+                    try:
+                        process.finish()
+                    except OSError as error:
+                        failed.append(str(error))
                     bar.update()
-    finally:
-        for process in started:
-            process.process.terminate()  # does nothing if it has ended
     return failed
 
 

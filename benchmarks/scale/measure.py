@@ -30,9 +30,10 @@ class Recorder(TrainerCallback):
     """Records every training step of this process.
 
     Attributes:
-        steps: for each step: its number, its ``seconds``, the ``evaluations`` of f in each forward pass, how
-            many of them have a graph, the peak memory so far in GiB, and the ``seconds_of_saving``, for which
-            training waits. Profiled steps also have the seconds of three kinds, see :func:`parts`.
+        steps: for each step: its number, its ``seconds``, the ``evaluations`` of f in each forward pass, and
+            the number of evaluations that the backward pass goes through (``with_graph``). On a GPU, also the
+            peak memory in GiB. If a checkpoint follows, the ``seconds_of_saving``, for which training waits.
+            Profiled steps also have the result of :func:`parts`.
         seconds_to_start: from the creation of the recorder to the first step.
 
     Args:
@@ -71,6 +72,7 @@ class Recorder(TrainerCallback):
         }  # fmt: skip
         if args.device.type == "cuda":
             step["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
         if self._profile is not None:
             self._profile.stop()
             step["parts"] = parts(self._profile.events(), step["seconds"])

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from scale.launch import Run, read_records
+from scale.launch import RESULT, Checkpoint, Run, read_records
 from tabulate import tabulate
 
 from deqseq.tasks.common.figures import save_figure
@@ -20,8 +20,6 @@ from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.watch import Flops, peak_flops
 
 Row = dict[str, Any]
-FILE = "result.json"
-"""The file with the result, in the folder of a run."""
 
 
 def stages(run: Run, names: Sequence[str], warm_up: int) -> list[Row]:
@@ -65,9 +63,9 @@ def stages(run: Run, names: Sequence[str], warm_up: int) -> list[Row]:
     return rows
 
 
-def checkpoint(run: Run, step: int) -> Row:
-    """How long a run waited for the checkpoint of a step, how long the checkpoint took, and its size."""
-    folder = run.folder / "run" / f"checkpoint-{step}"
+def of_checkpoint(checkpoint: Checkpoint) -> Row:
+    """The size of a checkpoint, how long training waited for it, and after how long it was complete."""
+    run, step, folder = checkpoint.run, checkpoint.step, checkpoint.path
     files = [file for file in folder.rglob("*") if file.is_file() and file.name != SEAL]
     first = min(file.stat().st_mtime for file in files)
     (waited,) = (s["seconds_of_saving"] for s in read_records(run)[0]["steps"] if s["step"] == step)
@@ -92,12 +90,12 @@ def write(run: Run, **result: Any) -> None:
     """Write the result of a run."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     head = {**run.title, "model": run.name, "gpus": run.gpus, **provenance(device)}
-    write_json(run.folder / FILE, {**head, **result})
+    write_json(run.folder / RESULT, {**head, **result})
 
 
 def collect(folder: Path) -> list[Row]:
     """All results in a folder. Raises ``ValueError`` if there are none."""
-    found = [read_json(file) for file in sorted(folder.rglob(FILE))]
+    found = [read_json(file) for file in sorted(folder.rglob(RESULT))]
     if not found:
         raise ValueError(f"{folder} has no results: run the commands speed, sharded or kill first")
     return found
@@ -124,7 +122,7 @@ def tables(results: Sequence[Row]) -> dict[str, str]:
         ],
         "A killed rank": [
             {"model": r["model"], "GPUs": r["gpus"], "killed": r["killed"],
-             "ended after, s": f"{r['seconds_to_end']:.1f}", "processes left": r["left"],
+             "all ended after, s": f"{r['seconds_to_end']:.1f}",
              "resumed from step": r["resumed_from"],
              "largest difference of a loss": f"{r['largest_difference']:.1e}"}
             for r in results if r["kind"] == "kill"
@@ -205,4 +203,4 @@ def _draw(cases: dict[tuple[str, str], dict[int, list[Row]]], axes: Sequence[Any
 
 def read(folder: Path) -> Any:
     """The result in the folder of a run, or ``None``."""
-    return json.loads((folder / FILE).read_text()) if (folder / FILE).exists() else None
+    return json.loads((folder / RESULT).read_text()) if (folder / RESULT).exists() else None

@@ -142,7 +142,7 @@ def _parse(prog: str, command: Command, arguments: Sequence[str], about: str | N
     """Parse the arguments of a command. The result has no entries for arguments that the user left out."""
     hint = get_type_hints(command, include_extras=True).get("settings")
     kind, *read_run = hint.__metadata__ if hint else (None,)
-    made = _parser(prog, command, kind, about)
+    made = _parser(prog, command, kind, about, from_run=bool(read_run))
     known = [f.name for f in fields(kind)] if kind else []
     flags = [flag for flag in made._option_string_actions if flag.startswith("--")]
     rest, dotted, words = [], {}, iter(arguments)
@@ -170,11 +170,14 @@ def _parse(prog: str, command: Command, arguments: Sequence[str], about: str | N
 
 
 def _parser(
-    prog: str, command: Command, kind: type | None, about: str | None = None, required: bool = True
-) -> ArgumentParser:
+    prog: str, command: Command, kind: type | None, about: str | None = None, required: bool = True,
+    from_run: bool = False,
+) -> ArgumentParser:  # fmt: skip
     """The parser of a command, whose settings are of class ``kind``.
 
-    ``required``: whether the user must give all options that have no default.
+    Args:
+        required: whether the user must give all options that have no default.
+        from_run: whether a run sets the settings that the user leaves out.
     """
     documented = docstring_parser.parse(command.__doc__ or "")
     said = "\n\n".join(filter(None, (documented.short_description, documented.long_description)))
@@ -183,7 +186,7 @@ def _parser(
     )
     add_parameters(made, command, required, skip=["settings"])
     if kind:
-        add_parameters(made, kind, required=False)
+        add_parameters(made, kind, required=required and not from_run)
     return made
 
 

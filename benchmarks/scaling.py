@@ -204,7 +204,8 @@ def kill(
             for run in (whole, *killed):
                 run.check()
             try:
-                kills.finish(whole)
+                if not (whole.folder / "run" / "training.json").exists():
+                    kills.finish(whole)
                 for run in killed:
                     if results.read(run.folder) is None:
                         _kill(run, whole)

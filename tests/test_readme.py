@@ -114,3 +114,26 @@ def test_the_tables_of_the_study_are_its_results(monkeypatch: pytest.MonkeyPatch
             for unit in ("seconds", "tokens")
         }  # fmt: skip
         assert f"| {mean['seconds']:.2f} | {mean['tokens']:.2f} |" in README.read_text(), form
+
+
+def test_the_forms_of_state_tracking_are_the_study_s_results() -> None:
+    """docs/state-tracking.md and the README have the means of the study ``forms``, from its JSON file."""
+    results = json.loads((ROOT / "docs/results/state-tracking-forms.json").read_text())
+    page, readme = (ROOT / "docs/state-tracking.md").read_text(), README.read_text()
+
+    def mean(form: str, length: int, window: int | None) -> str:
+        found = [
+            r["evaluation"]["accuracy_last10"] for r in results
+            if (r["variant"], r["case"]["length"], r["case"].get("window")) == (form, length, window)
+        ]  # fmt: skip
+        assert len(found) == 3
+        return f"{fmean(found):.3f}"
+
+    forms = list(dict.fromkeys(r["variant"] for r in results))
+    assert len(forms) == 7
+    for form in forms:
+        windows = [None, 8, 1] if "unrolled" in form or form == "implicit" else [None]
+        cells = [" / ".join(mean(form, length, window) for window in windows) for length in (16, 64)]
+        assert f"| {form} | {cells[0]} | {cells[1]} |" in page, (form, cells)
+    assert f"is {mean('implicit', 64, 8)} for three implicit models" in readme
+    assert f"guess ({mean('injected', 64, None)} and {mean('explicit', 64, None)})" in readme

@@ -165,7 +165,7 @@ def conduct(
 
     Args:
         study: YAML file, or the name of a shipped study: a5xm, s5, s5xm, iterations,
-            words
+            words, forms
         output: folder of the study
         variants: train and test only these variants; by default all. The results of other variants are shown
             if they are finished

@@ -19,7 +19,7 @@
     python benchmarks/scaling.py report
 
 To resume, repeat a command: finished runs are not repeated. Without a GPU, the processes run on the CPU;
-there, use `--models llama-tiny`."""
+there, use `--models llama-tiny`, and data with `--tokenizer train:1024`."""
 
 import logging
 import shutil

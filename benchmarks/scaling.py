@@ -19,7 +19,7 @@
     python benchmarks/scaling.py report
 
 To resume, repeat a command: finished runs are not repeated. Without a GPU, the processes run on the CPU;
-there, use `--models llama-tiny`, and data with `--tokenizer train:1024`."""
+there, use `--models llama-tiny --tokens 1024 --rows 4`, and data with `--tokenizer train:1024`."""
 
 import logging
 import shutil
@@ -31,6 +31,7 @@ from typing import Any
 
 from scale import kills, results
 from scale.launch import Checkpoint, Run, all_of, numbers_up_to_all, read_records, size_of_machine
+from tqdm.auto import tqdm
 
 from deqseq.tasks.common import command_line
 from deqseq.tasks.common.files import locked
@@ -89,13 +90,15 @@ def speed(
                 }  # fmt: skip
                 todo.append(Run(folder, name, number, fields, profiled=profiled, title=title))
     with locked(output, "measures in"):
-        failed = _carry_out(todo, together)
+        for run in todo:
+            run.check()
+        failed = all_of(todo, together)
         for run in todo:
             if run.finished:
                 if results.read(run.folder) is None:
                     results.write(run, stages=results.stages(run, list(_stages(run.name)), _WARM_UP))
                 _clear(run)
-    _fail(failed)
+    _end(failed, output)
 
 
 def sharded(
@@ -138,16 +141,18 @@ def sharded(
             run = replace(largest, folder=folder, gpus=number, title=title, source=source)
             continued.append((run, source))
     with locked(output, "measures in"):
+        for run in (*new, *(run for run, _ in continued)):
+            run.check()
         for run, source in continued:
             if not (run.finished or source.path.exists()):
                 source.run.discard()  # train it again, for its checkpoint
-        failed = _carry_out(new, together=True)
+        failed = all_of(new, together=True)
         for run in new:
             if run.finished and results.read(run.folder) is None:
                 (stage,) = results.stages(run, ["free, 14+4"], _WARM_UP)
                 saved = results.of_checkpoint(Checkpoint(run, at))
                 results.write(run, stages=[stage], checkpoint=saved)
-        failed += _carry_out([run for run, source in continued if source.path.exists()], together=True)
+        failed += all_of([run for run, source in continued if source.path.exists()], together=True)
         for run, source in continued:
             if run.finished and results.read(run.folder) is None:
                 results.write(
@@ -157,7 +162,7 @@ def sharded(
         if not failed:
             for run in (*new, *(run for run, _ in continued)):
                 _clear(run)
-    _fail(failed)
+    _end(failed, output)
 
 
 def kill(
@@ -206,7 +211,7 @@ def kill(
             try:
                 if not (whole.folder / "run" / "training.json").exists():
                     kills.finish(whole)
-                for run in killed:
+                for run in tqdm(killed, unit="run"):
                     if results.read(run.folder) is None:
                         _kill(run, whole)
             except OSError as error:
@@ -214,7 +219,7 @@ def kill(
             else:
                 for run in (whole, *killed):
                     _clear(run)
-    _fail(failed)
+    _end(failed, output)
 
 
 def _kill(run: Run, whole: Run) -> None:
@@ -241,9 +246,10 @@ def report(folder: Path = _OUTPUT, *, output: Path = Path("runs/scaling/report")
 
 def _stages(name: str) -> dict[str, dict[str, Any]]:
     """The measured stages of a run file by name, without ``until``."""
-    stages = load_run(name).stages or []
-    if len(stages) < 2:
-        raise ValueError(f"models must be run files with two stages, such as llama-130m, got {name}")
+    settings = load_run(name)
+    stages = settings.stages or []
+    if settings.explicit or len(stages) < 2:
+        raise ValueError(f"models must be implicit and have two stages, like llama-130m; got {name}")
     bounded, free = ({k: v for k, v in stages[n].items() if k != "until"} for n in (0, -1))
     dropped = ("convergence", "eval_convergence", "adaptive_budget")
     fixed = {name: value for name, value in free.items() if name not in dropped}
@@ -254,16 +260,10 @@ def _stages(name: str) -> dict[str, dict[str, Any]]:
 def _fields(data: str, rows: int, steps: int) -> dict[str, Any]:
     """The fields that all runs change."""
     return {
-        "data": data, "passes": 1000.0, "per_device_batch_size": rows, "steps": steps, "log_steps": 1,
-        "eval_steps": 10**6, "eval_rows": 8, "save_steps": 10**6, "spectral_every": 0, "report_to": "none",
+        "data": str(Path(data).resolve()), "passes": 1000.0, "per_device_batch_size": rows, "steps": steps,
+        "log_steps": 1, "eval_steps": 10**6, "eval_rows": 8, "save_steps": 10**6, "spectral_every": 0,
+        "report_to": "none",
     }  # fmt: skip
-
-
-def _carry_out(runs: Sequence[Run], together: bool) -> list[str]:
-    """Carry out the runs that are not finished. Returns a line for every run that failed."""
-    for run in runs:
-        run.check()
-    return all_of(runs, together)
 
 
 def _start(run: Run) -> float:
@@ -277,10 +277,11 @@ def _clear(run: Run) -> None:
         shutil.rmtree(made)
 
 
-def _fail(failed: Sequence[str]) -> None:
-    """Raise ``OSError`` if runs have failed."""
+def _end(failed: Sequence[str], output: Path) -> None:
+    """Say where the results are. Raises ``OSError`` if runs have failed."""
     if failed:
-        raise OSError(f"{len(failed)} runs failed; their folders have log.txt: {'; '.join(failed)}")
+        raise OSError(f"failed, with a log.txt in the folder: {'; '.join(failed)}")
+    print(f"the results are in {output}; the command report shows them")
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import changes
 from deqseq.tasks.common.runs import read_json
 from deqseq.tasks.common.settings import flat
+from deqseq.tasks.pretraining.data import open_data
+from deqseq.tasks.pretraining.run_files import load_run
 
 PLAN, RESULT = "plan.json", "result.json"
 _MEASURE = Path(__file__).with_name("measure.py")
@@ -78,9 +81,9 @@ class Run:
         return all(file.exists() for file in self.records)
 
     def discard(self) -> None:
-        """Remove the records, the models and the checkpoints of the run."""
-        for record in self.records:
-            record.unlink(missing_ok=True)
+        """Remove the records, the result, the models and the checkpoints of the run."""
+        for file in (*self.records, self.folder / RESULT):
+            file.unlink(missing_ok=True)
         shutil.rmtree(self.folder / "run", ignore_errors=True)
 
     def start(self, devices: Sequence[int], program: Sequence[str] = ()) -> "Process":
@@ -106,10 +109,19 @@ class Run:
         return dict(json.loads(json.dumps(plan)))
 
     def check(self) -> None:
-        """Raise ``ValueError`` if there are too few GPUs, or the folder has results of other settings."""
+        """Check the run before it starts.
+
+        Raises:
+            ValueError: there are too few GPUs, data are missing, settings do not fit, or the folder has
+                results of other settings.
+        """
         if torch.cuda.is_available() and self.gpus > size_of_machine():
             raise ValueError(f"gpus must be at most {size_of_machine()} on this machine, got {self.gpus}")
-        if (self.folder / PLAN).exists() and (self.finished or (self.folder / RESULT).exists()):
+        settings = load_run(self.name, self.fields)
+        settings.accumulation(self.gpus)
+        open_data(settings).fitted(settings.config())
+        results = (*self.records, self.folder / RESULT, self.folder / "run" / "training.json")
+        if (self.folder / PLAN).exists() and any(file.exists() for file in results):
             # The output folder may have moved.
             plans = ({**plan, "output": None} for plan in (read_json(self.folder / PLAN), self._plan()))
             before, now = (dict(flat(plan)) for plan in plans)
@@ -182,7 +194,8 @@ class Process:
         """The last line of the output that names an error."""
         text = self.log.read_bytes()[self._begin :].decode(errors="replace")
         lines = [line for line in text.replace("\r", "\n").splitlines() if line.strip()]
-        named = [line for line in lines if "rror: " in line]
+        # torchrun's own error does not name the cause.
+        named = [line for line in lines if re.search(r"rror: \S", line) and "ChildFailedError" not in line]
         return (named or lines or ["no output"])[-1].strip()
 
 
@@ -209,7 +222,7 @@ def all_of(runs: Sequence[Run], together: bool = False) -> list[str]:
     """
     waiting = sorted((run for run in runs if not run.finished), key=lambda run: run.gpus)
     failed = []
-    with tqdm(total=len(waiting), unit="run") as bar:
+    with tqdm(total=len(waiting), unit="run", disable=not waiting) as bar:
         while waiting:
             size = waiting[0].gpus
             count = max(1, size_of_machine() // size) if together else 1

@@ -329,6 +329,10 @@ def test_scaling(text_folder: Path, tmp_path: Path) -> None:
     assert file.stat().st_mtime_ns == written
     done = run("scaling.py", *speed, "--tokens", "1024")
     assert done.returncode == 2 and "fields.batch_tokens 512, now 1024" in done.stderr
+    done = run("scaling.py", *speed, "--tokens", "500")
+    assert done.returncode == 2 and "batch_tokens must be a multiple of length = 128" in done.stderr
+    done = run("scaling.py", *speed, "--models", "llama-tiny-explicit")
+    assert done.returncode == 2 and "must be implicit" in done.stderr
     done = run("scaling.py", "kill", "--data", str(text_folder), "--gpus", "1")
     assert done.returncode == 2 and "gpus must be at least 2" in done.stderr
 

@@ -10,7 +10,7 @@ from deqseq.tasks import generate, prepare, pretrain
 from deqseq.tasks.catbabi import __main__ as catbabi
 from deqseq.tasks.common import command_line
 from deqseq.tasks.evaluate import __main__ as evaluate
-from deqseq.tasks.pretraining.trainer import Diverged
+from deqseq.tasks.pretraining.faults import Diverged
 from deqseq.tasks.reasoning import __main__ as reasoning
 from deqseq.tasks.state_tracking import __main__ as state_tracking
 

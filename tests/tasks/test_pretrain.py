@@ -1,6 +1,7 @@
 """Pretraining of tiny models: run files, the plan, data, logs, saved models and the command line."""
 
 import json
+import math
 import shutil
 import tracemalloc
 from collections import Counter
@@ -19,11 +20,12 @@ from deqseq.tasks.common.settings import yaml_value
 from deqseq.tasks.pretrain import main
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import TrainingOrder, open_data, shuffled
+from deqseq.tasks.pretraining.faults import Diverged, Faults
 from deqseq.tasks.pretraining.plan import describe, learning_rates, plan_stages, saved_bytes
 from deqseq.tasks.pretraining.run_files import load_run, shipped
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.train import arguments, make_trainer, pretrain
-from deqseq.tasks.pretraining.trainer import Diverged, PretrainTrainer, batch_of
+from deqseq.tasks.pretraining.trainer import PretrainTrainer, batch_of
 from deqseq.tasks.pretraining.watch import Advice, Flops
 
 SMALL = [
@@ -606,14 +608,37 @@ def test_training_keeps_no_logits(run: Path) -> None:
     assert out.logits is None and torch.equal(out.loss, model(**batch).loss)
 
 
-def test_diverged_names_the_process() -> None:
-    trainer = object.__new__(PretrainTrainer)
-    trainer.state = type("State", (), {"global_step": 4})()  # type: ignore[assignment]
-    trainer._check_finite([[1.0, 0.0, 0.5], [2.0, 0.0, 0.5]])
-    with pytest.raises(Diverged, match="step 5: 3 tokens have no finite equilibrium on process 1"):
-        trainer._check_finite([[1.0, 0.0, 0.5], [2.0, 3.0, 0.5]])
-    with pytest.raises(Diverged, match="the gradient's norm is nan"):
-        trainer._check_finite([[1.0, 0.0, float("nan")]])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ((math.nan, 0.0, 0.5), "the loss is nan on process 1"),
+        ((2.0, 3.0, 0.5), "3 tokens have no finite equilibrium on process 1"),
+        ((2.0, 0.0, math.inf), "the gradient's norm is inf"),
+    ],
+)
+def test_a_step_with_faults_changes_no_weight(
+    fused: bool, fault: tuple[float, float, float], message: str
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], fused=fused)
+    faults = Faults(torch.device("cpu"), optimizer if fused else None)
+
+    def step(number: int, found: tuple[float, float, float]) -> None:
+        weight.grad = torch.ones(3)
+        norm = torch.tensor(0.5)
+        faults.end_step(number, norm, lambda mine: torch.cat([mine, torch.tensor([found])]))
+        optimizer.step()
+
+    step(1, (1.0, 0.0, 0.5))
+    before = weight.detach().clone()
+    assert before.ne(1).all()
+    with pytest.raises(Diverged, match=f"step 2: {message}. The weights are those of the step before"):
+        step(2, fault)
+        assert fused  # without a fused optimiser, the error comes before the optimiser's step
+        step(3, (1.0, 0.0, 0.5))
+    assert torch.equal(weight, before)
+    faults.check()  # gives each error once
 
 
 def advised(lines: list[tuple[float, float]], tolerance: float | None = 0.05) -> list[str]:

@@ -194,6 +194,7 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         train_sampling_strategy="sequential",  # the dataset is already in order
         dataloader_num_workers=settings.workers if isinstance(settings.data, str) else 0,
         dataloader_pin_memory=torch.cuda.is_available(),
+        accelerator_config={"non_blocking": torch.cuda.is_available()},  # copies do not stop the host
         remove_unused_columns=False,
         prediction_loss_only=True,
         ddp_find_unused_parameters=False,

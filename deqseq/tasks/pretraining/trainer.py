@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 from deqseq.curriculum import Curriculum
 from deqseq.policies import Residual
 from deqseq.policy import ConvergencePolicy
-from deqseq.solution import Status
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.corpus.rows import Row
 from deqseq.tasks.common.models import implicit_layer
@@ -28,6 +27,7 @@ from deqseq.tasks.common.processes import everywhere
 from deqseq.tasks.common.seals import seal, unseal
 from deqseq.tasks.common.trainer import CurriculumTrainer, writing
 from deqseq.tasks.pretraining import shards
+from deqseq.tasks.pretraining.faults import Faults
 from deqseq.tasks.pretraining.plan import evaluation_budget
 from deqseq.tasks.pretraining.watch import Advice, Speed, graph_evaluations, model_radius
 
@@ -40,10 +40,6 @@ def batch_of(rows: list[Row]) -> Row:
     return {**batch, "labels": batch["input_ids"]}
 
 
-class Diverged(FloatingPointError):
-    """A loss, gradient or equilibrium is not finite."""
-
-
 class PretrainTrainer(CurriculumTrainer):
     """Next-token training of implicit and explicit models.
 
@@ -53,7 +49,7 @@ class PretrainTrainer(CurriculumTrainer):
       processes, with or without FSDP.
     - When a run resumes, the caller loads the weights. The trainer loads only the optimiser's state and the
       schedule.
-    - A loss, gradient or solve that is not finite raises :class:`Diverged` before the weights change.
+    - A loss, gradient or solve that is not finite raises ``Diverged``, and leaves the weights as they are.
 
     Args:
         args: transformers' arguments. One epoch of ``train_dataset`` must have at least ``max_steps`` steps.
@@ -82,7 +78,7 @@ class PretrainTrainer(CurriculumTrainer):
         self._eval_rows = 0  # number of rows in the newest evaluation
         self.add_callback(speed)
         self.add_callback(_Schedule(self, curriculum, eval_at))
-        self._faults = torch.zeros(2, device=args.device)  # sum of losses, count of non-finite tokens
+        self._faults: Faults | None = None
         # From the last training batch: ids and z of the first row, and position ids of all rows.
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._background = ThreadPoolExecutor(1)  # seals sharded checkpoints
@@ -115,35 +111,25 @@ class PretrainTrainer(CurriculumTrainer):
         if solution is not None:
             (self.solved if model.training else self.eval_solves.add)(solution)
         if model.training:
-            self._faults[0] += loss.detach()
+            self.faults.add(loss, solution)
             if solution is not None:
-                self._faults[1] += (solution.status == Status.NON_FINITE).sum()
                 self._last = inputs["input_ids"][:1], solution.z[:1].detach(), inputs.get("position_ids")
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        mine = torch.cat([self._faults, torch.as_tensor(norm, device=self._faults.device).float().view(1)])
-        self._faults = torch.zeros_like(self._faults)
-        self._check_finite(self.accelerator.gather(mine[None]).tolist())
+        self.faults.end_step(self.state.global_step + 1, norm, self.accelerator.gather)
         return norm
 
-    def _check_finite(self, found: Iterable[list[float]]) -> None:
-        faults = []
-        for rank, (loss, broken, norm) in enumerate(found):
-            if not math.isfinite(loss):
-                faults.append(f"the loss is {loss} on process {rank}")
-            if broken:
-                faults.append(f"{broken:.0f} tokens have no finite equilibrium on process {rank}")
-            if not faults and not math.isfinite(norm):
-                faults.append(f"the gradient's norm is {norm}")
-        if faults:
-            raise Diverged(
-                f"step {self.state.global_step + 1}: {'; '.join(faults)}. The weights are those of the step "
-                "before. Start again from the last checkpoint with a lower learning rate, a smaller "
-                "max_grad_norm or a damped solver, in a new folder (--start_from CHECKPOINT)"
-            )
+    @property
+    def faults(self) -> Faults:
+        """The check of this run's losses, equilibria and gradients."""
+        if self._faults is None:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
+            skips = optimizer.defaults.get("fused") and not self.is_fsdp_enabled  # not with sharded weights
+            self._faults = Faults(self.args.device, optimizer if skips else None)
+        return self._faults
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -155,6 +141,7 @@ class PretrainTrainer(CurriculumTrainer):
         processes are full. If there is no such batch size, the method uses 1, because ``Trainer`` then leaves
         out the losses of repeated rows.
         """
+        self.faults.check()
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
         self._eval_rows = len(data)
@@ -182,6 +169,7 @@ class PretrainTrainer(CurriculumTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
+            self.faults.check()
             logs = {**logs, **self.read(self.solves)}
             gradient = None if self.layer is None else self.layer.gradient
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
@@ -251,6 +239,7 @@ class PretrainTrainer(CurriculumTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.faults.check()
         self.finish_checkpoint()
         super()._save_checkpoint(model, trial)
 
@@ -272,7 +261,9 @@ class PretrainTrainer(CurriculumTrainer):
 
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
         try:
-            return super().train_from(checkpoint)
+            record = super().train_from(checkpoint)
+            self.faults.check()
+            return record
         finally:
             # Wait for the seal, even after an error or a signal. Sealing starts threads, and Python cannot
             # start threads while it exits.

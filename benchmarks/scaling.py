@@ -50,7 +50,7 @@ def speed(
     models: list[str] = ["mamba2-130m", "llama-130m"],  # noqa: B006
     gpus: list[PositiveInt] = [],  # noqa: B006
     tokens: PositiveInt = 131072,
-    rows: PositiveInt = 8,
+    rows: PositiveInt | None = None,
     steps: PositiveInt = 5,
     runs: PositiveInt = 2,
     together: bool = False,
@@ -63,7 +63,7 @@ def speed(
         models: names of run files
         gpus: numbers of GPUs; by default 1, 2, 4, ... up to all
         tokens: tokens per GPU and step
-        rows: rows in one forward pass of a GPU
+        rows: rows in one forward pass of a GPU; by default those of the run file
         steps: timed steps of a stage
         runs: number of repetitions
         together: several runs take place at the same time, on different GPUs. This is faster, but they
@@ -108,7 +108,7 @@ def sharded(
     models: list[str] = ["mamba2-1.3b", "llama-1.3b"],  # noqa: B006
     gpus: list[PositiveInt] = [],  # noqa: B006
     tokens: PositiveInt = 32768,
-    rows: PositiveInt = 4,
+    rows: PositiveInt | None = None,
     steps: PositiveInt = 5,
 ) -> None:
     """Measure models that are sharded over the GPUs, their checkpoints, and runs that continue from these.
@@ -120,7 +120,7 @@ def sharded(
         gpus: numbers of GPUs; by default 2, 4, ... up to all. The run on the largest number saves the
             checkpoint from which runs on all these numbers continue
         tokens: tokens per GPU and step
-        rows: rows in one forward pass of a GPU
+        rows: rows in one forward pass of a GPU; by default those of the run file
         steps: timed steps before the checkpoint. Two more steps follow it
     """
     numbers = sorted({*(gpus or numbers_up_to_all(2))})
@@ -172,13 +172,14 @@ def kill(
     models: list[str] = ["llama-130m"],  # noqa: B006
     gpus: PositiveInt | None = None,
     tokens: PositiveInt = 32768,
-    rows: PositiveInt = 8,
+    rows: PositiveInt | None = None,
     runs: PositiveInt = 1,
     seed: Seed = 0,
 ) -> None:
     """Kill one process of a run with signal 9, and repeat the command of the run.
 
-    Compares the losses with those of a run without a kill. Needs Linux.
+    Compares the losses with those of a run without a kill, and those of two such runs. GPUs do not compute
+    exactly the same losses in every run. Needs Linux.
 
     Args:
         data: folder made by deqseq.tasks.prepare
@@ -186,7 +187,7 @@ def kill(
         models: names of run files
         gpus: number of GPUs; by default all
         tokens: tokens per GPU and step
-        rows: rows in one forward pass of a GPU
+        rows: rows in one forward pass of a GPU; by default those of the run file
         runs: number of runs in which a process is killed
         seed: seed of the choice of the process and the moment
     """
@@ -201,34 +202,38 @@ def kill(
         }  # fmt: skip
         parent = output / "kill" / name / f"{number}-gpus"
         whole = Run(parent / "whole", name, number, fields, title={"kind": "whole"})
+        again = replace(whole, folder=parent / "whole-again")
         killed = [
             replace(whole, folder=parent / f"run-{n}", title={"kind": "kill", "repetition": n, "seed": seed})
             for n in range(1, runs + 1)
         ]
         with locked(output, "measures in"):
-            for run in (whole, *killed):
+            for run in (whole, again, *killed):
                 run.check()
             try:
-                if not (whole.folder / "run" / "training.json").exists():
-                    kills.finish(whole)
+                for run in (whole, again):
+                    if not (run.folder / "run" / "training.json").exists():
+                        kills.finish(run)
                 for run in tqdm(killed, unit="run"):
                     if results.read(run.folder) is None:
-                        _kill(run, whole)
+                        _kill(run, whole, again)
             except OSError as error:
                 failed.append(str(error))
             else:
-                for run in (whole, *killed):
+                for run in (whole, again, *killed):
                     _clear(run)
     _end(failed, output)
 
 
-def _kill(run: Run, whole: Run) -> None:
+def _kill(run: Run, whole: Run, again: Run) -> None:
     run.discard()  # what is left of an interrupted measurement
     found = kills.kill(run, " ".join(map(str, run.title.values())))
     resumed_from = kills.last_checkpoint(run)
     kills.finish(run)
-    difference = results.largest_difference(run, whole, 0)
-    results.write(run, **found, resumed_from=resumed_from, largest_difference=difference)
+    results.write(
+        run, **found, resumed_from=resumed_from, largest_difference=results.largest_difference(run, whole, 0),
+        largest_difference_without_a_kill=results.largest_difference(again, whole, 0),
+    )  # fmt: skip
 
 
 def report(folder: Path = _OUTPUT, *, output: Path = Path("runs/scaling/report")) -> None:
@@ -257,12 +262,12 @@ def _stages(name: str) -> dict[str, dict[str, Any]]:
     return {"bounded": bounded, "free, 14+4": fixed, "free": free}
 
 
-def _fields(data: str, rows: int, steps: int) -> dict[str, Any]:
+def _fields(data: str, rows: int | None, steps: int) -> dict[str, Any]:
     """The fields that all runs change."""
     return {
-        "data": str(Path(data).resolve()), "passes": 1000.0, "per_device_batch_size": rows, "steps": steps,
-        "log_steps": 1, "eval_steps": 10**6, "eval_rows": 8, "save_steps": 10**6, "spectral_every": 0,
-        "report_to": "none",
+        **({} if rows is None else {"per_device_batch_size": rows}), "data": str(Path(data).resolve()),
+        "passes": 1000.0, "steps": steps, "log_steps": 1, "eval_steps": 10**6, "eval_rows": 8,
+        "save_steps": 10**6, "spectral_every": 0, "report_to": "none",
     }  # fmt: skip
 
 

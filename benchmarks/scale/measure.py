@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
@@ -60,6 +61,8 @@ class Recorder(TrainerCallback):
         if state.global_step + 1 in self.profiled and args.device.type == "cuda":
             self._profile = profile(activities=[ProfilerActivity.CUDA])
             self._profile.start()
+            if dist.is_initialized():
+                dist.barrier()  # profilers take unequally long to start
             torch.cuda.synchronize()
             self.since = time.perf_counter()
 

@@ -5,6 +5,10 @@ import os
 import pickle
 import shutil
 import signal
+import socket
+import subprocess
+import sys
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -434,6 +438,43 @@ def test_sigterm_to_the_workers_of_a_dataloader_too(capfd: pytest.CaptureFixture
     assert run_command(command) == 143
     assert capfd.readouterr().err == "terminated; it goes on\n"
     signal.signal(signal.SIGCHLD, before)
+
+
+def test_sigterm_ends_a_process_that_waits_for_a_lost_one() -> None:
+    script = """if True:
+        import ctypes, os, signal, threading
+        from deqseq.tasks.common import command_line, termination
+
+        termination._PATIENCE = 0.1
+
+        def command():
+            mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+            library.pthread_mutex_init(mutex, None)
+            lock = library.pthread_mutex_lock  # like a wait for a device: no signal ends it
+            lock(mutex)
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            lock(mutex)
+
+        command_line.main("program", "", {"run": command}, ["run"], interrupted="it goes on")
+    """
+    several = {**os.environ, "WORLD_SIZE": "2", "RANK": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=several, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 143
+    assert ended.stderr == f"process 1 on {socket.gethostname()}: terminated; it goes on\n"
+
+
+def test_a_run_of_several_processes_ends_in_order(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    threads = threading.active_count()
+    for _ in range(3):
+        assert run_command(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
+        assert capsys.readouterr().err.endswith(": terminated; it goes on\n")
+    assert threading.active_count() == threads and signal.set_wakeup_fd(-1) == -1
 
 
 def test_sizes_are_planned_before_memory_is_taken(settings: RunSettings, whole: Path, tmp_path: Path) -> None:

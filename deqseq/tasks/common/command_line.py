@@ -8,9 +8,7 @@ import re
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,6 +18,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from deqseq.tasks.common import processes
 from deqseq.tasks.common.settings import add_parameters, one_line, plain, unknown_field, yaml_value
+from deqseq.tasks.common.termination import Terminated, terminable
 
 Command = Callable[..., Any]
 _HELP = {"-h", "--help"}
@@ -71,7 +70,7 @@ def main(
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = commands.get(words[0]) if words else None
     try:
-        with _terminable():
+        with terminable(f"terminated; {interrupted}"):
             if command is not None:
                 execute(command, _parse(f"{prog} {words[0]}", command, words[1:]))
             elif default is not None:
@@ -96,7 +95,7 @@ def main(
         if not processes.lost(error):
             raise
         status, said = 1, f"error: another process of the run is gone; {interrupted}"
-    except _Terminated:
+    except Terminated:
         status, said = 128 + signal.SIGTERM, f"terminated; {interrupted}"
     except KeyboardInterrupt:
         status, said = 130, f"interrupted; {interrupted}"
@@ -104,28 +103,6 @@ def main(
     if processes.speaks():
         print(f"{processes.name()}{said}", file=sys.stderr)
     return status
-
-
-class _Terminated(KeyboardInterrupt):
-    """Raised when the process receives SIGTERM."""
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    def terminate(*_: Any) -> None:
-        # Remove DataLoader's SIGCHLD handler. This handler would raise an error if SIGTERM also ended the
-        # workers of a DataLoader.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        raise _Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
 
 
 def execute(command: Command, values: Mapping[str, Any]) -> None:

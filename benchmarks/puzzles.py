@@ -105,9 +105,10 @@ def make_puzzles(options: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     options.data, options.tests = folder / "train.csv", folder / "test.csv"
     if not options.tests.exists():
-        found = mazes.generate(21_000, size=9, seed=1, progress=True)
-        write_csv(options.data, "maze", Puzzles(*(column[:20_000] for column in found)))
-        write_csv(options.tests, "maze", Puzzles(*(column[20_000:] for column in found)))
+        tests = 1_000
+        found = mazes.generate((1_000 if options.quick else 20_000) + tests, size=9, seed=1, progress=True)
+        write_csv(options.data, "maze", Puzzles(*(column[:-tests] for column in found)))
+        write_csv(options.tests, "maze", Puzzles(*(column[-tests:] for column in found)))
 
 
 def solve(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
@@ -154,7 +155,7 @@ def learn(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
 
 def main() -> int:
     made = common.parser(__doc__, "puzzles")
-    made.add_argument("--quick", action="store_true", help="shorter training, fewer rows")
+    made.add_argument("--quick", action="store_true", help="shorter training, fewer mazes")
     made.add_argument("--run", default="maze-small", help="run file of the training (default: maze-small)")
     made.add_argument("--data", type=Path, help="CSV file of training puzzles (default: new 9 x 9 mazes)")
     made.add_argument("--tests", type=Path, help="CSV file of test puzzles (needed with --data)")
@@ -193,7 +194,7 @@ def main() -> int:
     make_puzzles(options)
     if options.model is None and options.solvers:
         options.model = options.output / "model"
-        train(settings(options, **({"steps": 100} if options.quick else {})), options.model)
+        train(settings(options, **({"steps": 20} if options.quick else {})), options.model)
     keys = [
         dict(zip(("solver", "tolerance"), key, strict=True))
         for key in product(options.solvers, options.tolerances)

@@ -63,7 +63,7 @@ def speed(
         models: names of run files
         gpus: numbers of GPUs; by default 1, 2, 4, ... up to all
         tokens: tokens per GPU and step
-        rows: rows in one forward pass of a GPU; by default those of the run file
+        rows: rows in one forward pass of a GPU; by default ``per_device_batch_size`` of the run file
         steps: timed steps of a stage
         runs: number of repetitions
         together: several runs take place at the same time, on different GPUs. This is faster, but they
@@ -120,7 +120,7 @@ def sharded(
         gpus: numbers of GPUs; by default 2, 4, ... up to all. The run on the largest number saves the
             checkpoint from which runs on all these numbers continue
         tokens: tokens per GPU and step
-        rows: rows in one forward pass of a GPU; by default those of the run file
+        rows: rows in one forward pass of a GPU; by default ``per_device_batch_size`` of the run file
         steps: timed steps before the checkpoint. Two more steps follow it
     """
     numbers = sorted({*(gpus or numbers_up_to_all(2))})
@@ -155,8 +155,9 @@ def sharded(
         failed += all_of([run for run, source in continued if source.path.exists()], together=True)
         for run, source in continued:
             if run.finished and results.read(run.folder) is None:
+                (anew,) = (n for n in new if (n.name, n.gpus) == (run.name, run.gpus))
                 results.write(
-                    run, steps=2, seconds_to_start=_start(run), seconds_to_start_anew=_start(source.run),
+                    run, steps=2, seconds_to_start=_start(run), seconds_to_start_anew=_start(anew),
                     largest_difference=results.largest_difference(run, source.run, at),
                 )  # fmt: skip
         if not failed:
@@ -178,8 +179,8 @@ def kill(
 ) -> None:
     """Kill one process of a run with signal 9, and repeat the command of the run.
 
-    Compares the losses with those of a run without a kill, and those of two such runs. GPUs do not compute
-    exactly the same losses in every run. Needs Linux.
+    Compares the losses with those of a run without a kill. Also compares two runs without a kill, because a
+    GPU does not repeat a run exactly. Needs Linux.
 
     Args:
         data: folder made by deqseq.tasks.prepare
@@ -187,7 +188,7 @@ def kill(
         models: names of run files
         gpus: number of GPUs; by default all
         tokens: tokens per GPU and step
-        rows: rows in one forward pass of a GPU; by default those of the run file
+        rows: rows in one forward pass of a GPU; by default ``per_device_batch_size`` of the run file
         runs: number of runs in which a process is killed
         seed: seed of the choice of the process and the moment
     """

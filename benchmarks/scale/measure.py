@@ -44,12 +44,15 @@ class Recorder(TrainerCallback):
     def __init__(self, profiled: Collection[int]) -> None:
         self.profiled, self.steps, self.evaluations = set(profiled), list[dict[str, Any]](), list[int]()
         self._profile: profile | None = None
+        self._group: Any = None  # connects the CPUs of all processes, because profilers record GPUs
         self.since = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self.layer = implicit_layer(model)
         assert self.layer is not None
         self.layer.register_forward_hook(self._solved)
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
         now = time.perf_counter()
         self.seconds_to_start, self.since = now - self.since, now
 
@@ -61,8 +64,8 @@ class Recorder(TrainerCallback):
         if state.global_step + 1 in self.profiled and args.device.type == "cuda":
             self._profile = profile(activities=[ProfilerActivity.CUDA])
             self._profile.start()
-            if dist.is_initialized():
-                dist.barrier()  # profilers take unequally long to start
+            if self._group is not None:
+                dist.barrier(self._group)  # some profilers start later than others
             torch.cuda.synchronize()
             self.since = time.perf_counter()
 

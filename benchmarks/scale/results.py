@@ -125,7 +125,7 @@ def tables(results: Sequence[Row]) -> dict[str, str]:
              "all ended after, s": f"{r['seconds_to_end']:.1f}",
              "resumed from step": r["resumed_from"],
              "largest difference of a loss": f"{r['largest_difference']:.1e}",
-             "without a kill": f"{r['largest_difference_without_a_kill']:.1e}"}
+             "of two whole runs": f"{r['largest_difference_without_a_kill']:.1e}"}
             for r in results if r["kind"] == "kill"
         ],
     }  # fmt: skip

@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -440,29 +439,61 @@ def test_sigterm_to_the_workers_of_a_dataloader_too(capfd: pytest.CaptureFixture
     signal.signal(signal.SIGCHLD, before)
 
 
-def test_sigterm_ends_a_process_that_waits_for_a_lost_one() -> None:
-    script = """if True:
-        import ctypes, os, signal, threading
-        from deqseq.tasks.common import command_line, termination
+_SCRIPT = """
+import ctypes, os, signal, threading
+from deqseq.tasks.common import command_line, termination
 
-        termination._PATIENCE = 0.1
+mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+library.pthread_mutex_init(mutex, None)
+library.pthread_mutex_lock(mutex)
 
-        def command():
-            mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-            library.pthread_mutex_init(mutex, None)
-            lock = library.pthread_mutex_lock  # like a wait for a device: no signal ends it
-            lock(mutex)
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            lock(mutex)
+def hang():
+    library.pthread_mutex_lock(mutex)  # like a wait for a device: no signal ends it
 
-        command_line.main("program", "", {"run": command}, ["run"], interrupted="it goes on")
-    """
+def terminate(process):
+    os.kill(process, signal.SIGTERM)
+
+def command():
+    {body}
+
+termination._TIME_TO_END = 0.1
+command_line.main("program", "", {{"run": command}}, ["run"], interrupted="it goes on")
+print(signal.getitimer(signal.ITIMER_REAL)[0])
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "threading.Timer(0.1, terminate, [os.getpid()]).start(); hang()",
+        "try: terminate(os.getpid()); signal.pause()\n    finally: hang()",
+    ],
+)
+def test_sigterm_ends_a_process_that_hangs(body: str) -> None:
+    """A process hangs if it waits for another process of the run that is gone."""
+    script = [sys.executable, "-c", _SCRIPT.format(body=body)]
     several = {**os.environ, "WORLD_SIZE": "2", "RANK": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", script], env=several, capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode == 143
-    assert ended.stderr == f"process 1 on {socket.gethostname()}: terminated; it goes on\n"
+    assert subprocess.run(script, env=several, timeout=60).returncode == -signal.SIGALRM
+
+
+def test_sigterm_to_a_forked_process_does_not_end_its_parent() -> None:
+    body = """
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(write, b"!")
+            signal.pause()
+        finally:
+            os._exit(0)
+    os.read(read, 1)
+    terminate(child)
+    os.waitpid(child, 0)
+    """
+    script = [sys.executable, "-c", _SCRIPT.format(body=body)]
+    several = {**os.environ, "WORLD_SIZE": "2", "RANK": "1"}
+    done = subprocess.run(script, env=several, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("0.0\n"), done  # no alarm
 
 
 def test_a_run_of_several_processes_ends_in_order(
@@ -471,9 +502,11 @@ def test_a_run_of_several_processes_ends_in_order(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     threads = threading.active_count()
-    for _ in range(3):
+    for _ in range(2):
         assert run_command(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
+        assert signal.setitimer(signal.ITIMER_REAL, 0)[0] > 0  # the alarm is set
         assert capsys.readouterr().err.endswith(": terminated; it goes on\n")
+    assert run_command(lambda: None) == 0 and signal.getitimer(signal.ITIMER_REAL)[0] == 0
     assert threading.active_count() == threads and signal.set_wakeup_fd(-1) == -1
 
 

@@ -70,7 +70,7 @@ def main(
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = commands.get(words[0]) if words else None
     try:
-        with terminable(f"terminated; {interrupted}"):
+        with terminable():
             if command is not None:
                 execute(command, _parse(f"{prog} {words[0]}", command, words[1:]))
             elif default is not None:

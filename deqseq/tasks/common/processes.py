@@ -78,7 +78,7 @@ def speaks() -> bool:
 
 def name() -> str:
     """A prefix for messages: rank and host of this process. Empty if there is only one process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return ""
     return f"process {os.environ['RANK']} on {socket.gethostname()}: "
 

@@ -1,17 +1,15 @@
-"""Ends a program on SIGTERM: in order if it can, at once if it hangs."""
+"""Ends a program on SIGTERM: by an exception or, if the program hangs, by an alarm."""
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
-from deqseq.tasks.common import processes
-
-_PATIENCE = 10  # seconds in which Python must notice the signal; torchrun kills processes after 30
-_STOP = 0  # no signal has this number
+_TIME_TO_END = 25  # seconds; torchrun kills a process 30 seconds after it has sent SIGTERM
+_STOP = 0  # tells the watching thread to stop; no signal has this number
 
 
 class Terminated(KeyboardInterrupt):
@@ -19,22 +17,19 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def terminable(last_words: str) -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """A context in which SIGTERM raises :class:`Terminated`.
 
-    In a run of several processes, a process hangs if it waits for the device while another process of the run
-    is gone. Python then cannot raise the exception, and this context ends the process.
-
-    Args:
-        last_words: what a process that hangs prints before it ends.
+    Python cannot raise the exception while the process waits for a device. In a run of several processes, it
+    waits for ever if another process of the run is gone. So, if ``WORLD_SIZE`` is above 1, SIGTERM also sets
+    an alarm, which ends the process 25 seconds later. The alarm stays set after :class:`Terminated`: the
+    program must end then.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    noticed = threading.Event()
 
     def terminate(*_: Any) -> None:
-        noticed.set()
         # Remove DataLoader's SIGCHLD handler. This handler would raise an error if SIGTERM also ended the
         # workers of a DataLoader.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -42,29 +37,28 @@ def terminable(last_words: str) -> Iterator[None]:
 
     former = signal.signal(signal.SIGTERM, terminate)
     try:
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if int(os.environ.get("WORLD_SIZE") or 1) == 1:
             yield
         else:
-            with _watched(noticed, last_words):
+            with _alarmed():
                 yield
     finally:
         signal.signal(signal.SIGTERM, former)
 
 
 @contextmanager
-def _watched(noticed: threading.Event, last_words: str) -> Iterator[None]:
-    """A context in which a thread ends the process, if SIGTERM arrives and ``noticed`` is not set soon."""
-    # Python writes the number of a signal to the pipe as soon as it arrives, also while Python code waits.
+def _alarmed() -> Iterator[None]:
+    """A context in which SIGTERM sets an alarm."""
+    # Python writes the number of a signal to the pipe at once, also while the main thread waits in C.
     read, write = os.pipe()
     os.set_blocking(write, False)
+    _no_signals_from_children()
     former = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
     def watch() -> None:
         while (number := os.read(read, 1)[0]) != _STOP:
-            if number == signal.SIGTERM and not noticed.wait(_PATIENCE):
-                processes.record(last_words)
-                print(f"{processes.name()}{last_words}", file=sys.stderr, flush=True)
-                os._exit(128 + signal.SIGTERM)
+            if number == signal.SIGTERM:
+                signal.setitimer(signal.ITIMER_REAL, _TIME_TO_END)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -76,3 +70,14 @@ def _watched(noticed: threading.Event, last_words: str) -> Iterator[None]:
         watcher.join()
         os.close(write)
         os.close(read)
+
+
+@cache
+def _no_signals_from_children() -> None:
+    """Make forked children close their end of the pipe: a signal to a child is none to this process."""
+
+    def close() -> None:
+        with suppress(ValueError):  # raised in a thread other than the main thread
+            signal.set_wakeup_fd(-1)
+
+    os.register_at_fork(after_in_child=close)

@@ -1,7 +1,7 @@
-"""Finds losses, equilibria and gradients that are not finite, while the device computes."""
+"""Finds losses, equilibria and gradients that are not finite. A GPU goes on computing meanwhile."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,28 +15,34 @@ class Diverged(FloatingPointError):
 
 
 class Faults:
-    """Finds losses, equilibria and gradients that are not finite, on any process.
+    """Finds losses, equilibria and gradients that are not finite, on all processes of the run.
 
-    In a step with faults, the optimiser must not change the weights. There are two ways:
+    In a step with faults, the optimiser must not change the weights:
 
-    - With ``optimizer``, which must be fused, the device decides: a fused optimiser skips its step if its
-      ``found_inf`` is 1. The host reads the faults of a step during the next step, so it never waits for the
-      device.
-    - Without, :meth:`end_step` waits for the device, and raises the error before the optimiser's step.
+    - With ``optimizer``, the device decides: a fused optimiser skips its step if its ``found_inf`` is 1. The
+      host reads the faults of a step after it has started the next step, so the device always has work.
+    - Without ``optimizer``, :meth:`end_step` waits for the device, and raises the error before the
+      optimiser's step.
 
     Args:
-        optimizer: the optimiser of all weights, or ``None``.
+        optimizer: a fused optimiser that has all weights; ``None`` if it is not fused, or if it ignores
+            ``found_inf``.
     """
 
     def __init__(self, device: torch.device, optimizer: Any = None) -> None:
         self.device, self.optimizer = device, optimizer
-        self._found = torch.zeros(2, device=device)  # sum of losses, count of tokens that are not finite
-        self._unread: tuple[int, Tensor, Any] | None = (
-            None  # step, faults of all processes, when they are there
-        )
+        # The sum of the losses, and the number of tokens without a finite equilibrium.
+        self._found = torch.zeros(2, device=device)
+        # The step, the faults of all processes, and the event that marks the end of their copy to the CPU.
+        self._unread: tuple[int, Tensor, Any] | None = None
 
     def add(self, loss: Tensor, solution: Solution | None) -> None:
-        """Add a forward pass of this step."""
+        """Add a forward pass of this step.
+
+        Args:
+            loss: a scalar.
+            solution: of this forward pass; ``None`` for an explicit model.
+        """
         self._found[0] += loss.detach()
         if solution is not None:
             self._found[1] += (solution.status == Status.NON_FINITE).sum()
@@ -46,11 +52,11 @@ class Faults:
 
         Args:
             step: number of the step, for the message.
-            norm: norm of the gradient.
-            gather: stacks the tensors (1, 3) of all processes.
+            norm: norm of the gradient, a scalar.
+            gather: joins the (1, 3) tensors of P processes to (P, 3).
 
         Raises:
-            Diverged: with ``optimizer``, the step before has faults; without, this step has.
+            Diverged: with ``optimizer``, the previous step has faults. Without it, this step has faults.
         """
         self.check()
         mine = torch.cat([self._found, torch.as_tensor(norm, device=self.device).float().view(1)])
@@ -60,14 +66,14 @@ class Faults:
             broken = ~found.isfinite().all() | found[:, 1].any()
             self.optimizer.found_inf = broken.float()
         event = torch.cuda.Event() if found.is_cuda else None
-        self._unread = step, found.to("cpu", non_blocking=True), event
+        self._unread = step, found.to("cpu", non_blocking=found.is_cuda), event
         if event is not None:
             event.record()
         if self.optimizer is None:
             self.check()
 
     def check(self) -> None:
-        """Wait for the device, and raise :class:`Diverged` if the last step has faults."""
+        """Wait for the newest unchecked step, and raise :class:`Diverged` if it has faults."""
         if self._unread is None:
             return
         (step, found, event), self._unread = self._unread, None
@@ -75,20 +81,19 @@ class Faults:
             event.synchronize()
         if faults := _sentences(found.tolist()):
             raise Diverged(
-                f"step {step}: {'; '.join(faults)}. The weights are those of the step before. Start again "
-                "from the last checkpoint with a lower learning rate, a smaller max_grad_norm or a damped "
-                "solver, in a new folder (--start_from CHECKPOINT)"
+                f"step {step}: {'; '.join(faults)}. The step did not change the weights. Start again from "
+                "the last checkpoint in a new folder (--start_from CHECKPOINT), with a lower learning rate, "
+                "a smaller max_grad_norm or a damped solver"
             )
 
 
-def _sentences(found: Iterable[list[float]]) -> list[str]:
+def _sentences(found: Sequence[Sequence[float]]) -> list[str]:
     """The faults in words. ``found``: sum of losses, broken tokens and norm of the gradient, by process."""
     faults = []
-    for rank, (loss, broken, norm) in enumerate(found):
+    for rank, (loss, broken, _) in enumerate(found):
         if not math.isfinite(loss):
             faults.append(f"the loss is {loss} on process {rank}")
         if broken:
             faults.append(f"{broken:.0f} tokens have no finite equilibrium on process {rank}")
-        if not faults and not math.isfinite(norm):
-            faults.append(f"the gradient's norm is {norm}")
-    return faults
+    norms = [norm for _, _, norm in found if not math.isfinite(norm)]
+    return faults or [f"the gradient's norm is {norm}" for norm in norms[:1]]

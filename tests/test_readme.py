@@ -127,6 +127,24 @@ def test_the_tables_of_sharded_models_are_results(monkeypatch: pytest.MonkeyPatc
     assert all(text in page for text in found["tables"].values()) and len(found["tables"]) == 3
 
 
+def test_the_tables_of_text_tracking_are_results() -> None:
+    """docs/text-tracking.md has the scores in the JSON files of the command ``evaluate``."""
+    results, page = ROOT / "docs/results", (ROOT / "docs/text-tracking.md").read_text()
+    training = json.loads((results / "text-tracking-training.json").read_text())["runs"]
+    for model in ("mamba2", "llama"):
+        found = json.loads((results / f"text-tracking-{model}.json").read_text())
+        forms = {run["form"]: run for run in training if run["model"].startswith(model) and run["seed"] == 1}
+        assert sorted(found["models"]) == sorted(forms) and len(forms) == 9
+        for form, run in forms.items():
+            cells = [f"{run['tokens'] / 1e6:.1f}"]
+            for length in (64, 256):
+                (score,) = (s for s in found["scores"] if (s["model"], s["length"]) == (form, length))
+                cells.append(f"{score['accuracy']:.3f} ({score['answer_nll']:.3f})")
+                cells.append(" / ".join(f"{part['accuracy']:.3f}" for part in score["by_operations"][:4]))
+            name = form + (": the control" if form == "injected" else "")
+            assert f"| {name} | {' | '.join(cells)} |" in page, (model, form)
+
+
 def test_the_forms_of_state_tracking_are_the_study_s_results() -> None:
     """docs/state-tracking.md and the README have the means of the study ``forms``, from its JSON file."""
     results = json.loads((ROOT / "docs/results/state-tracking-forms.json").read_text())

@@ -622,12 +622,14 @@ def test_a_step_with_faults_changes_no_weight(
 ) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], fused=fused)
-    faults = Faults(torch.device("cpu"), optimizer if fused else None)
+    faults = Faults(torch.device("cpu"))
 
     def step(number: int, found: tuple[float, float, float]) -> None:
         weight.grad = torch.ones(3)
         norm = torch.tensor(0.5)
-        faults.end_step(number, norm, lambda mine: torch.cat([mine, torch.tensor([found])]))
+        faults.end_step(
+            number, norm, lambda mine: torch.cat([mine, torch.tensor([found])]), optimizer if fused else None
+        )
         optimizer.step()
 
     step(1, (1.0, 0.0, 0.5))

@@ -19,18 +19,14 @@ class Faults:
 
     In a step with faults, the optimiser must not change the weights:
 
-    - With ``optimizer``, the device decides: a fused optimiser skips its step if its ``found_inf`` is 1. The
-      host reads the faults of a step after it has started the next step, so the device always has work.
-    - Without ``optimizer``, :meth:`end_step` waits for the device, and raises the error before the
-      optimiser's step.
-
-    Args:
-        optimizer: a fused optimiser that has all weights; ``None`` if it is not fused, or if it ignores
-            ``found_inf``.
+    - If the optimiser is fused, the device decides: a fused optimiser skips its step if its ``found_inf`` is
+      1. The host reads the faults of a step after it has started the next step, so the device always has
+      work.
+    - Otherwise, :meth:`end_step` waits for the device, and raises the error before the optimiser's step.
     """
 
-    def __init__(self, device: torch.device, optimizer: Any = None) -> None:
-        self.device, self.optimizer = device, optimizer
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         # The sum of the losses, and the number of tokens without a finite equilibrium.
         self._found = torch.zeros(2, device=device)
         # The step, the faults of all processes, and the event that marks the end of their copy to the CPU.
@@ -47,13 +43,14 @@ class Faults:
         if solution is not None:
             self._found[1] += (solution.status == Status.NON_FINITE).sum()
 
-    def end_step(self, step: int, norm: Tensor, gather: Any) -> None:
+    def end_step(self, step: int, norm: Tensor, gather: Any, optimizer: Any = None) -> None:
         """Call this before the optimiser's step.
 
         Args:
             step: number of the step, for the message.
             norm: norm of the gradient, a scalar.
             gather: joins the (1, 3) tensors of P processes to (P, 3).
+            optimizer: the optimiser of all weights; ``None`` if it is not fused, or ignores ``found_inf``.
 
         Raises:
             Diverged: with ``optimizer``, the previous step has faults. Without it, this step has faults.
@@ -62,14 +59,14 @@ class Faults:
         mine = torch.cat([self._found, torch.as_tensor(norm, device=self.device).float().view(1)])
         self._found = torch.zeros_like(self._found)
         found = gather(mine[None])
-        if self.optimizer is not None:
+        if optimizer is not None:
             broken = ~found.isfinite().all() | found[:, 1].any()
-            self.optimizer.found_inf = broken.float()
+            optimizer.found_inf = broken.float()
         event = torch.cuda.Event() if found.is_cuda else None
         self._unread = step, found.to("cpu", non_blocking=found.is_cuda), event
         if event is not None:
             event.record()
-        if self.optimizer is None:
+        if optimizer is None:
             self.check()
 
     def check(self) -> None:

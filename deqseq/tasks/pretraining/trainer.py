@@ -79,7 +79,7 @@ class PretrainTrainer(CurriculumTrainer):
         self._eval_rows = 0  # number of rows in the newest evaluation
         self.add_callback(speed)
         self.add_callback(_Schedule(self, curriculum, eval_at))
-        self._faults: Faults | None = None
+        self.faults = Faults(args.device)
         # From the last training batch: ids and z of the first row, and position ids of all rows.
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._background = ThreadPoolExecutor(1)  # seals sharded checkpoints
@@ -120,23 +120,16 @@ class PretrainTrainer(CurriculumTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        self.faults.end_step(self.state.global_step + 1, norm, self.accelerator.gather)
+        optimizer = self._skipping_optimizer()
+        self.faults.end_step(self.state.global_step + 1, norm, self.accelerator.gather, optimizer)
         return norm
 
-    def _check_faults(self) -> None:
-        if self._faults is not None:
-            self._faults.check()
-
-    @property
-    def faults(self) -> Faults:
-        """The check of this run's losses, equilibria and gradients."""
-        if self._faults is None:
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
-            # The fused optimisers of MPS ignore ``found_inf``. With sharded weights, it was not tried.
-            skips = self.args.device.type in ("cpu", "cuda") and not self.is_fsdp_enabled
-            skips = skips and all(group.get("fused") for group in optimizer.param_groups)
-            self._faults = Faults(self.args.device, optimizer if skips else None)
-        return self._faults
+    def _skipping_optimizer(self) -> Any:
+        """The optimiser without accelerate's wrapper, if it skips steps with faults; else ``None``."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        # The fused optimisers of MPS ignore ``found_inf``. With sharded weights, it was not tried.
+        skips = self.args.device.type in ("cpu", "cuda") and not self.is_fsdp_enabled
+        return optimizer if skips and all(g.get("fused") for g in optimizer.param_groups) else None
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -148,7 +141,7 @@ class PretrainTrainer(CurriculumTrainer):
         processes are full. If there is no such batch size, the method uses 1, because ``Trainer`` then leaves
         out the losses of repeated rows.
         """
-        self._check_faults()
+        self.faults.check()
         data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         size, processes = self.args.per_device_eval_batch_size, self.args.world_size
         self._eval_rows = len(data)
@@ -176,7 +169,7 @@ class PretrainTrainer(CurriculumTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            self._check_faults()
+            self.faults.check()
             logs = {**logs, **self.read(self.solves)}
             gradient = None if self.layer is None else self.layer.gradient
             logs |= self.speed.read(logs.get("nfe", 1), graph_evaluations(gradient))
@@ -246,7 +239,7 @@ class PretrainTrainer(CurriculumTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._check_faults()
+        self.faults.check()
         self.finish_checkpoint()
         super()._save_checkpoint(model, trial)
 
@@ -269,7 +262,7 @@ class PretrainTrainer(CurriculumTrainer):
     def train_from(self, checkpoint: Path | None) -> dict[str, Any]:
         try:
             record = super().train_from(checkpoint)
-            self._check_faults()
+            self.faults.check()
             return record
         finally:
             # Wait for the seal, even after an error or a signal. Sealing starts threads, and Python cannot

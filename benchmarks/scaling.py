@@ -179,8 +179,8 @@ def kill(
 ) -> None:
     """Kill one process of a run with signal 9, and repeat the command of the run.
 
-    Compares the losses with those of a run without a kill. Also compares two runs without a kill, because a
-    GPU does not repeat a run exactly. Needs Linux.
+    The result has the largest difference of a loss from a run without a kill. A GPU does not repeat a run
+    exactly, so the result also has this difference between two runs without a kill. Needs Linux.
 
     Args:
         data: folder made by deqseq.tasks.prepare

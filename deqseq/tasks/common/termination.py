@@ -20,18 +20,16 @@ class Terminated(KeyboardInterrupt):
 def terminable() -> Iterator[None]:
     """A context in which SIGTERM raises :class:`Terminated`.
 
-    Python cannot raise the exception while the process waits for a device. In a run of several processes, it
-    waits for ever if another process of the run is gone. So, if ``WORLD_SIZE`` is above 1, SIGTERM also sets
-    an alarm, which ends the process 25 seconds later. The alarm stays set after :class:`Terminated`: the
-    program must end then.
+    If ``WORLD_SIZE`` is above 1, SIGTERM also sets an alarm, which ends the process 25 seconds later. The
+    reason is that Python cannot raise the exception while the process waits for a GPU, and the GPU may wait
+    for a process that is gone. The alarm stays set after :class:`Terminated`, so the program must end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def terminate(*_: Any) -> None:
-        # Remove DataLoader's SIGCHLD handler. This handler would raise an error if SIGTERM also ended the
-        # workers of a DataLoader.
+        # Remove DataLoader's SIGCHLD handler: it raises an error if SIGTERM has also ended its workers.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         raise Terminated
 

@@ -17,7 +17,7 @@ class Diverged(FloatingPointError):
 class Faults:
     """Finds losses, equilibria and gradients that are not finite, on all processes of the run.
 
-    In a step with faults, the optimiser must not change the weights:
+    A step with faults must not change the weights:
 
     - If the optimiser is fused, the device decides: a fused optimiser skips its step if its ``found_inf`` is
       1. The host reads the faults of a step after it has started the next step, so the device always has
@@ -49,7 +49,7 @@ class Faults:
         Args:
             step: number of the step, for the message.
             norm: norm of the gradient, a scalar.
-            gather: joins the (1, 3) tensors of P processes to (P, 3).
+            gather: a function that collects a (1, 3) tensor from each of P processes, as (P, 3).
             optimizer: the optimiser of all weights; ``None`` if it is not fused, or ignores ``found_inf``.
 
         Raises:

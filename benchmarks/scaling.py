@@ -179,8 +179,8 @@ def kill(
 ) -> None:
     """Kill one process of a run with signal 9, and repeat the command of the run.
 
-    The result has the largest difference of a loss from a run without a kill. A GPU does not repeat a run
-    exactly, so the result also has this difference between two runs without a kill. Needs Linux.
+    All runs use deterministic operations only. The result has the largest difference of a loss from a run
+    without a kill, and this difference between two runs without a kill. Needs Linux.
 
     Args:
         data: folder made by deqseq.tasks.prepare
@@ -199,7 +199,7 @@ def kill(
     for name in dict.fromkeys(models):
         fields = {
             **_fields(data, rows, 12), "batch_tokens": tokens * number, "save_steps": 4,
-            "stages": [{**_stages(name)["bounded"], "until": 1.0}],
+            "stages": [{**_stages(name)["bounded"], "until": 1.0}], "full_determinism": True,
         }  # fmt: skip
         parent = output / "kill" / name / f"{number}-gpus"
         whole = Run(parent / "whole", name, number, fields, title={"kind": "whole"})

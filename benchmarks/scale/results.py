@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -37,20 +37,21 @@ def stages(run: Run, names: Sequence[str], warm_up: int) -> list[Row]:
     for name, end in zip(names, settings.stage_ends, strict=True):
         both = list(zip(*(steps[begin:end] for steps in ranks), strict=True))  # for every step, its ranks
         timed = [step for step in both[warm_up:] if step[0]["step"] not in run.profiled]
-        seconds = [step[0]["seconds"] for step in timed]
+        every = [step[0]["seconds"] for step in timed]
+        seconds = fmean(every)
         each = [[sum(rank["evaluations"]) for rank in step] for step in timed]
         solves = len(timed[0][0]["evaluations"])
         evaluations = fmean(map(fmean, each)) / solves
         row = {
-            "stage": name, "seconds": median(seconds), "seconds_of_steps": seconds,
-            "tokens_per_second": settings.batch_tokens / median(seconds), "evaluations": evaluations,
+            "stage": name, "seconds": seconds, "seconds_of_steps": every,
+            "tokens_per_second": settings.batch_tokens / seconds, "evaluations": evaluations,
             "evaluations_of_the_slowest_rank": fmean(map(max, each)) / solves,
             "memory_gib": max(rank.get("memory_gib", 0.0) for step in both for rank in step) or None,
         }  # fmt: skip
         if peak:
             rows_of_a_gpu = settings.rows_per_step / run.gpus
             done = rows_of_a_gpu * flops.step(evaluations, timed[0][0]["with_graph"])
-            row["mfu"] = done / median(seconds) / peak
+            row["mfu"] = done / seconds / peak
         if profiled := [step for step in both if "parts" in step[0]]:
             kinds = profiled[0][0]["parts"]
             row["parts"] = {
@@ -146,23 +147,35 @@ def _cases(results: Sequence[Row], kind: str) -> dict[tuple[str, str], dict[int,
 
 
 def _speed(results: Sequence[Row], kind: str) -> list[Row]:
-    """One row for each model, stage and number of GPUs. ``ratio``: to the mean on the fewest GPUs."""
+    """One row for each model, stage and number of GPUs. ``ratio``: as in :func:`_ratios`."""
     rows = []
     for (model, stage), by_gpus in _cases(results, kind).items():
-        least = min(by_gpus)
-        alone = fmean(row["tokens_per_second"] for row in by_gpus[least])
+        ratios = _ratios(by_gpus)
         for gpus, found in by_gpus.items():
-            speeds = [row["tokens_per_second"] for row in found]
             rows.append({
                 "model": model, "stage": stage, "GPUs": gpus,
-                "tokens/s": ", ".join(f"{speed:,.0f}" for speed in speeds),
-                "ratio": ", ".join(f"{speed / alone:.2f}" for speed in speeds) if gpus != least else "1",
+                "tokens/s": ", ".join(f"{row['tokens_per_second']:,.0f}" for row in found),
+                "ratio": ", ".join(f"{ratio:.2f}" for ratio in ratios[gpus]) if gpus in ratios else "-",
                 "MFU": f"{fmean(row['mfu'] for row in found):.2f}" if "mfu" in found[0] else "-",
                 "GiB": f"{max(row['memory_gib'] for row in found):.1f}" if found[0]["memory_gib"] else "-",
                 "evaluations": f"{fmean(row['evaluations'] for row in found):.1f}",
                 "of the slowest": f"{fmean(r['evaluations_of_the_slowest_rank'] for r in found):.1f}",
             })  # fmt: skip
     return rows
+
+
+def _ratios(by_gpus: dict[int, list[Row]]) -> dict[int, list[float]]:
+    """The tokens per second of every run, divided by the mean on the fewest GPUs.
+
+    Leaves out numbers of GPUs on which a step has another number of evaluations.
+    """
+    least = by_gpus[min(by_gpus)]
+    alone, needed = (fmean(row[name] for row in least) for name in ("tokens_per_second", "evaluations"))
+    return {
+        gpus: [row["tokens_per_second"] / alone for row in rows]
+        for gpus, rows in by_gpus.items()
+        if abs(fmean(row["evaluations"] for row in rows) / needed - 1) < 0.01
+    }
 
 
 def _parts(results: Sequence[Row]) -> list[Row]:
@@ -194,10 +207,10 @@ def _draw(cases: dict[tuple[str, str], dict[int, list[Row]]], axes: Sequence[Any
     most = max(max(by_gpus) for by_gpus in cases.values())
     axis.plot([1, most], [1, most], "--", color="grey", linewidth=1, label="proportional")
     for (model, stage), by_gpus in cases.items():
-        speeds = {gpus: fmean(row["tokens_per_second"] for row in rows) for gpus, rows in by_gpus.items()}
-        least = min(speeds)
-        ratios = [least * speed / speeds[least] for speed in speeds.values()]
-        axis.plot(list(speeds), ratios, "o-", markersize=3, linewidth=1, label=f"{model}, {stage}")
+        least = min(by_gpus)
+        ratios = {gpus: least * fmean(found) for gpus, found in _ratios(by_gpus).items()}
+        label = f"{model}, {stage}"
+        axis.plot(list(ratios), list(ratios.values()), "o-", markersize=3, linewidth=1, label=label)
     axis.set(xlabel="GPUs", ylabel="tokens per second, relative to one GPU")
     axis.legend()
 

@@ -195,7 +195,7 @@ def test_training_through_the_layer(name: str) -> None:
 def test_recomputation_uses_the_kernels_of_the_forward_pass(
     name: str, forward: str, backward: str | None
 ) -> None:
-    body = backbone("deep") if name == "mamba2" else LlamaBackbone(16, n_layer=2, n_head=2).to(DEVICE)
+    body = backbone("plain") if name == "mamba2" else LlamaBackbone(16, n_layer=2, n_head=2).to(DEVICE)
     layer = ImplicitSequenceLayer(body, gradient=Phantom(2), convergence=FixedIterations(2))
     x = torch.randn(2, 5, 16, device=DEVICE)
 

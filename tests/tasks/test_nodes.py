@@ -1,4 +1,4 @@
-"""Training on two nodes, simulated by two launchers (torchrun or accelerate) in separate folders."""
+"""Training on two nodes, simulated by two launchers in separate folders."""
 
 import json
 import os
@@ -34,17 +34,13 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def launch(folders: list[Path], program: str, *arguments: str, ranks: int = 1) -> list[tuple[int, str]]:
-    """Start one node in every folder. Returns each node's exit status and output."""
+def launch(folders: list[Path], *arguments: str) -> list[tuple[int, str]]:
+    """Start one node, of one process, in every folder. Returns each node's exit status and output."""
     port, count, nodes = free_port(), len(folders), []
     for number, folder in enumerate(folders):
-        if program == "torchrun":
-            how = ["torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", str(ranks),
-                   "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]  # fmt: skip
-        else:
-            how = ["accelerate.commands.launch", "--config_file", DDP, "--num_machines", str(count),
-                   "--num_processes", str(count * ranks), "--machine_rank", str(number),
-                   "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]  # fmt: skip
+        how = ["accelerate.commands.launch", "--config_file", DDP, "--num_machines", str(count),
+               "--num_processes", str(count), "--machine_rank", str(number),
+               "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]  # fmt: skip
         environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
                        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
         nodes.append(
@@ -72,10 +68,9 @@ def nodes(tmp_path: Path, token_folder: Path) -> list[Path]:
     return folders
 
 
-@pytest.mark.parametrize("program", ["torchrun", "accelerate"])
-def test_two_nodes_train_one_model(nodes: list[Path], program: str) -> None:
+def test_two_nodes_train_one_model(nodes: list[Path]) -> None:
     output = nodes[0].parent / "shared"
-    said = launch(nodes, program, "tiny.yaml", "--output", str(output))
+    said = launch(nodes, "tiny.yaml", "--output", str(output))
     assert [status for status, _ in said] == [0, 0], said
     assert json.loads((output / "training.json").read_text())["processes"] == 2
     assert "4 steps of 64 tokens on 2 x cpu" in said[0][1] + said[1][1]
@@ -85,7 +80,7 @@ def test_each_node_verifies_its_own_data(nodes: list[Path]) -> None:
     shard = next((nodes[1] / "data").glob("train-*.bin"))
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
     output = nodes[0].parent / "shared"
-    said = launch(nodes, "accelerate", "tiny.yaml", "--output", str(output))
+    said = launch(nodes, "tiny.yaml", "--output", str(output))
     assert all(status for status, _ in said)
     (line,) = lines(said)
     assert line.startswith("process 1 on ") and f"{shard.name} is corrupted" in line

@@ -66,6 +66,8 @@ class RunSettings:
             activations that are cheapest to compute are recomputed
         recompute: recompute every evaluation in the backward pass (activation checkpointing)
         seed: seed of the initial weights and of the order of the rows
+        full_determinism: use deterministic operations only, so that the same GPUs repeat a run with equal
+            losses; slower
         workers: number of processes that load rows
         log_steps: write a line to the log every N steps
         eval_steps: evaluate every N steps, and at the end of every stage
@@ -105,6 +107,7 @@ class RunSettings:
     activation_budget: ClosedUnitInterval = 1.0
     recompute: bool = False
     seed: Seed = 0
+    full_determinism: bool = False
     workers: NonNegativeInt = 2
     log_steps: PositiveInt = 10
     eval_steps: PositiveInt = 1000
@@ -273,8 +276,8 @@ class RunSettings:
 
 RESUMES = {
     "data",  # the folder of the data may move, but its fingerprint must stay the same
-    "per_device_batch_size", "compile", "activation_budget", "recompute", "workers", "log_steps",
-    "eval_steps", "eval_at", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
+    "per_device_batch_size", "compile", "activation_budget", "recompute", "full_determinism", "workers",
+    "log_steps", "eval_steps", "eval_at", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
 }  # fmt: skip
 """Settings that a resumed run may change."""
 

@@ -191,13 +191,16 @@ def arguments(settings: RunSettings, output: Path, progress: bool = True) -> Tra
         bf16=settings.bf16,
         use_cpu=not torch.accelerator.is_available(),  # transformers refuses bf16 on CPUs if this is false
         seed=settings.seed,
+        full_determinism=settings.full_determinism,
         train_sampling_strategy="sequential",  # the dataset is already in order
         dataloader_num_workers=settings.workers if isinstance(settings.data, str) else 0,
         dataloader_pin_memory=torch.cuda.is_available(),
         accelerator_config={"non_blocking": torch.cuda.is_available()},  # do not wait for copies
         remove_unused_columns=False,
         prediction_loss_only=True,
-        ddp_find_unused_parameters=False,
+        # After its first step, DDP adds gradients in another order, with other rounding errors. A resumed run
+        # would change the order at another step. DDP keeps its order if it looks for unused parameters.
+        ddp_find_unused_parameters=settings.full_determinism,
         logging_steps=settings.log_steps,
         logging_first_step=True,
         logging_nan_inf_filter=False,  # the trainer checks the losses itself

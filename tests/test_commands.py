@@ -76,7 +76,7 @@ class Parsed(BaseException):
 
 
 @pytest.fixture(autouse=True)
-def stop_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def stop_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Make programs stop once they have parsed their arguments. They run in an empty folder."""
 
     def parsed(*args: Any, **options: Any) -> NoReturn:
@@ -104,6 +104,11 @@ def stop_before_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plan, "describe", parsed)
     monkeypatch.setattr(train, "pretrain", parsed)
     monkeypatch.chdir(tmp_path)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:  # modules of benchmarks may hold a replaced function
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(ROOT / "benchmarks")):
+            del sys.modules[name]
 
 
 def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,12 @@ def test_wrong_settings_are_named(name: str, value: Any) -> None:
             make(**{name: value})
 
 
+def test_the_form_of_a_model_has_a_name() -> None:
+    injected = {"explicit": True, "backbone": {"name": "mamba2", "injection": True}}
+    forms = ({}, injected, {"explicit": True}, {"explicit": True, "backbone": "lstm"})
+    assert [small(**form).form for form in forms] == ["implicit", "injected", "explicit", "lstm"]
+
+
 def test_text_for_numbers_and_truth_is_read_or_refused() -> None:
     assert not small(explicit="false").explicit and small(steps="3").steps == 3
     with pytest.raises(ValueError, match="explicit must be False, got 'false'"):

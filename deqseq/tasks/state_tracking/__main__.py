@@ -118,7 +118,6 @@ def _evaluate(
         output: folder for results, by default RUN/evaluation. Earlier results in the folder are overwritten
     """
     model, settings = load(run)
-    name = "explicit" if settings.explicit else "implicit"
     search = {"tolerance": tolerance, "max_iter": max_iter, "damping": damping}
     if settings.explicit and any(value is not None for value in search.values()):
         raise ValueError("an explicit model has no solver: it takes no tolerance, max-iter or damping")
@@ -129,7 +128,7 @@ def _evaluate(
     rows: list[tuple[str, Evaluation]] = []
 
     def keep(found: Evaluation) -> None:  # saves after every test: the next test may take an hour
-        rows.append((name, found))
+        rows.append((settings.form, found))
         save(rows, folder / "evaluation.json", **asked)
 
     if csv:

@@ -197,7 +197,7 @@ def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[tuple[
     for folder in dict.fromkeys(folders):
         model, settings = load(folder)
         label = folder.name if names.count(folder.name) == 1 else str(folder)
-        name = f"{'explicit' if settings.explicit else 'implicit'}, {settings.group}, {label}"
+        name = f"{settings.form}, {settings.group}, {label}"
         if settings.baseline:
             raise ValueError(f"{name} must have one block of Mamba2, got {settings.baseline}")
         assert isinstance(model, ImplicitForCausalLM)

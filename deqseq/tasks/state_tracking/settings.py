@@ -115,6 +115,11 @@ class TrainSettings(TwoStageSettings):
         name = self.backbone.get("name") if isinstance(self.backbone, dict) else self.backbone
         return name if name in BASELINES else None
 
+    @property
+    def form(self) -> str:
+        """The name of the baseline, or the form of the model: implicit, injected or explicit."""
+        return self.baseline or self._config(len(self.algebra)).form
+
     def model(self) -> Model:
         """A new model with random weights."""
         if not self.baseline:

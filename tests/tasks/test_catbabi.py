@@ -366,8 +366,7 @@ def test_from_the_command_line(
     named = ", ".join(map(str, above)) or "none"
     assert f"implicit beats explicit on {len(above)} tasks: {named}" in capsys.readouterr().out
     assert (tmp_path / "compare" / "compare.png").stat().st_size > 0
-    rows = [compare.read(run, "test"), compare.read(explicit, "test")]
-    first, second = rows[0][1].accuracy_by_task, rows[1][1].accuracy_by_task
+    first, second = (compare.read(folder, "test").accuracy_by_task for folder in (run, explicit))
     assert above == [task for task in TASKS if first[task] > second[task]]
 
 

@@ -71,7 +71,7 @@ def test_the_command(
     command = ["jacobian", *runs, "--length", "1", "--output", str(tmp_path / "out")]
     assert state_tracking.main(command) == 0
     rows = json.loads((tmp_path / "out" / "jacobian.json").read_text())["rows"]
-    labels = ["run", str((tmp_path / "run-2").resolve()), str((tmp_path / "other/run-2").resolve())]
+    labels = [f"{tmp_path.name}/run", f"{tmp_path.name}/run-2", "other/run-2"]
     trained = [f"implicit, S3, {label}" for label in labels]
     assert [row["model"] for row in rows] == ["explicit, random", "implicit, random", *trained]
     assert rows[0]["off_diagonal_mass"] == 0 < rows[1]["off_diagonal_mass"]

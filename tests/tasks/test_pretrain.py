@@ -16,6 +16,7 @@ import torch
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.tasks import prepare
 from deqseq.tasks.common.corpus import TokenFolder
+from deqseq.tasks.common.runs import names_of
 from deqseq.tasks.common.settings import yaml_value
 from deqseq.tasks.pretrain import main
 from deqseq.tasks.pretraining.card import write_card
@@ -67,6 +68,17 @@ def test_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{last['eval_perplexity']:.2f}" in table.splitlines()[2]  # the row of the second stage
     assert main(["compare", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
+    assert main(["compare", str(run), str(run)]) == 2
+    assert f"{run} is given twice" in capsys.readouterr().err
+
+
+def test_runs_with_equal_folder_names_have_longer_names() -> None:
+    assert names_of(["study/a/seed-1", "/runs/b"]) == ["seed-1", "b"]
+    assert names_of(["study/a/seed-1", "study/b/seed-1"]) == ["a/seed-1", "b/seed-1"]
+    assert names_of(["/a", "/x/a"]) == ["/a", "x/a"]
+    assert names_of([".."]) == [Path.cwd().parent.name]
+    with pytest.raises(ValueError, match=r"a/\.\./b is given twice"):
+        names_of(["b", "a/../b"])
 
 
 @pytest.mark.parametrize(

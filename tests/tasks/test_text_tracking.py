@@ -415,7 +415,7 @@ def test_models_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> Non
     assert model_folders([tmp_path / "a", tmp_path / "b" / "model"]) == {
         "a": tmp_path / "a" / "model", "b": tmp_path / "b" / "model",
     }  # fmt: skip
-    with pytest.raises(ValueError, match="different folder names"):
+    with pytest.raises(ValueError, match="is given twice"):
         model_folders([tmp_path / "a", tmp_path / "a" / "model"])
 
 

@@ -19,7 +19,7 @@ from deqseq.tasks.common import command_line
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.models import Window, quiet_transformers, solve_options
 from deqseq.tasks.common.results import column, table
-from deqseq.tasks.common.runs import read_record
+from deqseq.tasks.common.runs import names_of, read_record
 from deqseq.tasks.common.settings import PositiveFinite, PositiveInt, build_changed
 
 Split = Literal["train", "valid", "test"]
@@ -140,9 +140,7 @@ def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("ru
         split: split that the runs were evaluated on
         output: folder for results
     """
-    rows = [compare.read(run, split) for run in runs]
-    if len({name for name, _ in rows}) < len(rows):
-        raise ValueError(f"runs need different folder names, got {', '.join(map(str, runs))}")
+    rows = [(name, compare.read(run, split)) for name, run in zip(names_of(runs), runs, strict=True)]
     compare.check_comparable(rows)
     above = compare.better(rows)
     print(compare.tables(rows))

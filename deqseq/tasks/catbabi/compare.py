@@ -34,8 +34,8 @@ def _file(run: str | Path, split: str) -> Path:
     return Path(run) / "evaluation" / f"{split}.json"
 
 
-def read(run: str | Path, split: str) -> Named:
-    """Read an evaluation that :func:`save` wrote; returns the name of the run's folder and the evaluation.
+def read(run: str | Path, split: str) -> Evaluation:
+    """Read an evaluation that :func:`save` wrote.
 
     Raises:
         ValueError: the evaluation does not exist or cannot be read.
@@ -49,7 +49,7 @@ def read(run: str | Path, split: str) -> Named:
             f"{run} has no evaluation on {split} ({error}): python -m deqseq.tasks.catbabi evaluate {run} "
             f"--split {split}"
         ) from error
-    return Path(run).name, Evaluation(**values)
+    return Evaluation(**values)
 
 
 def check_comparable(rows: Sequence[Named]) -> None:

@@ -1,11 +1,12 @@
 """The folder of one training run: its settings, its checkpoints and, at the end, the model."""
 
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -161,6 +162,20 @@ def model_folder(path: str | Path) -> Path:
     inside = path / "model"
     is_run = not (path / "config.json").is_file() and (inside / "config.json").is_file()
     return inside if is_run else path
+
+
+def names_of(folders: Sequence[str | Path]) -> list[str]:
+    """A name for every folder: the last part of its path, or as many last parts as make the names differ.
+
+    Raises:
+        ValueError: a folder is given twice.
+    """
+    paths = [Path(os.path.abspath(folder)) for folder in folders]
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise ValueError(f"{folders[number]} is given twice")
+    ends = ([str(Path(*path.parts[-count:])) for path in paths] for count in itertools.count(1))
+    return next(names for names in ends if len(set(names)) == len(names))
 
 
 def check_model(path: str | Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from deqseq.tasks.common.results import column, table
-from deqseq.tasks.common.runs import read_record, read_settings
+from deqseq.tasks.common.runs import names_of, read_record, read_settings
 from deqseq.tasks.common.settings import build
 from deqseq.tasks.pretraining.card import plot_curves, scores
 from deqseq.tasks.pretraining.settings import RunSettings
@@ -30,14 +30,14 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
         output: PNG file of the plot
     """
     lines, curves = [], []
-    for folder in runs:
+    for name_of_run, folder in zip(names_of(runs), runs, strict=True):
         given = read_settings(folder)
         for name in ("fingerprint", "order"):  # describe the data; they are not fields of RunSettings
             given.pop(name, None)
         settings = build(RunSettings, given)
         log = read_record(folder)["log"]
-        curves.append((folder.name, log, settings))
-        lines += _lines(folder.name, log, settings)
+        curves.append((name_of_run, log, settings))
+        lines += _lines(name_of_run, log, settings)
     print(table(_COLUMNS, lines))
     if plot_curves(curves, output):
         print(f"\ndrew {output}")

@@ -34,6 +34,7 @@ from deqseq.solvers import Broyden
 from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, column, provenance, table
+from deqseq.tasks.common.runs import names_of
 from deqseq.tasks.common.settings import NonNegativeInt, PositiveInt
 from deqseq.tasks.state_tracking.evaluate import held_out, load
 
@@ -192,11 +193,8 @@ def cases(runs: Sequence[str | Path], length: int, seed: int) -> Iterator[tuple[
     implicit = ImplicitSequenceLayer(Mamba2Backbone(64, **sizes))
     yield "explicit, random", explicit, torch.randn(1, length, 64)
     yield "implicit, random", implicit, torch.randn(1, length, 64)
-    folders = [Path(run).resolve() for run in runs]
-    names = [folder.name for folder in folders]
-    for folder in dict.fromkeys(folders):
+    for label, folder in zip(names_of(runs), runs, strict=True):
         model, settings = load(folder)
-        label = folder.name if names.count(folder.name) == 1 else str(folder)
         name = f"{settings.form}, {settings.group}, {label}"
         if settings.baseline:
             raise ValueError(f"{name} must have one block of Mamba2, got {settings.baseline}")

@@ -10,7 +10,7 @@ from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.models import implicit_layer, load_model, solve_options
 from deqseq.tasks.common.results import Column, column, provenance, table
-from deqseq.tasks.common.runs import model_folder
+from deqseq.tasks.common.runs import model_folder, names_of
 from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.text_tracking.data import read_settings, read_test, read_tokenizer
 from deqseq.tasks.text_tracking.evaluate import RULES, Score, score_model, score_rules
@@ -56,20 +56,14 @@ def make_report(options: Any) -> None:
 def model_folders(models: Sequence[Path]) -> dict[str, Path]:
     """Map the name of every model to its folder. In a pretraining run, this is the folder ``model``.
 
-    The name of a model is the last part of its path that is not ``model``.
+    The name of a model is that of its run.
 
     Raises:
-        ValueError: two models have the same name.
+        ValueError: a model is given twice.
     """
-    found: dict[str, Path] = {}
-    for path in models:
-        folder = model_folder(path)
-        whole = folder.absolute()
-        name = whole.parent.name if whole.name == "model" else whole.name
-        if name in found:
-            raise ValueError(f"models need different folder names, got {found[name]} and {folder}")
-        found[name] = folder
-    return found
+    folders = [model_folder(path).absolute() for path in models]
+    runs = [folder.parent if folder.name == "model" else folder for folder in folders]
+    return dict(zip(names_of(runs), folders, strict=True))
 
 
 def columns(scores: Sequence[Score]) -> list[Column]:

@@ -184,7 +184,9 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
         found = read_json(file)
         if not {"setting", "seconds"} <= found.keys():
             raise ValueError(f"{file} holds no time of a step: remove it to measure again")
-        before, now = dict(flat(found["setting"])), dict(flat(setting))
+        # An older version may not have had a setting. What it did then is the default now.
+        older = {name: value for name, value in defaults(RunSettings).items() if name in known}
+        before, now = dict(flat({**older, **found["setting"]})), dict(flat(setting))
         if different := changes(before, now):
             raise ValueError(
                 f"{file} was measured with other settings ({'; '.join(different)}): repeat the options of "

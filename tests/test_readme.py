@@ -143,6 +143,11 @@ def test_the_tables_of_text_tracking_are_results() -> None:
                 cells.append(" / ".join(f"{part['accuracy']:.3f}" for part in score["by_operations"][:4]))
             name = form + (": the control" if form == "injected" else "")
             assert f"| {name} | {' | '.join(cells)} |" in page, (model, form)
+    scores = json.loads((results / "text-tracking-mamba2-seeds.json").read_text())["scores"]
+    for form in ("injected", "1+1", "2+1"):
+        mine = [score for score in scores if score["model"].startswith(f"{form}/")]
+        seeds = [[f"{s['accuracy']:.3f}" for s in mine if s["length"] == length] for length in (64, 256)]
+        assert f"| {', '.join(seeds[0])} | {', '.join(seeds[1])} |" in page and len(seeds[0]) == 3, form
 
 
 def test_the_forms_of_state_tracking_are_the_study_s_results() -> None:

@@ -167,14 +167,14 @@ def _speed(results: Sequence[Row], kind: str) -> list[Row]:
 def _ratios(by_gpus: dict[int, list[Row]]) -> dict[int, list[float]]:
     """The tokens per second of every run, divided by the mean on the fewest GPUs.
 
-    Leaves out numbers of GPUs on which a step has another number of evaluations.
+    Leaves out numbers of GPUs on which a run has another number of evaluations in a step (by more than 1 %).
     """
     least = by_gpus[min(by_gpus)]
     alone, needed = (fmean(row[name] for row in least) for name in ("tokens_per_second", "evaluations"))
     return {
         gpus: [row["tokens_per_second"] / alone for row in rows]
         for gpus, rows in by_gpus.items()
-        if abs(fmean(row["evaluations"] for row in rows) / needed - 1) < 0.01
+        if all(abs(row["evaluations"] - needed) <= 0.01 * needed for row in rows)
     }
 
 
@@ -202,7 +202,7 @@ def save(results: Sequence[Row], output: Path) -> list[Path]:
 
 
 def _draw(cases: dict[tuple[str, str], dict[int, list[Row]]], axes: Sequence[Any]) -> None:
-    """Draw the tokens per second of every case, divided by those of one GPU, against the number of GPUs."""
+    """Draw the tokens per second of every case, relative to the fewest GPUs, against the number of GPUs."""
     (axis,) = axes
     most = max(max(by_gpus) for by_gpus in cases.values())
     axis.plot([1, most], [1, most], "--", color="grey", linewidth=1, label="proportional")

@@ -355,6 +355,17 @@ def test_scaling(text_folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "report.png").stat().st_size > 0
 
 
+def test_speeds_of_steps_with_other_evaluations_have_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from scale.results import _ratios
+
+    def rows(speed: float, *evaluations: float) -> list[dict[str, float]]:
+        return [{"tokens_per_second": speed, "evaluations": number} for number in evaluations]
+
+    assert _ratios({1: rows(10, 5, 5), 2: rows(19, 5, 5.04)}) == {1: [1, 1], 2: [1.9, 1.9]}
+    assert _ratios({1: rows(10, 5, 5), 2: rows(19, 4, 6)}) == {1: [1, 1]}  # their mean is 5
+
+
 def test_the_parts_of_a_profiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from scale.measure import parts

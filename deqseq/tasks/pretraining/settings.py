@@ -66,8 +66,8 @@ class RunSettings:
             activations that are cheapest to compute are recomputed
         recompute: recompute every evaluation in the backward pass (activation checkpointing)
         seed: seed of the initial weights and of the order of the rows
-        full_determinism: use deterministic operations only, so that the same GPUs repeat a run with equal
-            losses; slower
+        full_determinism: use deterministic operations only. Then a run has equal losses if it is repeated or
+            resumed on as many GPUs of the same kind. This can be slower
         workers: number of processes that load rows
         log_steps: write a line to the log every N steps
         eval_steps: evaluate every N steps, and at the end of every stage
@@ -276,8 +276,8 @@ class RunSettings:
 
 RESUMES = {
     "data",  # the folder of the data may move, but its fingerprint must stay the same
-    "per_device_batch_size", "compile", "activation_budget", "recompute", "full_determinism", "workers",
-    "log_steps", "eval_steps", "eval_at", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
+    "per_device_batch_size", "compile", "activation_budget", "recompute", "workers", "log_steps",
+    "eval_steps", "eval_at", "eval_rows", "save_steps", "keep", "spectral_every", "report_to",
 }  # fmt: skip
 """Settings that a resumed run may change."""
 

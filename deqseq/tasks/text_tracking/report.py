@@ -61,8 +61,8 @@ def model_folders(models: Sequence[Path]) -> dict[str, Path]:
     Raises:
         ValueError: a model is given twice.
     """
-    folders = [model_folder(path).absolute() for path in models]
-    runs = [folder.parent if folder.name == "model" else folder for folder in folders]
+    folders = [model_folder(path) for path in models]
+    runs = [whole.parent if whole.name == "model" else whole for whole in map(Path.absolute, folders)]
     return dict(zip(names_of(runs), folders, strict=True))
 
 

@@ -146,6 +146,14 @@ class Backbone(nn.Module, ABC):
         """f(z), (B, W, D)."""
         return self.evaluate(z, context, state)[0]
 
+    def zero(self, x: Tensor) -> Tensor:
+        """z = 0 for :meth:`evaluate` without a state, when f is evaluated only once.
+
+        By default zeros of the shape of ``x`` (B, L, D). A backbone whose :meth:`evaluate` accepts one token
+        (1, 1, D) that stands for all tokens may return this token. That saves work.
+        """
+        return torch.zeros_like(x)
+
     def hide_padding(self, context: Context, lengths: Tensor) -> Context:
         """A context in which padding does not influence real tokens.
 

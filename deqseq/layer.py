@@ -353,8 +353,7 @@ class ExplicitSequenceLayer(SequenceLayer):
         inputs, packing = take_inputs(self.backbone, x, attention_mask, position_ids, state)
         x, backbone = inputs.x, self.backbone
         context = _context(backbone, inputs, packing is not None)
-        z = torch.zeros_like(x) if backbone.injects else x
-        z, trace = evaluate(backbone, z, context, state, self.gradient_checkpointing)
+        z, trace = evaluate(backbone, self._z(x, state), context, state, self.gradient_checkpointing)
         if state is not None:
             state = backbone.advance(trace, backbone.reserve(state, x).copy(), inputs.lengths).detach()
         real = torch.arange(x.shape[1], device=x.device) < inputs.lengths[:, None]
@@ -376,9 +375,14 @@ class ExplicitSequenceLayer(SequenceLayer):
         previous: Tensor | None = None,
     ) -> LayerOutput:
         context = self.backbone.prepare_next(x, position_ids, context)
-        z = torch.zeros_like(x) if self.backbone.injects else x
-        z, trace = self.backbone.evaluate(z, context, state)
+        z, trace = self.backbone.evaluate(self._z(x, state), context, state)
         return LayerOutput(z, self.backbone.advance(trace, state, torch.ones_like(state.seen)))
+
+    def _z(self, x: Tensor, state: State | None) -> Tensor:
+        """The argument z of the only evaluation."""
+        if not self.backbone.injects:
+            return x
+        return self.backbone.zero(x) if state is None else torch.zeros_like(x)
 
 
 def _context(backbone: Backbone, inputs: Inputs, padded: bool) -> Context:

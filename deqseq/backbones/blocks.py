@@ -27,6 +27,7 @@ from deqseq.backbones.weights import (
 )
 from deqseq.checks import check_count, check_flag, check_not_sharded, check_positive
 from deqseq.ops.add_norm import add_norm
+from deqseq.ops.fan_out import fan_out
 from deqseq.ops.one_token import Norm, SwiGLUWeights, ValueGateWeights
 
 RMS_EPS = 1e-5
@@ -224,16 +225,18 @@ class Stack(Backbone):
             block.compile(*args, **options)
 
     def through(
-        self, stream: Tensor, context: Context, state: State | None, choice: kernels.Choice, *inputs: Any
-    ) -> tuple[Tensor, StackTrace]:
+        self, stream: Tensor, context: Context, state: State | None, choice: kernels.Choice,
+        injection: Tensor | None, *inputs: Any,
+    ) -> tuple[Tensor, StackTrace]:  # fmt: skip
         """Apply all blocks and the final norm, if there is one. Returns f(z) (B, W, D) and the trace.
 
         ``inputs``: further arguments that are passed to every block.
         """
-        added, traces = None, []
+        added, traces, weights = None, [], context.shared.weights
+        injections = fan_out(injection, len(self.layers), choice.others)
         for i, block in enumerate(self.layers):
             before = None if state is None else state.layers[i]
-            stream, added, trace = block(stream, added, context.shared.weights[i], before, choice, *inputs)
+            stream, added, trace = block(stream, added, weights[i], before, choice, injections[i], *inputs)
             traces.append(trace)
         if self.norm_f is not None:
             stream = add_norm(stream, added, active_norm(self.norm_f), choice.others, last=True)[1]

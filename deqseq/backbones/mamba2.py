@@ -141,6 +141,10 @@ class Mamba2Backbone(Stack):
         # Shapes of the last inputs of the convolution, and of the SSM state.
         self.state_shapes = (d_conv - 1, sizes.conv_width), (heads, headdim, d_state)
 
+    def zero(self, x: Tensor) -> Tensor:
+        """z = 0 as one token (1, 1, D), so that the first block does not multiply zeros for every token."""
+        return x.new_zeros(1, 1, self.d_model)
+
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
         layers = advance.recurrent(state.layers, trace.blocks, count, trace.form)
         return State(state.seen + count, layers)

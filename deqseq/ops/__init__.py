@@ -11,6 +11,7 @@ Each folder's ``__init__.py`` has the function to call. The function has several
 
 =================  ======================================================================
 ``add_norm``       residual addition and RMSNorm
+``fan_out``        one tensor for many readers; sums their gradients
 ``mixer``          the Mamba2 mixer: projections, convolution, recurrence, gated norm
 ``one_token``      whole blocks applied to one token per sequence (decoding), in Triton
 ``advance``        updating a backbone's state with new tokens

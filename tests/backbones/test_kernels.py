@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from deqseq import Context, FixedIterations, ImplicitSequenceLayer, Phantom, graphs, kernels
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone
 from deqseq.ops.add_norm import add_norm
+from deqseq.ops.fan_out import fan_out
 from deqseq.problem import Problem
 from deqseq.regularisation import jacobian_penalty
 
@@ -63,6 +64,32 @@ def test_values_and_gradients(name: str, length: int) -> None:
         return [out, *torch.autograd.grad((out * weight).sum(), [z_in, x_in, *body.parameters()])]
 
     twins(run)
+
+
+@pytest.mark.parametrize("name", ["plain", "deep"])
+def test_one_evaluation_from_zero(name: str) -> None:
+    """A token of zeros that stands for all tokens gives the same values and gradients, to the bit."""
+    body = backbone(name)
+    x = torch.randn(2, 21, 16, device=DEVICE, requires_grad=True)
+
+    def run(zero: Tensor) -> list[Tensor]:
+        out = body(zero, body.prepare(x))
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *body.parameters()])]
+
+    with kernels.use("triton"):
+        for found, expected in zip(run(body.zero(x)), run(torch.zeros_like(x)), strict=True):
+            assert torch.equal(found, expected)
+    twins(lambda: run(body.zero(x)))
+
+
+def test_gradients_of_many_readers_are_summed_in_float32() -> None:
+    coarse = torch.float16 if DEVICE == "cpu" else torch.bfloat16  # Triton's interpreter has no bfloat16
+    x = torch.randn(3, 700, device=DEVICE, dtype=coarse, requires_grad=True)
+    weights = [torch.randn_like(x).detach() for _ in range(20)]
+    readers = fan_out(x, 21, "triton")
+    sum((reader * weight).sum() for reader, weight in zip(readers, weights, strict=False)).backward()
+    assert all(torch.equal(reader, x) for reader in readers)
+    assert torch.equal(x.grad, sum(weight.float() for weight in weights).to(coarse))
 
 
 @pytest.mark.parametrize("post_norm", [True, False])

@@ -14,12 +14,15 @@ def add_norm(
     The RMSNorm has the dtype in which autocast computes linear maps.
 
     Args:
+        stream: (B, W, D), or one token (1, 1, D) that stands for all tokens.
         form: name of the implementation, such as ``"triton"``.
         last: true if the caller needs only the RMSNorm. This is the case for a final norm, whose result is
             f(z), and in post-norm blocks. The RMSNorm then has the stream's dtype, and the returned sum is
             undefined.
     """
     dtype = stream.dtype if last else kernels.autocast_dtype(stream)
+    if added is not None and stream.shape != added.shape:
+        stream, added = (stream + added).to(stream.dtype), None
     # In compiled code, use plain PyTorch, because the compiler fuses it with the operations around it.
     if form == "triton" and not torch.compiler.is_compiling():
         from deqseq.ops.add_norm import triton

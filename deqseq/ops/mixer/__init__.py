@@ -20,7 +20,8 @@ def mix(
     The trace is ``None`` if there is no state.
 
     Args:
-        u: (B, W, D) the mixer's input.
+        u: (B, W, D) the mixer's input. With an injection and no state, it may be one token (1, 1, D) of
+            zeros, which stands for all tokens.
         injection: (B, W, 2 E + 2 G N + H) added to the projection of ``u``.
         state: the state before the first token, in two tensors: the last K-1 inputs of the convolution
             (B, K-1, E + 2 G N), and the SSM state (B, H, P, N). ``None``: both are zero.

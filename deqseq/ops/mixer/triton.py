@@ -34,12 +34,22 @@ def _forward(
     convolved projection and the step sizes. The last two are for the backward pass: the recurrence's output y
     and the kernels' constants.
     """
-    options = recurrence_options(sizes, u.shape[1], u.dtype)
-    proj = F.linear(u, w.in_proj)
+    proj, inj = _project(u, inj, w)
+    options = recurrence_options(sizes, proj.shape[1], u.dtype)
     convolved = convolve(proj, inj, w, tail, sizes)
     step, total = steps(proj, inj, w, sizes, options["Q"])
     y = scan(convolved, step, total, w, state, options)
     return F.linear(gated_norm(y, proj, inj, w.norm, sizes), w.out_proj), proj, convolved, step, y, options
+
+
+def _project(u: Tensor, inj: Tensor | None, w: MixerWeights) -> tuple[Tensor, Tensor | None]:
+    """Returns the projection and the injection, whose sum is the kernels' input.
+
+    If ``u`` is one token of zeros that stands for all tokens, the sum is the injection.
+    """
+    if inj is not None and u.shape[:2] != inj.shape[:2]:
+        return inj, None
+    return F.linear(u, w.in_proj), inj
 
 
 class _Mix(torch.autograd.Function):
@@ -50,10 +60,11 @@ class _Mix(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """Compute the mixer.
 
-        Returns the mixer's output, and three values for the trace: the projection, the convolved projection
-        and the step sizes.
+        Returns the mixer's output. With a state, also three values for the trace: the projection, the
+        convolved projection and the step sizes.
         """
         *out, y, options = _forward(u, inj, tail, state, sizes, MixerWeights(*weights))
+        out = out if state is not None else out[:1]
         ctx.save_for_backward(u, inj, tail, state, y, *weights)
         ctx.sizes = sizes
         ctx.options = options
@@ -69,8 +80,9 @@ class _Mix(torch.autograd.Function):
         u, inj, tail, state, y, *weights = ctx.saved_tensors
         w = MixerWeights(*weights)
         grad = grad.contiguous()
-        batch, length, _ = u.shape
-        d_proj, normed = u.new_empty(batch, length, w.in_proj.shape[0]), torch.empty_like(y)
+        d_u: Tensor | None
+        d_proj, normed = y.new_empty(*y.shape[:2], w.in_proj.shape[0]), torch.empty_like(y)
+        batch = len(y)
         rows = -(-batch // -(-d_proj.numel() * d_proj.itemsize // PART))  # sequences in each part
         sums: list[tuple[Tensor, ...]] = []
         for i in range(0, batch, rows):
@@ -79,12 +91,15 @@ class _Mix(torch.autograd.Function):
             outputs = d_proj[part], normed[part]
             sums.append(_recompute(inputs, y[part], grad[part], outputs, w, ctx.sizes, ctx.options))
         of_norm, of_conv, (d_decay, d_skip, d_bias) = map(_sum, zip(*sums, strict=True))
+        if u.shape[:2] != y.shape[:2]:  # u is one token of zeros
+            d_in, d_u = torch.zeros_like(w.in_proj), torch.zeros_like(u)
+        else:
+            d_in = _outer(d_proj, u)
+            d_u = d_proj @ w.in_proj if ctx.needs_input_grad[0] else None
         grads = MixerWeights(
-            in_proj=_outer(d_proj, u), conv=of_conv[:, :4], conv_bias=of_conv[:, 4], decay=d_decay,
-            dt_bias=d_bias, skip=d_skip, norm=of_norm, out_proj=_outer(grad, normed),
+            in_proj=d_in, conv=of_conv[:, :4], conv_bias=of_conv[:, 4], decay=d_decay, dt_bias=d_bias,
+            skip=d_skip, norm=of_norm, out_proj=_outer(grad, normed),
         )  # fmt: skip
-        del normed
-        d_u = d_proj @ w.in_proj if ctx.needs_input_grad[0] else None
         return (
             d_u, d_proj if inj is not None else None, None, None, None,
             *(g.to(weight.dtype) for g, weight in zip(grads, weights, strict=True)),
@@ -107,7 +122,7 @@ def _recompute(
     u, inj, tail, state = inputs
     assert u is not None
     d_proj, normed = outputs
-    proj = F.linear(u, w.in_proj)
+    proj, inj = _project(u, inj, w)
     d_y, of_norm = gated_norm_backward(grad @ w.out_proj, y, proj, inj, w.norm, normed, d_proj, sizes)
     convolved = convolve(proj, inj, w, tail, sizes)
     step, total = steps(proj, inj, w, sizes, options["Q"])
@@ -139,11 +154,12 @@ def mix(
         tail = None if tail is None else F.pad(tail, (0, 0, missing, 0))
     u = u.contiguous()
     if torch.is_grad_enabled():
-        out, proj, convolved, step = _Mix.apply(u, inj, tail, ssm, sizes, *weights)
+        out, *of_trace = _Mix.apply(u, inj, tail, ssm, sizes, *weights)
     else:
-        out, proj, convolved, step, _, _ = _forward(u, inj, tail, ssm, sizes, weights)
+        out, *of_trace = _forward(u, inj, tail, ssm, sizes, weights)[:4]
     if state is None:
         return out, None
+    proj, convolved, step = of_trace
     shared = sizes.n_groups * sizes.d_state
     x, b, _ = convolved.split([sizes.inner, shared, shared], -1)
     inputs = slice(sizes.inner, sizes.inner + sizes.conv_width)

@@ -1,0 +1,19 @@
+"""One tensor for many readers. The backward pass sums the gradients of all readers."""
+
+import torch
+from torch import Tensor
+
+
+def fan_out(x: Tensor | None, count: int, form: str) -> tuple[Tensor | None, ...]:
+    """``x`` for each of ``count`` readers. ``form``: name of the implementation, such as ``"triton"``.
+
+    If all readers get ``x`` itself, autograd adds their gradients one by one. Each addition reads two tensors
+    and writes one. The Triton form keeps the gradients and reads each of them once. It sums them in float32.
+    Compiled code does not need it, because the compiler fuses the additions.
+    """
+    recorded = x is not None and torch.is_grad_enabled() and x.requires_grad
+    if x is None or not recorded or form != "triton" or torch.compiler.is_compiling():
+        return (x,) * count
+    from deqseq.ops.fan_out import triton
+
+    return triton.fan_out(x, count)

@@ -109,7 +109,8 @@ def test_the_tables_of_the_study_are_its_results(monkeypatch: pytest.MonkeyPatch
         mean = {
             unit: fmean(
                 run["perplexity"] for run in results["runs"]
-                if (run["form"], run["unit"], run["learning_rate"]) == (form, unit, 1e-3)
+                if (run["model"], run["form"], run["unit"], run["learning_rate"])
+                == ("llama-130m", form, unit, 1e-3)
             )
             for unit in ("seconds", "tokens")
         }  # fmt: skip

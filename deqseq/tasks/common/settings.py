@@ -216,6 +216,9 @@ def add_parameters(
         parser.add_argument(*flags, type=kind, help=said, **options)
 
 
+_RULES = {"bool": "true or false", "str": "text", "list": "a list", "dict": "a mapping"}
+
+
 def one_line(error: Exception) -> str:
     """Shorten jsonargparse's error message about wrong arguments to one line."""
     drop = r"Does not validate against any.*?Errors:|Given value[^\n]*|Not of type [^:]*: "
@@ -226,6 +229,9 @@ def one_line(error: Exception) -> str:
     line = re.sub(
         r": Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r" must be one of \1, got \2", line
     )
+    for kind, rule in _RULES.items():
+        line = line.replace(f": Expected a <class '{kind}'>. Got value: ", f" must be {rule}, got ")
+        line = line.replace(f": Expected a <class '{kind}'>", f" must be {rule}")
     return line.replace(": must", " must")
 
 

@@ -557,7 +557,7 @@ def test_a_study_gives_what_evaluate_gives(bf16: bool, study_file: str, tmp_path
         ({"tests": []}, "tests of a study"),
         ({"variants": {}}, "variants of a study"),
         ({"variants": {"../out": {}}}, "name"),
-        ({"variants": {"a": None}}, "variants: Expected a <class 'dict'>"),
+        ({"variants": {"a": None}}, "variants must be a mapping"),
         ({"variants": {"a": {"seed": 3}}}, "without a seed"),
         ({"variants": {"a": {"learning_rate": "fast"}}}, "variant a"),
         ({"seeds": []}, "seeds of a study"),

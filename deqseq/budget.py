@@ -57,8 +57,11 @@ class AdaptiveBudget:
         self._sums: Tensor | None = None  # sum of the residuals and number of the tokens since the last step
 
     def add(self, solution: Solution) -> None:
-        """Add a solve of this step. Padding does not count. The host does not wait for the device."""
-        counted = solution.iterations > 0  # false at padding
+        """Add a solve of this step. The host does not wait for the device.
+
+        Padding does not count, and neither do tokens whose residual is not finite.
+        """
+        counted = (solution.iterations > 0) & solution.residual.isfinite()  # no iterations at padding
         total = solution.residual.detach().where(counted, 0).sum()
         sums = torch.stack([total, counted.sum().to(total)])
         self._sums = sums if self._sums is None else self._sums + sums
@@ -66,7 +69,7 @@ class AdaptiveBudget:
     def step(self, reduce: Callable[[Tensor], Tensor] | None = None) -> None:
         """Set the budget of the next step. The host waits for the device.
 
-        If no solve was added since the last call, nothing changes.
+        If no token was added since the last call, nothing changes.
 
         Args:
             reduce: a function that sums a tensor over all processes, which then have the same budget. If
@@ -76,7 +79,8 @@ class AdaptiveBudget:
             return
         total, tokens = (self._sums if reduce is None else reduce(self._sums)).tolist()
         self._sums = None
-        self.set(self.max_iter + (1 if total > self.residual * tokens else -1))
+        if tokens:
+            self.set(self.max_iter + (1 if total > self.residual * tokens else -1))
 
     def set(self, max_iter: int) -> None:
         """Set the budget, for example from a checkpoint. Clips it to [1, initial budget]."""

@@ -25,7 +25,8 @@ class Stage:
         until: share of all training steps after which the stage ends, in (0, 1].
         gradient: gradient strategy, as a name or mapping.
         convergence: convergence policy in training, as a name or mapping.
-        window: number of tokens solved together. ``None`` solves all tokens of a sequence together.
+        window: number of tokens solved together. ``None`` solves all tokens of a sequence together,
+            in training and in evaluation, whatever the layer's window was.
         eval_convergence: convergence policy in evaluation, as a name or mapping.
         solver: solver in training and evaluation, as a name or mapping.
         adaptive_budget: mean residual that searches in training should reach. After every step, ``max_iter``

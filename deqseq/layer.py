@@ -323,10 +323,10 @@ class ImplicitSequenceLayer(SequenceLayer):
         searching = self.gradient.searches or not torch.is_grad_enabled()
         for part in (options.solver, options.convergence if searching else None, options.guess):
             if part is not None and not part.causal:
-                other = "another guess" if part is options.guess else "token scope"
                 raise ValueError(
                     f"{part} lets a token's value depend on later tokens, which leaks the future in causal "
-                    f"training: use {other}, or allow it with ImplicitSequenceLayer(causal=False)"
+                    "training: choose a part that is causal (many take scope='token'), or allow it with "
+                    "ImplicitSequenceLayer(causal=False)"
                 )
 
 

@@ -71,7 +71,7 @@ def steps(
     found = drive(
         Runner(replace(problem, z0=z0, options=options, checkpoint=checkpoint, returns_state=False))
     )
-    z = found.z if excluded is None else torch.where(excluded[..., None], start.z, found.z)
+    z = found.z if excluded is None else torch.where(excluded[..., None], start.z.detach(), found.z)
     if not problem.training:
         z = _WithValue.apply(z, start.z.detach())  # type: ignore[no-untyped-call]
     return replace(start, z=z, nfe=start.nfe + found.nfe)

@@ -24,7 +24,8 @@ class Solution:
         z: (B, L, D) the equilibrium.
         residual: (B, L) float32, ``||f(z) - z|| / ||f(z)||`` in the token's last evaluation.
         iterations: (B, L) int64, number of evaluations that each token needed.
-        status: (B, L) int64, why the iteration of each token ended, as a code of :class:`Status`.
+        status: (B, L) int64, why the iteration of each token ended, as a code of :class:`Status`. Padding has
+            the code ``CONVERGED``.
         nfe: number of function evaluations, including gradient steps. One evaluation is one call of f for all
             tokens of the batch or window.
         state: the detached backbone state after the last token; ``None`` if the solve got no state.
@@ -42,16 +43,23 @@ class Solution:
     adjoint: Solution | None = None
 
     def __repr__(self) -> str:
-        """A summary in one line. Makes the host wait for the device."""
+        """A summary in one line; padding does not count. Makes the host wait for the device."""
         size = " x ".join(map(str, self.status.shape))
-        counts = {s.name.lower().replace("_", " "): int((self.status == s).sum()) for s in Status}
-        ends = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        if not self.status.numel():
+        real = self.real
+        if not real.any():
             return f"Solution({size} tokens, nfe={self.nfe})"
+        counts = {s.name.lower().replace("_", " "): int((self.status[real] == s).sum()) for s in Status}
+        ends = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        iterations = self.iterations[real]
         return (
-            f"Solution({size} tokens: {ends}; {int(self.iterations.min())} to {int(self.iterations.max())} "
-            f"iterations, residual at most {float(self.residual.max()):.2g}, nfe={self.nfe})"
+            f"Solution({size} tokens: {ends}; {int(iterations.min())} to {int(iterations.max())} "
+            f"iterations, residual at most {float(self.residual[real].max()):.2g}, nfe={self.nfe})"
         )
+
+    @property
+    def real(self) -> Tensor:
+        """(B, L) bool, false at padding."""
+        return (self.iterations > 0) | (self.status == Status.NON_FINITE)
 
     def __getitem__(self, row: int | slice) -> Solution:
         """The solution of one sequence (an index) or of several (a slice), without state and adjoint.

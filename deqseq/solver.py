@@ -57,7 +57,10 @@ class Progress:
 
     @property
     def fresh(self) -> Tensor:
-        """(B, W) bool, tokens that are ``entered`` or ``shifting``. A solver must drop their history."""
+        """(B, W) bool, tokens that are ``entered`` or ``shifting``.
+
+        Their history is that of another token, or of a map that has changed since.
+        """
         return self.entered | self.shifting
 
 

@@ -24,6 +24,9 @@ class Solved(Protocol):
     status: Tensor
     nfe: int
 
+    @property
+    def real(self) -> Tensor: ...
+
 
 class SolveStatistics:
     """Means over the tokens of one or more solves. Padding does not count.
@@ -60,7 +63,7 @@ class SolveStatistics:
         """
         iterations, status, residual = solution.iterations, solution.status, solution.residual.detach()
         if valid is None:
-            valid = (iterations > 0) | (status == Status.NON_FINITE)
+            valid = solution.real
         precise = torch.float32 if residual.device.type == "mps" else torch.float64
         values = [torch.ones_like(residual), iterations, residual, *(status == share for share in _SHARES)]
         stacked = torch.stack([torch.atleast_2d(value).to(precise) for value in values])

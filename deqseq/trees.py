@@ -1,6 +1,7 @@
 """Functions that act on all tensors in a nested structure.
 
-A structure consists of tuples, lists, dicts, and the dataclasses Context, State and Solution.
+A structure consists of tuples, lists, dicts, and the dataclasses registered below. PyTorch finds tensors in
+them too. DDP with ``static_graph=True`` needs this: it synchronises gradients only if it finds the outputs.
 """
 
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from deqseq.backbone import Context, State
+from deqseq.outputs import LayerOutput
 from deqseq.solution import Solution
 
-for _record in (Context, State, Solution):
+for _record in (Context, State, Solution, LayerOutput):
     pytree.register_dataclass(_record)
 
 

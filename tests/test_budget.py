@@ -67,6 +67,15 @@ def test_all_solves_of_a_step_count_and_padding_does_not() -> None:
     assert budget.max_iter == 5  # the mean is 0.1025; with the padding, it would be below 0.1
 
 
+def test_tokens_that_are_not_finite_do_not_count() -> None:
+    budget = made()
+    budget.set(4)
+    for residuals, after in (((0.3, torch.nan), 5), ((0.0, torch.inf), 4), ((torch.nan,), 4)):
+        budget.add(solved(*residuals))
+        budget.step()
+        assert budget.max_iter == after
+
+
 def test_processes_add_their_sums() -> None:
     budget = made()
     budget.add(solved(0.0, 0.0))

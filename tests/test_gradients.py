@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqseq import (
     Backbone,
+    Context,
     ConvergencePolicy,
     FixedIterations,
     GradientStrategy,
@@ -28,6 +29,7 @@ from deqseq import (
     search,
     steps,
 )
+from deqseq.backbones import LlamaBackbone, ModuleBackbone
 from deqseq.solvers import Anderson, Broyden, Picard
 
 MakeLayer = Callable[..., ImplicitSequenceLayer]
@@ -38,6 +40,24 @@ BACKBONES = ["mamba2", "llama", "module"]
 TIGHT = Residual(rtol=1e-13, max_iter=500)
 EXACT = ImplicitDifferentiation(solver="picard", convergence=TIGHT)
 B, L, D = 2, 8, 16
+
+
+class BrokenAtSix(nn.Module):
+    """A contraction whose output is infinite at token 6."""
+
+    def forward(self, u: Tensor) -> Tensor:
+        broken = torch.arange(u.shape[1]) == 6
+        return (u / 3).tanh().masked_fill(broken[:, None], torch.inf)
+
+
+class Halved(Backbone):
+    """f(z, x) = x / 2."""
+
+    def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        return Context((x,))
+
+    def evaluate(self, z: Tensor, context: Context, state: object = None) -> tuple[Tensor, None]:
+        return context.tokens[0] / 2, None
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -330,6 +350,37 @@ def test_adjoint_is_reported(make_layer: MakeLayer, backbone: str) -> None:
     adjoint = out.solution.adjoint
     assert adjoint is not None and adjoint.nfe >= 1
     assert (adjoint.status == Status.CONVERGED).all() and (adjoint.residual <= 1e-4).all()
+
+
+def test_the_default_tolerance_of_the_backward_system_can_be_met_under_autocast() -> None:
+    torch.manual_seed(0)
+    layer = ImplicitSequenceLayer(
+        LlamaBackbone(64, n_layer=1, n_head=4), solver="anderson", gradient="implicit",
+        convergence=Residual(rtol=1e-2, max_iter=200),
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(torch.randn(2, 32, 64))
+    (out.z * torch.randn_like(out.z)).sum().backward()
+    assert (out.solution.adjoint.status == Status.CONVERGED).all()
+
+
+def test_a_token_that_is_not_finite_does_not_delay_the_backward_system() -> None:
+    layer = ImplicitSequenceLayer(ModuleBackbone(BrokenAtSix()), gradient="implicit")
+    x = torch.randn(1, 16, 4)
+    found = []
+    for length in (6, 16):
+        out = layer(x[:, :length])
+        out.z.sum().backward()
+        assert (out.solution.adjoint.status == Status.CONVERGED).all()
+        found.append(out.solution.adjoint.nfe)
+    assert found[0] == found[1]
+
+
+def test_a_map_that_ignores_z_has_a_gradient() -> None:
+    layer = ImplicitSequenceLayer(Halved(), gradient="implicit")
+    x = torch.randn(2, 3, D, requires_grad=True)
+    layer(x).z.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 0.5))
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

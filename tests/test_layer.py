@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from deqseq import (
     Backbone,
@@ -252,6 +253,14 @@ def test_state_dict_round_trip(make_layer: MakeLayer) -> None:
 def test_repr_names_the_parts(make_layer: MakeLayer) -> None:
     text = repr(make_layer("mamba2", solver="anderson", window=3))
     assert all(part in text for part in ("Anderson", "Phantom", "Residual", "window=3"))
+
+
+def test_outputs_are_found_and_described(make_layer: MakeLayer) -> None:
+    """PyTorch finds z in the output: DDP with static_graph=True needs this. Padding is not described."""
+    out = make_layer("module")(torch.randn(2, 6, 16), torch.ones(2, 6).tril(3))
+    assert any(leaf is out.z for leaf in tree_leaves(out))
+    least = int(out.solution.iterations[0, :4].min())
+    assert f"2 x 6 tokens: 9 converged; {least} to" in repr(out.solution)
 
 
 @pytest.mark.parametrize("window", [None, 3])

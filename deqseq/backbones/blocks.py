@@ -226,7 +226,7 @@ class Stack(Backbone):
 
     def through(
         self, stream: Tensor, context: Context, state: State | None, choice: kernels.Choice,
-        injection: Tensor | None, *inputs: Any,
+        injection: Tensor | None = None, *inputs: Any,
     ) -> tuple[Tensor, StackTrace]:  # fmt: skip
         """Apply all blocks and the final norm, if there is one. Returns f(z) (B, W, D) and the trace.
 

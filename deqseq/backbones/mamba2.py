@@ -142,7 +142,12 @@ class Mamba2Backbone(Stack):
         self.state_shapes = (d_conv - 1, sizes.conv_width), (heads, headdim, d_state)
 
     def zero(self, x: Tensor) -> Tensor:
-        """z = 0 as one token (1, 1, D), so that the first block does not multiply zeros for every token."""
+        """z = 0 as one token (1, 1, D), so that the first block does not multiply zeros for every token.
+
+        If a subclass overrides ``evaluate``, which may read the shape of z: zeros of the shape of ``x``.
+        """
+        if type(self).evaluate is not Stack.evaluate:
+            return super().zero(x)
         return x.new_zeros(1, 1, self.d_model)
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:

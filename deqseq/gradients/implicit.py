@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
 from deqseq.gradient import GradientStrategy
 from deqseq.policies.residual import Residual
@@ -42,8 +43,8 @@ class ImplicitDifferentiation(GradientStrategy):
     Args:
         solver: solver of the backward system, as a name or an object. By default the layer's solver.
         convergence: convergence policy of the backward system. By default, the relative residual must reach
-            1e-4 (in bfloat16 and float16: 8 times the dtype's eps). The default ``max_iter`` is the layer's
-            ``max_iter``, but at least 64.
+            1e-4. It must reach 8 times the dtype's eps in bfloat16 and float16, and twice the eps of
+            autocast's dtype under autocast. The default ``max_iter`` is the layer's, but at least 64.
 
     Raises:
         ValueError: a name or option is unknown. A call of :meth:`solve` also raises this error if the solver
@@ -69,7 +70,8 @@ class ImplicitDifferentiation(GradientStrategy):
         found = search(problem)
         z = found.z.detach().requires_grad_()
         solution = steps(problem, 1, replace(found, z=z), "picard")
-        rtol = max(1e-4, 8 * torch.finfo(problem.z0.dtype).eps)
+        z0 = problem.z0
+        rtol = max(1e-4, 8 * torch.finfo(z0.dtype).eps, 2 * torch.finfo(kernels.autocast_dtype(z0)).eps)
         policy = self.convergence or Residual(rtol=rtol, max_iter=max(64, problem.policy.max_iter))
         backward = Problem(
             map=_Adjoint(solution.z, z, problem.valid, problem.causal),
@@ -96,7 +98,9 @@ class _Adjoint:
         self.cotangent = torch.zeros_like(z)  # (B, L, D) v, reversed; set in the backward pass
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
-        product = torch.autograd.grad(self.fz, self.z, z.flip(1), retain_graph=True)[0]
+        (product,) = torch.autograd.grad(
+            self.fz, self.z, z.flip(1), retain_graph=True, materialize_grads=True
+        )
         return self.cotangent + product.flip(1), None
 
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deqseq import Context, FixedIterations, ImplicitSequenceLayer, Phantom, graphs, kernels
+from deqseq import (
+    Context,
+    ExplicitSequenceLayer,
+    FixedIterations,
+    ImplicitSequenceLayer,
+    Phantom,
+    graphs,
+    kernels,
+)
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone
 from deqseq.ops.add_norm import add_norm
 from deqseq.ops.fan_out import fan_out
@@ -80,6 +88,26 @@ def test_one_evaluation_from_zero(name: str) -> None:
         for found, expected in zip(run(body.zero(x)), run(torch.zeros_like(x)), strict=True):
             assert torch.equal(found, expected)
     twins(lambda: run(body.zero(x)))
+
+
+def test_a_subclass_that_reads_the_shape_of_z() -> None:
+    """If a subclass has its own ``evaluate``, ``zero`` has the shape of x. Here f(z + p, x), with positions p."""
+
+    class Positions(Mamba2Backbone):
+        def evaluate(self, z: Tensor, context: Context, state: Any = None) -> tuple[Tensor, Any]:
+            places = torch.arange(z.shape[1], device=z.device)
+            return super().evaluate(z + places[:, None], context, state)
+
+    torch.manual_seed(0)
+    body = Positions(16, 2, d_state=8, headdim=8).to(DEVICE)
+    x = torch.randn(2, 9, 16, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        found, expected = ExplicitSequenceLayer(body)(x).z, body(torch.zeros_like(x), body.prepare(x))
+        assert torch.equal(found, expected)
+        return [found]
+
+    twins(run)
 
 
 def test_gradients_of_many_readers_are_summed_in_float32() -> None:

@@ -48,10 +48,11 @@ class Flops:
             model = ImplicitForCausalLM(config).requires_grad_(False)
             x = torch.empty(1, length, config.hidden_size)
             backbone = model.model.layer.backbone
+            z = backbone.zero(x) if config.explicit and backbone.injects else x
             with torch.no_grad(), FlopCounterMode(display=False) as once:
                 context = backbone.prepare(x)
             with torch.no_grad(), FlopCounterMode(display=False) as each:
-                backbone.evaluate(x, context)
+                backbone.evaluate(z, context)
         self.evaluation = each.get_total_flops()
         self.rest = once.get_total_flops() + 2 * length * config.hidden_size * config.vocab_size
 

@@ -18,5 +18,6 @@ class Momentum(Solver):
         return (torch.zeros_like(z),)
 
     def step(self, z, fz, state, progress):
-        velocity = self.beta * state[0] + (fz - z)
+        velocity = state[0].where(~progress.entered[..., None], 0)  # new tokens have no velocity yet
+        velocity = self.beta * velocity + (fz - z)
         return z + velocity, (velocity,)

@@ -91,7 +91,7 @@ def test_one_evaluation_from_zero(name: str) -> None:
 
 
 def test_a_subclass_that_reads_the_shape_of_z() -> None:
-    """If a subclass has its own ``evaluate``, ``zero`` has the shape of x. Here f(z + p, x), with positions p."""
+    """If a subclass has its own ``evaluate``, such as f(z + p, x), ``zero`` has the shape of x."""
 
     class Positions(Mamba2Backbone):
         def evaluate(self, z: Tensor, context: Context, state: Any = None) -> tuple[Tensor, Any]:

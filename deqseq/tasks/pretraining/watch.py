@@ -48,7 +48,7 @@ class Flops:
             model = ImplicitForCausalLM(config).requires_grad_(False)
             x = torch.empty(1, length, config.hidden_size)
             backbone = model.model.layer.backbone
-            z = backbone.zero(x) if config.explicit and backbone.injects else x
+            z = backbone.zero(x) if backbone.injects and not config.implicit else x
             with torch.no_grad(), FlopCounterMode(display=False) as once:
                 context = backbone.prepare(x)
             with torch.no_grad(), FlopCounterMode(display=False) as each:

@@ -11,7 +11,7 @@ the same passes, but record several of them as a CUDA graph.
 Shapes: B sequences, L tokens, W tokens in the window (W = L without a window), D width.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -116,12 +116,14 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     context, state = problem.context, problem.state
     if start is not None:
         context, state = context.take(_places(problem, start)), carry.state
-    fz, trace = evaluate(problem.map, z, context, state, problem.checkpoint)
+    found = evaluate(problem.map, z, context, state, problem.checkpoint)
+    fz, trace = _checked(found, z, problem.map, "evaluate", "(f(z), trace)")
     fz = fz.to(z.dtype)  # autocast may have changed the dtype
     tokens = carry.tokens.counted()
     if judge:
         tokens = tokens.judged(z, fz, problem.policy, problem.causal)
-    proposal, memory = problem.solver.step(z, fz, carry.memory, tokens.progress(problem.policy))
+    step = problem.solver.step(z, fz, carry.memory, tokens.progress(problem.policy))
+    proposal, memory = _checked(step, z, problem.solver, "step", "(next z, memory)")
     carry = carry._replace(proposal=proposal, tokens=tokens, memory=memory)
     if start is None or state is None:
         return carry._replace(fz=fz, trace=trace)
@@ -135,6 +137,17 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     leaving = (tokens.settled & _inside(problem, start)).sum(1)
     state = cast(Backbone, problem.map).advance(trace, state, leaving)
     return carry._replace(state=state, start=start + leaving, leaving=leaving)
+
+
+def _checked(found: object, z: Tensor, part: object, method: str, pair: str) -> tuple[Tensor, Any]:
+    """``found``, the result of a method of ``part``: a ``pair`` whose tensor must have the shape of ``z``."""
+    name = f"{type(part).__name__}.{method}"
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
+        raise ValueError(f"{name} must return {pair}, got {type(found).__name__}")
+    if found[0].shape != z.shape:
+        shapes = f"{tuple(z.shape)}, got {tuple(found[0].shape)}"
+        raise ValueError(f"{name} must return {pair} with a tensor of the shape of z, {shapes}")
+    return found
 
 
 def evaluate(

@@ -60,7 +60,10 @@ class Registry(Generic[Part]):
             return found
         points: tuple[EntryPoint, ...] = tuple(entry_points(group=self.group, name=name))
         if not points:
-            raise ValueError(f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}")
+            raise ValueError(
+                f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}, and classes that a package "
+                "registers as entry points"
+            )
         registered = ", ".join(f"{point.value} by {point.dist and point.dist.name}" for point in points)
         if len({point.value for point in points}) > 1:
             raise ValueError(f"{self.kind} {name!r} is registered more than once: as {registered}")
@@ -132,6 +135,8 @@ class Registry(Generic[Part]):
             raise ValueError(f"a {self.kind} given as a mapping needs a 'name'; got {options}")
         if not isinstance(options["name"], str):
             raise ValueError(f"the name of a {self.kind} must be text, got {options['name']!r}")
+        if options["name"].lstrip().startswith(("{", "[")):
+            raise ValueError(f"{self.kind} {options['name']!r} is neither a name nor a mapping in YAML")
         name, _, argument = options.pop("name").partition(":")
         return name, (_value(argument),) if argument else (), options
 

@@ -46,6 +46,12 @@ class Tokens(NamedTuple):
         ``causal``: whether the map is causal. If not, all tokens of a sequence settle together.
         """
         verdict = policy.judge(z, fz, self.iterations, self.active)
+        shape = self.active.shape
+        if not isinstance(verdict, Judgement) or not verdict.residual.shape == verdict.stops.shape == shape:
+            raise ValueError(
+                f"{type(policy).__name__}.judge must return a Judgement with one value for every token: "
+                f"tensors of shape {tuple(shape)}"
+            )
         if not causal:
             verdict = _of_sequences(verdict, self.active)
         residual = torch.where(self.active, verdict.residual, self.residual)

@@ -15,7 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from deqseq import ImplicitSequenceLayer, Phantom, Residual, Status
+from deqseq import (
+    Backbone,
+    Context,
+    ConvergencePolicy,
+    ImplicitSequenceLayer,
+    Judgement,
+    Phantom,
+    Residual,
+    Solver,
+    Status,
+)
 from deqseq.backbone import backbones
 from deqseq.gradient import gradients
 from deqseq.guess import guesses
@@ -207,3 +217,60 @@ def test_in_pretraining(
     assert f"implicit {parts['backbone']}" in capsys.readouterr().out
     assert pretrain(command) == 0
     assert name_of(config(tmp_path / "run" / "model")[kind]) == name
+
+
+class Scaled(Backbone):
+    """f(z, x) = z / 2 + x, returned as ``answer`` says."""
+
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def prepare(self, x: Tensor, position_ids: Tensor | None = None) -> Context:
+        return Context((x,))
+
+    def evaluate(self, z: Tensor, context: Context, state: Any = None) -> Any:
+        return self.answer(z / 2 + context.tokens[0])
+
+
+class Plain(Solver):
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        self.answer = answer
+
+    def init(self, z: Tensor) -> Any:
+        return ()
+
+    def step(self, z: Tensor, fz: Tensor, state: Any, progress: Any) -> Any:
+        return self.answer(fz)
+
+
+class Largest(ConvergencePolicy):
+    max_iter = 9
+
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        self.answer = answer
+
+    def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Any:
+        return self.answer((fz - z).abs().amax())
+
+
+def as_trace(fz: Tensor) -> Any:
+    return fz, None
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"backbone": Scaled(lambda fz: fz)}, r"Scaled.evaluate must return \(f\(z\), trace\), got Tensor"),
+        ({"backbone": Scaled(lambda fz: (fz[..., :1], None))}, r"shape of z, \(2, 5, 4\), got \(2, 5, 1\)"),
+        ({"solver": Plain(lambda fz: fz)}, r"Plain.step must return \(next z, memory\), got Tensor"),
+        ({"solver": Plain(lambda fz: (fz[:1], ()))}, r"shape of z, \(2, 5, 4\), got \(1, 5, 4\)"),
+        ({"convergence": Largest(lambda c: Judgement(c, c < 1))}, r"tensors of shape \(2, 5\)"),
+        ({"convergence": Largest(lambda c: (c, c < 1))}, "must return a Judgement"),
+    ],
+)
+def test_answers_of_a_wrong_form_are_refused(parts: dict[str, Any], said: str) -> None:
+    """With two sequences, a tensor would unpack like a pair."""
+    layer = ImplicitSequenceLayer(**{"backbone": Scaled(as_trace), **parts})
+    with pytest.raises(ValueError, match=said):
+        layer(torch.randn(2, 5, 4))

@@ -42,10 +42,11 @@ def options(name: str) -> dict[str, Any]:
     """The arguments of :class:`ImplicitConfig` for the preset ``name``.
 
     Raises:
-        ValueError: no preset has this name. The message lists all names.
+        ValueError: no preset has this name. The message lists the forms of the model, or all names.
     """
     if name not in names():
-        raise ValueError(f"unknown preset {name!r}; known: {', '.join(names())}")
+        forms = [f"{name}-{form}" for form in _FORMS if name in _SIZES]
+        raise ValueError(f"unknown preset {name!r}; known: {', '.join(forms or names())}")
     if name == "mamba2-state-tracking":
         backbone = {"name": "mamba2", "d_model": 256, "n_layer": 1, "d_state": 128, "expand": 4}
         policies = {"convergence": _residual(32), "eval_convergence": _residual(2048)}

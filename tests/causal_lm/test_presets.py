@@ -26,6 +26,18 @@ def test_implicit_models_differ_by_their_injection(name: str) -> None:
     assert free.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("llama-130m", "llama-130m-explicit, llama-130m-injected, llama-130m-bounded, llama-130m-free"),
+        ("mamba3", "mamba2-130m-explicit, .*, mamba2-state-tracking"),
+    ],
+)
+def test_unknown_presets_name_the_known_ones(name: str, known: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown preset '{name}'; known: {known}$"):
+        presets.options(name)
+
+
 def test_a_preset_with_other_fields() -> None:
     config = ImplicitConfig.from_preset("llama-1.3b-free", vocab_size=100, window=8)
     assert config.vocab_size == 100 and config.eos_token_id == 0 and config.window == 8

@@ -680,12 +680,14 @@ def test_downstream_scores_are_those_of_lm_eval_itself(saved: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["perplexity", "{tmp}/none", *TEXT_FLAGS], "no tokenizer in"),
+        (["perplexity", "{tmp}/none", *TEXT_FLAGS], "no model in"),
+        (["perplexity", "{tmp}", *TEXT_FLAGS], "no model in"),
         (["perplexity", "{tmp}/none", "--tokenizer", "{saved}/model", *TEXT_FLAGS], "no model in"),
         (["perplexity", "{saved}/bare", *TEXT_FLAGS], "name one with --tokenizer"),
         (["perplexity", "{saved}/model", "--text", "{tmp}/none.txt"], "cannot be read"),
         (["perplexity", "{saved}/model", "--text", "{saved}/text.txt"], "one sequence of length 2048"),
-        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--window", "0"], "window"),
+        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--window", "0"],
+         "window must be a whole number >= 1, or one of 'all', 'model', got 0"),
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--rtol", "-1"], "rtol must be a positive"),
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--limit", "x"], "limit must be a whole number >= 1"),
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--device", "nowhere"], "cannot be loaded"),

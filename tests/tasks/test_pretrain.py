@@ -66,6 +66,14 @@ def test_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     last, everything = scores[-2:]  # at the last step: first on eval_rows rows, then on all held-out rows
     assert last["step"] == everything["step"] and last["eval_loss"] != everything["eval_loss"]
     assert f"{last['eval_perplexity']:.2f}" in table.splitlines()[2]  # the row of the second stage
+    other = tmp_path / "fewer-rows"
+    other.mkdir()
+    shutil.copy(run / "training.json", other)
+    settings = json.loads((run / "settings.json").read_text())
+    (other / "settings.json").write_text(json.dumps(settings | {"eval_rows": settings["eval_rows"] + 1}))
+    assert "Do not compare" not in table
+    assert main(["compare", str(run), str(other), "--output", str(figure)]) == 0
+    assert "Do not compare the perplexities" in capsys.readouterr().out
     assert main(["compare", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
     assert main(["compare", str(run), str(run)]) == 2
@@ -682,6 +690,7 @@ def test_advice_is_given_once_and_only_where_it_is_due() -> None:
     ("command", "message"),
     [
         (["nothing"], "there is no 'nothing'"),
+        ([__file__], "test_pretrain.py is not a YAML file"),
         (["llama-tiny", "--learning_rat", "1"], "did you mean learning_rate"),
         (["llama-tiny", "--learning_rate"], "expected one argument"),
         (["llama-tiny", "stray"], "unrecognized arguments: stray"),

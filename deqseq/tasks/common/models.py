@@ -35,6 +35,19 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
+def local_model(name: str) -> str:
+    """``name``, or the folder of its model if ``name`` is a pretraining run.
+
+    Raises:
+        ValueError: ``name`` is a local path, and there is no model.
+    """
+    if is_local(name):
+        name = str(model_folder(name))
+        if not (Path(name) / "config.json").is_file():
+            raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
+    return name
+
+
 def load_model(name: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
     """Load a model from a folder or the Hugging Face Hub, in evaluation mode.
 
@@ -47,10 +60,8 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
         ValueError: transformers cannot load the model; the model belongs to a run and is incomplete or
             damaged; the device does not exist.
     """
+    name = local_model(name)
     if is_local(name):
-        name = str(model_folder(name))
-        if not (Path(name) / "config.json").is_file():
-            raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
         check_model(name)
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -163,7 +163,8 @@ def read_yaml(source: str, shipped: Path) -> Tree:
     if path.suffix not in (".yaml", ".yml"):
         names = sorted(path.stem for path in shipped.glob("*.yaml"))
         if source not in names:
-            raise ValueError(f"there is no {source!r}: name a YAML file, or one of {', '.join(names)}")
+            what = f"{source} is not a YAML file (.yaml)" if path.exists() else f"there is no {source!r}"
+            raise ValueError(f"{what}: name a YAML file, or one of {', '.join(names)}")
         path = shipped / f"{source}.yaml"
     try:
         tree = yaml_value(path.read_text(), f"the file {path}")
@@ -229,6 +230,7 @@ def one_line(error: Exception) -> str:
     line = re.sub(
         r": Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r" must be one of \1, got \2", line
     )
+    line = re.sub(r", got (.*?); Expected a typing\.Literal\[(.*?)\]", r", or one of \2, got \1", line)
     for kind, rule in _RULES.items():
         line = line.replace(f": Expected a <class '{kind}'>. Got value: ", f" must be {rule}, got ")
         line = line.replace(f": Expected a <class '{kind}'>", f" must be {rule}")

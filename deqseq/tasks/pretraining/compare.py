@@ -29,16 +29,19 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
         runs: folders of finished runs
         output: PNG file of the plot
     """
-    lines, curves = [], []
+    lines, curves, held_out = [], [], set()
     for name_of_run, folder in zip(names_of(runs), runs, strict=True):
         given = read_settings(folder)
-        for name in ("fingerprint", "order"):  # describe the data; they are not fields of RunSettings
-            given.pop(name, None)
+        # These two describe the data; they are not fields of RunSettings.
+        fingerprint, _ = given.pop("fingerprint", None), given.pop("order", None)
         settings = build(RunSettings, given)
+        held_out.add((fingerprint, settings.length, settings.eval_rows))
         log = read_record(folder)["log"]
         curves.append((name_of_run, log, settings))
         lines += _lines(name_of_run, log, settings)
     print(table(_COLUMNS, lines))
+    if len(held_out) > 1:
+        print("\nDo not compare the perplexities: the held-out rows (data, length or eval_rows) differ.")
     if plot_curves(curves, output):
         print(f"\ndrew {output}")
 

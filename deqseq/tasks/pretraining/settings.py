@@ -74,7 +74,7 @@ class RunSettings:
         eval_at: list of steps after which to evaluate too
         eval_rows: held-out rows in an evaluation during training; null means all
         save_steps: save a checkpoint every N steps, and at the end of every stage
-        keep: number of checkpoints to keep, at least 2
+        keep: number of checkpoints to keep, at least 2: the last one, and the one being written
         spectral_every: estimate the spectral radius of df/dz for every Nth line of the log; 0 means never
         report_to: where the Trainer reports the log: tensorboard, wandb, ..., or none
 

@@ -325,8 +325,8 @@ class ImplicitSequenceLayer(SequenceLayer):
             if part is not None and not part.causal:
                 raise ValueError(
                     f"{part} lets a token's value depend on later tokens, which leaks the future in causal "
-                    "training: choose a part that is causal (many take scope='token'), or allow it with "
-                    "ImplicitSequenceLayer(causal=False)"
+                    "training: use a causal part (Anderson, Broyden and Residual are, with scope='token'), "
+                    "or allow it with ImplicitSequenceLayer(causal=False)"
                 )
 
 
@@ -353,7 +353,8 @@ class ExplicitSequenceLayer(SequenceLayer):
         inputs, packing = take_inputs(self.backbone, x, attention_mask, position_ids, state)
         x, backbone = inputs.x, self.backbone
         context = _context(backbone, inputs, packing is not None)
-        z, trace = evaluate(backbone, self._z(x, state), context, state, self.gradient_checkpointing)
+        z = self._z(x, state)
+        z, trace = evaluate(backbone, z, context, state, self.gradient_checkpointing, x.shape)
         if state is not None:
             state = backbone.advance(trace, backbone.reserve(state, x).copy(), inputs.lengths).detach()
         real = torch.arange(x.shape[1], device=x.device) < inputs.lengths[:, None]

@@ -116,14 +116,13 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     context, state = problem.context, problem.state
     if start is not None:
         context, state = context.take(_places(problem, start)), carry.state
-    found = evaluate(problem.map, z, context, state, problem.checkpoint)
-    fz, trace = _checked(found, z, problem.map, "evaluate", "(f(z), trace)")
+    fz, trace = evaluate(problem.map, z, context, state, problem.checkpoint, z.shape)
     fz = fz.to(z.dtype)  # autocast may have changed the dtype
     tokens = carry.tokens.counted()
     if judge:
         tokens = tokens.judged(z, fz, problem.policy, problem.causal)
     step = problem.solver.step(z, fz, carry.memory, tokens.progress(problem.policy))
-    proposal, memory = _checked(step, z, problem.solver, "step", "(next z, memory)")
+    proposal, memory = _checked(step, z.shape, problem.solver, "step", "(next z, memory)")
     carry = carry._replace(proposal=proposal, tokens=tokens, memory=memory)
     if start is None or state is None:
         return carry._replace(fz=fz, trace=trace)
@@ -139,25 +138,30 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     return carry._replace(state=state, start=start + leaving, leaving=leaving)
 
 
-def _checked(found: object, z: Tensor, part: object, method: str, pair: str) -> tuple[Tensor, Any]:
-    """``found``, the result of a method of ``part``: a ``pair`` whose tensor must have the shape of ``z``."""
+def _checked(found: object, shape: torch.Size, part: object, method: str, pair: str) -> tuple[Tensor, Any]:
+    """``found``, the result of a method of ``part``: a ``pair`` whose tensor must have this shape."""
     name = f"{type(part).__name__}.{method}"
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Tensor):
         raise ValueError(f"{name} must return {pair}, got {type(found).__name__}")
-    if found[0].shape != z.shape:
-        shapes = f"{tuple(z.shape)}, got {tuple(found[0].shape)}"
+    if found[0].shape != shape:
+        shapes = f"{tuple(shape)}, got {tuple(found[0].shape)}"
         raise ValueError(f"{name} must return {pair} with a tensor of the shape of z, {shapes}")
     return found
 
 
 def evaluate(
-    map: Map, z: Tensor, context: Context, state: State | None, recompute: bool
+    map: Map, z: Tensor, context: Context, state: State | None, recompute: bool, shape: torch.Size
 ) -> tuple[Tensor, Trace]:
-    """Returns f(z) and the trace. With ``recompute``, the backward pass recomputes the activations."""
+    """Returns f(z) and the trace. With ``recompute``, the backward pass recomputes the activations.
+
+    Raises:
+        ValueError: the map returns something else, or f(z) does not have this ``shape``.
+    """
     if recompute and torch.is_grad_enabled():
-        fz, trace = checkpoint(map.evaluate, z, context, state, use_reentrant=False)
-        return fz, trace
-    return map.evaluate(z, context, state)
+        found = checkpoint(map.evaluate, z, context, state, use_reentrant=False)
+    else:
+        found = map.evaluate(z, context, state)
+    return _checked(found, shape, map, "evaluate", "(f(z), trace)")
 
 
 def _places(problem: Problem, start: Tensor) -> Tensor:

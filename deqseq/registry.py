@@ -61,8 +61,8 @@ class Registry(Generic[Part]):
         points: tuple[EntryPoint, ...] = tuple(entry_points(group=self.group, name=name))
         if not points:
             raise ValueError(
-                f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}, and classes that a package "
-                "registers as entry points"
+                f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}; other packages add names "
+                f"as entry points of the group {self.group!r}"
             )
         registered = ", ".join(f"{point.value} by {point.dist and point.dist.name}" for point in points)
         if len({point.value for point in points}) > 1:

@@ -43,13 +43,15 @@ class Solution:
     adjoint: Solution | None = None
 
     def __repr__(self) -> str:
-        """A summary in one line; padding does not count. Makes the host wait for the device."""
+        """A summary in one line. Statistics leave out padding. Makes the host wait for the device."""
         size = " x ".join(map(str, self.status.shape))
         real = self.real
         if not real.any():
             return f"Solution({size} tokens, nfe={self.nfe})"
         counts = {s.name.lower().replace("_", " "): int((self.status[real] == s).sum()) for s in Status}
         ends = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        if padding := int((~real).sum()):
+            ends += f", {padding} padding"
         iterations = self.iterations[real]
         return (
             f"Solution({size} tokens: {ends}; {int(iterations.min())} to {int(iterations.max())} "

@@ -46,12 +46,7 @@ class Tokens(NamedTuple):
         ``causal``: whether the map is causal. If not, all tokens of a sequence settle together.
         """
         verdict = policy.judge(z, fz, self.iterations, self.active)
-        shape = self.active.shape
-        if not isinstance(verdict, Judgement) or not verdict.residual.shape == verdict.stops.shape == shape:
-            raise ValueError(
-                f"{type(policy).__name__}.judge must return a Judgement with one value for every token: "
-                f"tensors of shape {tuple(shape)}"
-            )
+        _check(verdict, type(policy).__name__, self.active.shape)
         if not causal:
             verdict = _of_sequences(verdict, self.active)
         residual = torch.where(self.active, verdict.residual, self.residual)
@@ -83,6 +78,19 @@ class Tokens(NamedTuple):
             status=self.status.gather(1, source) * stays,
             frozen=~inside,
             active=inside,
+        )
+
+
+def _check(verdict: object, name: str, shape: torch.Size) -> None:
+    """Raise ``ValueError`` unless ``verdict`` is a judgement on every token, with tensors of this shape."""
+    fields: tuple[object, ...] = ()
+    if isinstance(verdict, Judgement):
+        fields = (verdict.residual, verdict.converged, verdict.stops)
+    tensors = [field for field in fields if isinstance(field, Tensor) and field.shape == shape]
+    if len(tensors) < 3 or any(mask.dtype != torch.bool for mask in tensors[1:]):
+        raise ValueError(
+            f"{name}.judge must return a Judgement of tensors with one value for every token, "
+            f"{tuple(shape)}; converged and done must be bool"
         )
 
 

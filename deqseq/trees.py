@@ -6,7 +6,7 @@ them too. DDP with ``static_graph=True`` needs this: it synchronises gradients o
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +16,14 @@ from deqseq.backbone import Context, State
 from deqseq.outputs import LayerOutput
 from deqseq.solution import Solution
 
-for _record in (Context, State, Solution, LayerOutput):
+for _record in (Context, State, Solution):
     pytree.register_dataclass(_record)
+# The solution is not taken apart: DDP would replace it by a copy, and the backward pass sets its adjoint.
+pytree.register_pytree_node(
+    LayerOutput,
+    lambda out: ([out.z, out.state], out.solution),
+    lambda parts, solution: LayerOutput(*cast(tuple[Any, Any], parts), solution),
+)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

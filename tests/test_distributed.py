@@ -1,9 +1,10 @@
-"""All processes of a group stop iterating together."""
+"""All processes of a group stop iterating together, and those of DDP have the same gradients."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,10 +61,14 @@ dist.destroy_process_group()
 
 
 def run_two_ranks(folder: Path, window: int | None, shared: str) -> list[dict[str, int]]:
-    command = [sys.executable, "-c", SCRIPT]
+    return run_ranks(SCRIPT, [str(folder / "store"), json.dumps(window), shared])
+
+
+def run_ranks(script: str, arguments: list[str]) -> list[Any]:
+    """Run ``script`` in two processes. Returns what each of them prints last, read as JSON."""
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(folder / "store"), json.dumps(window), shared],
+            [sys.executable, "-c", script, str(rank), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
@@ -93,3 +98,41 @@ def test_without_a_group_each_rank_stops_on_its_own(tmp_path: Path) -> None:
     """Ranks without a group call f different numbers of times. A layer needs a group if f communicates."""
     fast, slow = run_two_ranks(tmp_path, None, "alone")
     assert fast["nfe"] < slow["nfe"] and fast["adjoint"] < slow["adjoint"]
+
+
+# Two ranks train one layer on different inputs.
+DDP = """
+import datetime, json, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from deqseq import ImplicitSequenceLayer
+from deqseq.backbones import LlamaBackbone
+
+rank, file, option = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo", init_method="file://" + file, rank=rank, world_size=2,
+    timeout=datetime.timedelta(seconds=60),
+)
+torch.manual_seed(0)
+layer = ImplicitSequenceLayer(LlamaBackbone(16, n_layer=1, n_head=2), gradient="implicit")
+model = DistributedDataParallel(layer, **{option: True})
+found = []
+for step in range(2):
+    out = model(torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(10 * step + rank)))
+    model.zero_grad()
+    out.z.square().sum().backward()
+    found.append([out.solution.adjoint is not None, *(p.grad.sum().item() for p in model.parameters())])
+print(json.dumps(found))
+dist.barrier()
+del layer, model, out
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_ranks_of_ddp_have_the_same_gradients(tmp_path: Path, option: str) -> None:
+    """DDP finds z in the output, and the output keeps the solution whose adjoint the backward pass sets."""
+    first, second = run_ranks(DDP, [str(tmp_path / "store"), option])
+    assert first == second and all(step[0] for step in first)

@@ -19,6 +19,7 @@ from deqseq import (
     Backbone,
     Context,
     ConvergencePolicy,
+    ExplicitSequenceLayer,
     ImplicitSequenceLayer,
     Judgement,
     Phantom,
@@ -265,8 +266,10 @@ def as_trace(fz: Tensor) -> Any:
         ({"backbone": Scaled(lambda fz: (fz[..., :1], None))}, r"shape of z, \(2, 5, 4\), got \(2, 5, 1\)"),
         ({"solver": Plain(lambda fz: fz)}, r"Plain.step must return \(next z, memory\), got Tensor"),
         ({"solver": Plain(lambda fz: (fz[:1], ()))}, r"shape of z, \(2, 5, 4\), got \(1, 5, 4\)"),
-        ({"convergence": Largest(lambda c: Judgement(c, c < 1))}, r"tensors of shape \(2, 5\)"),
+        ({"convergence": Largest(lambda c: Judgement(c, c < 1))}, r"one value for every token, \(2, 5\)"),
         ({"convergence": Largest(lambda c: (c, c < 1))}, "must return a Judgement"),
+        ({"convergence": Largest(lambda c: Judgement(0.1, True))}, "must return a Judgement"),
+        ({"convergence": Largest(lambda c: Judgement(c.expand(2, 5), c.expand(2, 5)))}, "must be bool"),
     ],
 )
 def test_answers_of_a_wrong_form_are_refused(parts: dict[str, Any], said: str) -> None:
@@ -274,3 +277,6 @@ def test_answers_of_a_wrong_form_are_refused(parts: dict[str, Any], said: str) -
     layer = ImplicitSequenceLayer(**{"backbone": Scaled(as_trace), **parts})
     with pytest.raises(ValueError, match=said):
         layer(torch.randn(2, 5, 4))
+    if "backbone" in parts:
+        with pytest.raises(ValueError, match=said):
+            ExplicitSequenceLayer(layer.backbone)(torch.randn(2, 5, 4))

@@ -260,7 +260,7 @@ def test_outputs_are_found_and_described(make_layer: MakeLayer) -> None:
     out = make_layer("module")(torch.randn(2, 6, 16), torch.ones(2, 6).tril(3))
     assert any(leaf is out.z for leaf in tree_leaves(out))
     least = int(out.solution.iterations[0, :4].min())
-    assert f"2 x 6 tokens: 9 converged; {least} to" in repr(out.solution)
+    assert f"2 x 6 tokens: 9 converged, 3 padding; {least} to" in repr(out.solution)
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -144,9 +144,10 @@ class Mamba2Backbone(Stack):
     def zero(self, x: Tensor) -> Tensor:
         """z = 0 as one token (1, 1, D), so that the first block does not multiply zeros for every token.
 
-        If a subclass overrides ``evaluate``, which may read the shape of z: zeros of the shape of ``x``.
+        If a subclass overrides a method that gets z: zeros of the shape of ``x``.
         """
-        if type(self).evaluate is not Stack.evaluate:
+        methods = "enter", "evaluate", "through"
+        if any(getattr(type(self), name) is not getattr(Stack, name) for name in methods):
             return super().zero(x)
         return x.new_zeros(1, 1, self.d_model)
 

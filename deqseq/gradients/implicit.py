@@ -43,8 +43,8 @@ class ImplicitDifferentiation(GradientStrategy):
     Args:
         solver: solver of the backward system, as a name or an object. By default the layer's solver.
         convergence: convergence policy of the backward system. By default, the relative residual must reach
-            1e-4. It must reach 8 times the dtype's eps in bfloat16 and float16, and twice the eps of
-            autocast's dtype under autocast. The default ``max_iter`` is the layer's, but at least 64.
+            1e-4; in bfloat16 and float16, 8 times the dtype's eps; under autocast, twice the eps of
+            autocast's dtype if this is more. The default ``max_iter`` is the layer's, but at least 64.
 
     Raises:
         ValueError: a name or option is unknown. A call of :meth:`solve` also raises this error if the solver

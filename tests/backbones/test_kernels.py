@@ -90,16 +90,16 @@ def test_one_evaluation_from_zero(name: str) -> None:
     twins(lambda: run(body.zero(x)))
 
 
-def test_a_subclass_that_reads_the_shape_of_z() -> None:
-    """If a subclass has its own ``evaluate``, such as f(z + p, x), ``zero`` has the shape of x."""
+@pytest.mark.parametrize("method", ["enter", "evaluate"])
+def test_a_subclass_that_reads_the_shape_of_z(method: str) -> None:
+    """If a subclass has a method of its own that gets z, such as f(z + p, x), ``zero`` has the shape of x."""
 
-    class Positions(Mamba2Backbone):
-        def evaluate(self, z: Tensor, context: Context, state: Any = None) -> tuple[Tensor, Any]:
-            places = torch.arange(z.shape[1], device=z.device)
-            return super().evaluate(z + places[:, None], context, state)
+    def moved(self: Mamba2Backbone, z: Tensor, *inputs: Any) -> Any:
+        places = torch.arange(z.shape[1], device=z.device)
+        return getattr(Mamba2Backbone, method)(self, z + places[:, None], *inputs)
 
     torch.manual_seed(0)
-    body = Positions(16, 2, d_state=8, headdim=8).to(DEVICE)
+    body = type("Positions", (Mamba2Backbone,), {method: moved})(16, 2, d_state=8, headdim=8).to(DEVICE)
     x = torch.randn(2, 9, 16, device=DEVICE)
 
     def run() -> list[Tensor]:

@@ -71,9 +71,9 @@ def test_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     shutil.copy(run / "training.json", other)
     settings = json.loads((run / "settings.json").read_text())
     (other / "settings.json").write_text(json.dumps(settings | {"eval_rows": settings["eval_rows"] + 1}))
-    assert "Do not compare" not in table
+    assert "comparable" not in table
     assert main(["compare", str(run), str(other), "--output", str(figure)]) == 0
-    assert "Do not compare the perplexities" in capsys.readouterr().out
+    assert "may not be comparable" in capsys.readouterr().out
     assert main(["compare", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
     assert main(["compare", str(run), str(run)]) == 2
@@ -242,6 +242,10 @@ def test_flops_are_those_of_the_matrices() -> None:
     options = {"vocab_size": 300, "implicit": False}
     normed, other = (ImplicitConfig(backbone={**plain, "weight_norm": w}, **options) for w in (True, False))
     assert Flops(normed, length).evaluation == Flops(other, length).evaluation > 0
+    options["backbone"] = {**plain, "n_layer": 2, "injection": True}
+    forms = [Flops(ImplicitConfig(**{**options, "implicit": implicit}), length) for implicit in (True, False)]
+    rows = 2 * 2 * d + 2 * 4 + 2 * d // 8  # of in_proj: gate and x, B and C, dt
+    assert forms[0].evaluation - forms[1].evaluation == 2 * (length - 1) * d * rows  # one token of zeros
     assert saved_bytes(config, 64) == pytest.approx(2 * saved_bytes(config, 32), rel=0.5)
 
 

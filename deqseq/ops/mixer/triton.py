@@ -80,7 +80,6 @@ class _Mix(torch.autograd.Function):
         u, inj, tail, state, y, *weights = ctx.saved_tensors
         w = MixerWeights(*weights)
         grad = grad.contiguous()
-        d_u: Tensor | None
         d_proj, normed = y.new_empty(*y.shape[:2], w.in_proj.shape[0]), torch.empty_like(y)
         batch = len(y)
         rows = -(-batch // -(-d_proj.numel() * d_proj.itemsize // PART))  # sequences in each part
@@ -91,15 +90,16 @@ class _Mix(torch.autograd.Function):
             outputs = d_proj[part], normed[part]
             sums.append(_recompute(inputs, y[part], grad[part], outputs, w, ctx.sizes, ctx.options))
         of_norm, of_conv, (d_decay, d_skip, d_bias) = map(_sum, zip(*sums, strict=True))
-        if u.shape[:2] != y.shape[:2]:  # u is one token of zeros
-            d_in, d_u = torch.zeros_like(w.in_proj), torch.zeros_like(u)
-        else:
-            d_in = _outer(d_proj, u)
-            d_u = d_proj @ w.in_proj if ctx.needs_input_grad[0] else None
+        zeros = u.shape[:2] != y.shape[:2]  # u is one token of zeros
+        d_in = torch.zeros_like(w.in_proj) if zeros else _outer(d_proj, u)
         grads = MixerWeights(
             in_proj=d_in, conv=of_conv[:, :4], conv_bias=of_conv[:, 4], decay=d_decay, dt_bias=d_bias,
             skip=d_skip, norm=of_norm, out_proj=_outer(grad, normed),
         )  # fmt: skip
+        del normed
+        d_u = None
+        if ctx.needs_input_grad[0]:
+            d_u = torch.zeros_like(u) if zeros else d_proj @ w.in_proj
         return (
             d_u, d_proj if inj is not None else None, None, None, None,
             *(g.to(weight.dtype) for g, weight in zip(grads, weights, strict=True)),

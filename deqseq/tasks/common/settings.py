@@ -231,9 +231,11 @@ def one_line(error: Exception) -> str:
         r": Expected a typing\.Literal\[(.*?)\]\. Got value: (.*)", r" must be one of \1, got \2", line
     )
     line = re.sub(r", got (.*?); Expected a typing\.Literal\[(.*?)\]", r", or one of \2, got \1", line)
-    for kind, rule in _RULES.items():
-        line = line.replace(f": Expected a <class '{kind}'>. Got value: ", f" must be {rule}, got ")
-        line = line.replace(f": Expected a <class '{kind}'>", f" must be {rule}")
+    kinds = re.findall(r"Expected a <class '(\w+)'>", line)
+    if kinds and ": Expected a <class" in line:
+        got = re.search(r"Got value: ([^;]*)", line)
+        rules = " or ".join(_RULES.get(kind, kind) for kind in kinds)
+        line = line.partition(": Expected")[0] + f" must be {rules}" + (f", got {got[1]}" if got else "")
     return line.replace(": must", " must")
 
 

@@ -41,7 +41,7 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
         lines += _lines(name_of_run, log, settings)
     print(table(_COLUMNS, lines))
     if len(held_out) > 1:
-        print("\nDo not compare the perplexities: the held-out rows (data, length or eval_rows) differ.")
+        print("\nThe perplexities may not be comparable: data, length or eval_rows differ.")
     if plot_curves(curves, output):
         print(f"\ndrew {output}")
 

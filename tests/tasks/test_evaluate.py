@@ -23,9 +23,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from deqseq import FixedIterations, Residual, SolveOptions
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.tasks.common.figures import log_scale
-from deqseq.tasks.common.models import read_tokens, solve_options
+from deqseq.tasks.common.models import load_model, read_tokens, solve_options
 from deqseq.tasks.common.results import ResultFolder
-from deqseq.tasks.common.tokenizer import load_tokenizer
+from deqseq.tasks.common.tokenizer import is_local, load_tokenizer
 from deqseq.tasks.evaluate.__main__ import main
 from deqseq.tasks.evaluate.downstream import TASKS, evaluate_tasks, local_files, other_prompts, read_docs
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
@@ -675,6 +675,16 @@ def test_downstream_scores_are_those_of_lm_eval_itself(saved: Path, tmp_path: Pa
         metrics = {"lambada_openai": ["acc", "perplexity"], "piqa": ["acc", "acc_norm", "acc_norm_stderr"]}
         for metric in metrics[row["task"]]:
             assert other[f"{metric},none"] == pytest.approx(row[metric], rel=1e-6)
+
+
+def test_names_in_a_folder_that_exists_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped folder of a run is not looked for on the hub."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    assert is_local("runs/mistyped") and is_local("./model") and is_local("a/b/c")
+    assert not is_local("gpt2") and not is_local("state-spaces/mamba2-130m")
+    with pytest.raises(ValueError, match="no model in runs/mistyped"):
+        load_model("runs/mistyped")
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,13 @@ def trained_size(name: str) -> int | None:
 
 
 def is_local(name: str) -> bool:
-    """Whether ``name`` is a local path and not a hub name: the path exists, or ``name`` looks like a path."""
-    return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+    """Whether ``name`` is a local path and not a hub name.
+
+    It is a path if it looks like one, if it exists, or if the folder that should contain it exists.
+    """
+    path = Path(name)
+    looks = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    return looks or path.exists() or (path.parent != Path() and path.parent.is_dir())
 
 
 def first_line(error: Exception) -> str:

@@ -23,9 +23,7 @@ from deqseq.layer import ImplicitSequenceLayer
 from deqseq.outputs import LayerOutput
 from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
-from deqseq.solution import Solution, Status
-
-_PER_TOKEN = ("z", "residual", "iterations", "status")
+from deqseq.solution import PER_TOKEN, Solution, Status
 
 
 def solve_starts(
@@ -105,7 +103,7 @@ def solve_many(
         residual = _residual(found, attention_mask)
         better = residual < least
         least = torch.where(better, residual, least)
-        best = _with(best, {name: _where(better, found, best, name) for name in _PER_TOKEN})
+        best = _with(best, {name: _where(better, found, best, name) for name in PER_TOKEN})
     best.nfe = evaluations
     return LayerOutput(best.z, None, best)
 
@@ -168,7 +166,7 @@ def solve_with_restarts(
         iterations = best.iterations.index_add(0, rows, found.iterations)
         rows, found, residual = rows[better], _with(found, _rows(found, better)), residual[better]
         least = least.index_copy(0, rows, residual)
-        values = {n: getattr(best, n).index_copy(0, rows, getattr(found, n)) for n in _PER_TOKEN}
+        values = {n: getattr(best, n).index_copy(0, rows, getattr(found, n)) for n in PER_TOKEN}
         best = _with(best, {**values, "iterations": iterations, "nfe": best.nfe + found.nfe})
     return LayerOutput(best.z, None, best)
 
@@ -268,14 +266,14 @@ def _joined(parts: Sequence[Solution]) -> Solution:
     """Join the solutions ``parts`` into one solution with all their sequences, in order."""
     if len(parts) == 1:
         return parts[0]
-    whole = _with(parts[0], {name: torch.cat([getattr(part, name) for part in parts]) for name in _PER_TOKEN})
+    whole = _with(parts[0], {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_TOKEN})
     whole.nfe = sum(part.nfe for part in parts)
     return whole
 
 
 def _rows(solution: Solution, rows: Tensor) -> dict[str, Any]:
     """The values of the sequences ``rows``: indices, or (B,) bool."""
-    return {name: getattr(solution, name)[rows] for name in _PER_TOKEN}
+    return {name: getattr(solution, name)[rows] for name in PER_TOKEN}
 
 
 def _with(solution: Solution, values: dict[str, Any]) -> Solution:

@@ -30,7 +30,7 @@ from deqseq.inputs import Inputs
 from deqseq.loop import Carry, Runner, begin, drive, finish, one_pass
 from deqseq.problem import Problem, SolveOptions
 from deqseq.search import search
-from deqseq.solution import Solution
+from deqseq.solution import PER_TOKEN, Solution
 from deqseq.trees import Copier, copied, overwrite
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ drops the least recently used one before it adds another."""
 
 MakeProblem = Callable[[Inputs], Problem]
 MakeResult = Callable[[Solution, Inputs], Solution]
-_PER_TOKEN = ("z", "residual", "iterations", "status")
 
 
 class _Entry(NamedTuple):
@@ -245,7 +244,7 @@ class Recording(RecordedSolve):
     def record_end(self) -> None:
         result = self._make_result(finish(self.problem, self.carry, 0), self._inputs)
         assert result.state is not None
-        per_token = [getattr(result, name) for name in _PER_TOKEN]
+        per_token = [getattr(result, name) for name in PER_TOKEN]
         self._outputs = Copier([*per_token, *result.state.tensors()])
         self._sizes = [len(layer) for layer in result.state.layers]
 
@@ -262,6 +261,6 @@ class Recording(RecordedSolve):
     def finish(self) -> Solution:
         self._end()
         outputs = iter(self._outputs.copy())
-        per_token: dict[str, Any] = {name: next(outputs) for name in _PER_TOKEN}
+        per_token: dict[str, Any] = {name: next(outputs) for name in PER_TOKEN}
         state = State(next(outputs), tuple(tuple(islice(outputs, size)) for size in self._sizes))
         return Solution(**per_token, nfe=self.passes, state=state)

@@ -15,6 +15,9 @@ __all__ = ["Solution", "Status"]
 if TYPE_CHECKING:
     from deqseq.backbone import State
 
+PER_TOKEN = ("z", "residual", "iterations", "status")
+"""The attributes of a solution with one entry per token."""
+
 
 @dataclass(repr=False)
 class Solution:
@@ -68,7 +71,7 @@ class Solution:
 
         Pipelines of transformers need this method, because they index model outputs to split a batch.
         """
-        per_token = {name: getattr(self, name)[row] for name in ("z", "residual", "iterations", "status")}
+        per_token = {name: getattr(self, name)[row] for name in PER_TOKEN}
         return replace(self, **per_token, state=None, adjoint=None)
 
     def summary(self, valid: Tensor | None = None) -> dict[str, float]:

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 _TIMES_IN_A_RUN = {"log_steps": 50, "save_steps": 4, "eval_steps": 1}
 _NO_MATTER = {"data", "eval_rows", "steps"}  # settings that do not change the time of a step
 _WARM_UP = 5  # steps that are not timed: the first ones compile
+_STEADY = 0.25  # largest relative difference of the times of a step that give a reliable median
 
 
 def train_one(
@@ -201,12 +202,24 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
         clock = _Clock(time.process_time if device.type == "cpu" else time.perf_counter)
         trainer.add_callback(clock)
         trainer.train()
-    seconds = statistics.median(clock.seconds[_WARM_UP:])
+    timed = clock.seconds[_WARM_UP:]
+    seconds = statistics.median(timed)
+    if not steady(timed):
+        logger.warning(
+            "the times of stage %s differ by more than %d %%. Perhaps other programs are running: stop them, "
+            "remove %s and measure again", stage, 100 * _STEADY, file,
+        )  # fmt: skip
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {"seconds": seconds, "steps": clock.seconds, "setting": setting})
     del trainer, clock
     gc.collect()
     return seconds
+
+
+def steady(seconds: Sequence[float]) -> bool:
+    """Whether the times of a step are nearly equal, without the tenth that is fastest or slowest."""
+    ordered, outside = sorted(seconds), len(seconds) // 10
+    return ordered[-1 - outside] - ordered[outside] <= _STEADY * statistics.median(seconds)
 
 
 class _Clock(TrainerCallback):

@@ -366,6 +366,15 @@ def test_speeds_of_steps_with_other_evaluations_have_no_ratio(monkeypatch: pytes
     assert _ratios({1: rows(10, 5, 5), 2: rows(19, 4, 6)}) == {1: [1, 1]}  # their mean is 5
 
 
+def test_times_of_a_step_that_differ_are_not_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from iteration.training import steady
+
+    assert steady([0.1]) and steady([0.1] * 18 + [0.5] * 2)
+    assert not steady([0.1] * 17 + [0.5] * 3)
+    assert not steady([0.1] * 10 + [0.13] * 10)
+
+
 def test_the_parts_of_a_profiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from scale.measure import parts

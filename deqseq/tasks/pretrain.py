@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     return command_line.main(
         "pretrain", _ABOUT, {"demo": _demo, "compare": compare}, arguments, default=_pretrain,
-        interrupted="repeat the command to resume from the last checkpoint", log_level=logging.INFO,
+        interrupted="the same command resumes from the last checkpoint, if there is one",
+        log_level=logging.INFO,
     )  # fmt: skip
 
 

@@ -63,8 +63,13 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
     name = local_model(name)
     if is_local(name):
         check_model(name)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"the device {device} cannot be used: {first_line(error)}") from error
+    try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         model.to(place)
     except Exception as error:

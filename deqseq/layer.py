@@ -166,7 +166,10 @@ class ImplicitSequenceLayer(SequenceLayer):
         super().__setattr__(name, value)
         if isinstance(value, SolveOptions):
             options = (vars(self).get("train_solve"), vars(self).get("eval_solve"))
-            self.guess_modules = modules_of(*(each.guess for each in options if each is not None))
+            modules = modules_of(*(each.guess for each in options if each is not None))
+            if modules is not None:
+                modules.training = self.training
+            self.guess_modules = modules
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitSequenceLayer:
         """A deep copy. The copy shares the process group, because process groups cannot be copied."""

@@ -40,11 +40,13 @@ def jacobian_penalty(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.twice_differentiable():
         z = z.detach().requires_grad_()
         fz = f(z)
+        if not fz.requires_grad:
+            return fz.new_zeros(())  # f does not depend on z
         # Sum in float32 at least: a sum in float16 would overflow.
         total = fz.new_zeros((), dtype=torch.promote_types(fz.dtype, torch.float32))
         for _ in range(samples):
             probe = torch.randn(fz.shape, generator=generator, device=fz.device, dtype=fz.dtype)
-            (product,) = torch.autograd.grad(fz, z, probe, create_graph=True)
+            (product,) = torch.autograd.grad(fz, z, probe, create_graph=True, materialize_grads=True)
             total = total + product.to(total.dtype).square().sum()
     return total / (samples * fz.numel())
 
@@ -74,11 +76,15 @@ def spectral_radius(
     with torch.enable_grad():
         z = z.detach().requires_grad_()
         fz = f(z)
+    if not fz.requires_grad:
+        return fz.new_zeros(fz.shape[0])  # f does not depend on z
     probe = torch.randn(fz.shape, generator=generator, device=fz.device, dtype=fz.dtype)
     tiny = torch.finfo(fz.dtype).tiny
     growth = []
     for step in range(iterations):
         probe = probe / torch.linalg.vector_norm(probe, dim=(1, 2), keepdim=True).clamp_min(tiny)
-        (probe,) = torch.autograd.grad(fz, z, probe, retain_graph=step + 1 < iterations)
+        (probe,) = torch.autograd.grad(
+            fz, z, probe, retain_graph=step + 1 < iterations, materialize_grads=True
+        )
         growth.append(torch.linalg.vector_norm(probe, dim=(1, 2)))
     return torch.stack(growth[iterations // 2 :]).clamp_min(tiny).log().mean(0).exp()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deqseq import graphs
+from deqseq.backbone import Context
 from deqseq.compact import CompactingRunner, compactable
 from deqseq.loop import Runner, drive
 from deqseq.policy import FixedIterations
@@ -54,8 +55,9 @@ def steps(
             its gradient is that of the last iterate.
 
             If a token in ``start`` is not finite, this token and all later tokens of its sequence are not
-            iterated. In the result, they keep their z from ``start``. During the iteration, their z is set
-            to zero, because NaN would spread to earlier tokens through matrix products.
+            iterated. In the result, they keep their z from ``start``. During the iteration, their z and
+            their context are set to zero, because NaN would spread to earlier tokens through matrix products,
+            and to the gradients of parameters.
         solver: proposes the iterates; the problem's solver by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
     """
@@ -67,6 +69,7 @@ def steps(
     z0, excluded = start.z, None if problem.fixed else _excluded(start)
     if excluded is not None:
         z0, solver = _zeroed(z0, excluded), _ZeroAt(solver, excluded)
+        problem = replace(problem, context=_without(problem.context, excluded))
     options = SolveOptions(solver, FixedIterations(count))
     found = drive(
         Runner(replace(problem, z0=z0, options=options, checkpoint=checkpoint, returns_state=False))
@@ -100,6 +103,18 @@ def _excluded(found: Solution) -> Tensor | None:
 
 def _zeroed(z: Tensor, tokens: Tensor) -> Tensor:
     return z.where(~tokens[..., None], z.new_zeros(()))
+
+
+def _without(context: Context, tokens: Tensor) -> Context:
+    """The context with zeros where ``tokens`` (B, L) is true."""
+
+    def zeroed(t: Tensor) -> Tensor:
+        # The context of a map that is not causal may have tensors of another form than (B, L, ...).
+        if not t.is_floating_point() or t.shape[:2] != tokens.shape:
+            return t
+        return t.masked_fill(tokens.view(*tokens.shape, *[1] * (t.dim() - 2)), 0)
+
+    return replace(context, tokens=tuple(map(zeroed, context.tokens)))
 
 
 class _ZeroAt(Solver):

@@ -55,10 +55,11 @@ class Solution:
         ends = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         if padding := int((~real).sum()):
             ends += f", {padding} padding"
-        iterations = self.iterations[real]
+        iterations, residual = self.iterations[real], self.residual[real & self.residual.isfinite()]
+        most = f", residual at most {float(residual.max()):.2g}" if residual.numel() else ""
         return (
             f"Solution({size} tokens: {ends}; {int(iterations.min())} to {int(iterations.max())} "
-            f"iterations, residual at most {float(self.residual[real].max()):.2g}, nfe={self.nfe})"
+            f"iterations{most}, nfe={self.nfe})"
         )
 
     @property

@@ -29,7 +29,7 @@ class Solved(Protocol):
 
 
 class SolveStatistics:
-    """Means over the tokens of one or more solves. Padding does not count.
+    """Means over the tokens of one or more solves. Padding and residuals that are not finite do not count.
 
     All tokens of all solves have the same weight. :meth:`read` makes the host wait for the device, and
     :meth:`add` never does. Sums are float64 (float32 on MPS devices).
@@ -50,9 +50,9 @@ class SolveStatistics:
         """Forget all solves."""
         self.solves = 0
         self._nfe = 0
-        # One column per position in the sequence. Row 0 counts the tokens. Every other row has the sums for
-        # one of the means.
-        self._sums = torch.zeros(1 + len(_MEANS), 0)
+        # One column per position in the sequence. Row 0 counts the tokens, and row 1 those with a finite
+        # residual. Every other row has the sums for one of the means.
+        self._sums = torch.zeros(2 + len(_MEANS), 0)
         self._residuals = torch.empty(0)
 
     def add(self, solution: Solved, valid: Tensor | None = None) -> None:
@@ -65,7 +65,9 @@ class SolveStatistics:
         if valid is None:
             valid = solution.real
         precise = torch.float32 if residual.device.type == "mps" else torch.float64
-        values = [torch.ones_like(residual), iterations, residual, *(status == share for share in _SHARES)]
+        finite = residual.isfinite()
+        means = iterations, residual.where(finite, 0), *(status == share for share in _SHARES)
+        values = [torch.ones_like(residual), finite, *means]
         stacked = torch.stack([torch.atleast_2d(value).to(precise) for value in values])
         sums = stacked.where(torch.atleast_2d(valid).bool(), 0).sum(1)
         before, self._sums = self._sums.to(sums), sums
@@ -76,7 +78,7 @@ class SolveStatistics:
         self.solves += 1
         if self.tail:
             every = -(-residual.numel() // _SAMPLE)
-            self._residuals = residual.flatten()[::every].clone()
+            self._residuals = residual.where(finite, torch.nan).flatten()[::every]
 
     def read(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, float]:
         """The means by name. The result is empty if no solve was added.
@@ -90,15 +92,16 @@ class SolveStatistics:
         """
         if not self.solves:
             return {}
-        tail = [torch.quantile(self._residuals.float(), 0.99) * self.solves] if self.tail else []
+        tail = [torch.nanquantile(self._residuals.float(), 0.99) * self.solves] if self.tail else []
         counts = self._sums.new_tensor([self.solves, self._nfe])
         values = torch.cat([self._sums.sum(1), counts, *(value.view(1).to(counts) for value in tail)])
         if reduce is not None:
             values = reduce(values)
-        tokens, *sums = values.tolist()
+        tokens, finite, *sums = values.tolist()
         solves, nfe, *tails = sums[len(_MEANS) :]
         found = {"nfe": nfe / solves}
         found |= {name: total / max(tokens, 1) for name, total in zip(_MEANS, sums, strict=False)}
+        found["residual"] *= max(tokens, 1) / max(finite, 1)
         return found | ({"residual_p99": tails[0] / solves} if tails else {})
 
     def by_position(self, name: str) -> Tensor:
@@ -106,5 +109,5 @@ class SolveStatistics:
 
         L is the length of the longest solve. Positions without counted tokens are NaN.
         """
-        sums = self._sums.cpu()
-        return sums[1 + _MEANS.index(name)] / sums[0]
+        tokens, finite, *sums = self._sums.cpu().unbind()
+        return sums[_MEANS.index(name)] / (finite if name == "residual" else tokens)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deqseq import ExplicitSequenceLayer, FixedIterations, ImplicitSequenceLayer, Residual
+from deqseq import ExplicitSequenceLayer, FixedIterations, ImplicitSequenceLayer, Residual, SolveOptions
 from deqseq.backbones import LlamaBackbone
 from deqseq.budget import AdaptiveBudget
 from deqseq.curriculum import Curriculum, Stage
@@ -113,6 +113,11 @@ def test_policies_without_max_iter_are_refused() -> None:
         LlamaBackbone(d_model=8, n_layer=1, n_head=2), convergence=FixedIterations(3)
     )
     with pytest.raises(ValueError, match=r"max_iter can change, such as residual, got FixedIterations"):
+        AdaptiveBudget(layer, 0.1)
+    layer.train_solve = SolveOptions(
+        convergence=Residual(0.1) & FixedIterations(3)
+    )  # at least three iterations
+    with pytest.raises(ValueError, match=r"max_iter can change, such as residual, got Both"):
         AdaptiveBudget(layer, 0.1)
     with pytest.raises(ValueError, match="max_iter can change"):
         Curriculum([Stage(1.0, "phantom", {"name": "fixed", "iterations": 4}, adaptive_budget=0.1)])

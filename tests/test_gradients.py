@@ -42,6 +42,17 @@ EXACT = ImplicitDifferentiation(solver="picard", convergence=TIGHT)
 B, L, D = 2, 8, 16
 
 
+class Exponential(nn.Module):
+    """A contraction that overflows at large inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, u: Tensor) -> Tensor:
+        return 0.1 * self.second(self.first(u).exp())
+
+
 class BrokenAtSix(nn.Module):
     """A contraction whose output is infinite at token 6."""
 
@@ -366,7 +377,7 @@ def test_the_default_tolerance_of_the_backward_system_can_be_met_under_autocast(
 
 def test_a_token_that_is_not_finite_does_not_delay_the_backward_system() -> None:
     layer = ImplicitSequenceLayer(ModuleBackbone(BrokenAtSix()), gradient="implicit")
-    x = torch.randn(1, 16, 4)
+    x = torch.randn(1, 16, 4, requires_grad=True)
     found = []
     for length in (6, 16):
         out = layer(x[:, :length])
@@ -374,6 +385,37 @@ def test_a_token_that_is_not_finite_does_not_delay_the_backward_system() -> None
         assert (out.solution.adjoint.status == Status.CONVERGED).all()
         found.append(out.solution.adjoint.nfe)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("gradient", ["phantom", "implicit"])
+def test_a_token_at_which_f_overflows_leaves_the_gradients_of_parameters_correct(gradient: str) -> None:
+    layer = ImplicitSequenceLayer(ModuleBackbone(Exponential()), gradient=gradient)
+    x = torch.randn(2, 5, 4)
+    found = []
+    for large in (False, True):
+        x[0, 3] = 1e3 if large else 0.0  # finite, but exp overflows
+        layer.zero_grad()
+        out = layer(x)
+        assert (out.solution.status[0, 3] == Status.NON_FINITE) == large
+        (out.z[0, :3].square().sum() + out.z[1].square().sum()).backward()
+        found.append([p.grad for p in layer.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_a_frozen_layer_needs_no_backward_system() -> None:
+    layer = ImplicitSequenceLayer(LlamaBackbone(8, n_layer=1, n_head=2), gradient="implicit")
+    layer.requires_grad_(False)
+    x = torch.randn(1, 4, 8)
+    assert not layer(x).z.requires_grad
+    assert layer(x.requires_grad_()).z.requires_grad
+
+
+@pytest.mark.parametrize("solver", ["anderson", "broyden"])
+def test_solvers_whose_coefficients_are_constants_have_no_exact_unrolled_gradient(solver: str) -> None:
+    """The guide says so: if this test fails, change the guide."""
+    layer = ImplicitSequenceLayer(ModuleBackbone(nn.Linear(4, 4).double()), solver, gradient=Unrolled(3))
+    x = torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert not torch.autograd.gradcheck(lambda x: layer(x).z, (x,), raise_exception=False)
 
 
 def test_a_map_that_ignores_z_has_a_gradient() -> None:

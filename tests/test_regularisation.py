@@ -119,6 +119,13 @@ def test_radius_of_nothing_is_zero() -> None:
     assert spectral_radius(lambda z: 0 * z, torch.randn(2, 3, 4)).max() < 1e-30
 
 
+@pytest.mark.parametrize("f", [lambda z: torch.ones_like(z), lambda z: torch.ones_like(z).requires_grad_()])
+def test_maps_that_ignore_z(f: Callable[[Tensor], Tensor]) -> None:
+    z = torch.randn(2, 3, 4)
+    assert jacobian_penalty(f, z) == 0
+    assert spectral_radius(f, z).max() < 1e-30
+
+
 def test_radius_leaves_no_graph() -> None:
     weight = torch.tensor(0.5, requires_grad=True)
     with torch.no_grad():

@@ -27,6 +27,24 @@ def test_padding_does_not_count() -> None:
     assert found["share_converged"] == 3 / 4 and found["share_budget_exhausted"] == 1 / 4
 
 
+def test_residuals_that_are_not_finite_do_not_count() -> None:
+    found, clean = SolveStatistics(tail=True), SolveStatistics(tail=True)
+    broken = solution()
+    broken.residual = torch.tensor([[0.1, torch.nan, 0.2], [torch.inf, 0.4, 0.5]])
+    broken.iterations = torch.ones_like(broken.iterations)
+    broken.status = torch.tensor([[1, 3, 1], [3, 1, 1]])
+    found.add(broken)
+    assert found.read()["residual"] == pytest.approx(0.3) and found.read()["share_non_finite"] == 2 / 6
+    assert found.read()["residual_p99"] == pytest.approx(0.497)
+    torch.testing.assert_close(found.by_position("residual").float(), torch.tensor([0.1, 0.4, 0.35]))
+    assert "residual at most 0.5" in repr(broken)
+    broken.residual = broken.residual[:, :2] * torch.nan
+    broken.iterations, broken.status = broken.iterations[:, :2], torch.full((2, 2), 3)
+    assert "residual" not in repr(broken)
+    clean.add(solution())
+    assert clean.read()["residual"] == pytest.approx(1.3 / 4)
+
+
 def test_the_caller_may_say_which_tokens_count() -> None:
     valid = torch.tensor([[1, 0, 1], [0, 0, 0]])
     assert solution().summary(valid)["iterations"] == 4

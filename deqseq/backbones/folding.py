@@ -77,6 +77,9 @@ def _fold(linear: Any) -> None:
     # and copies of the map share this class.
     linear.__class__ = type_before_parametrizations(linear)
     del linear.parametrizations, linear.bias  # register both again, in the order of plain maps
+    hooks = linear._load_state_dict_pre_hooks  # of torch's weight_norm; it cannot be pickled
+    for key in [key for key, hook in hooks.items() if "weight_norm" in hook.hook.__qualname__]:
+        del hooks[key]
     linear.register_parameter("weight", weight)
     linear.register_parameter("bias", bias)
 

@@ -57,9 +57,13 @@ def active_norm(module: nn.Module) -> nn.RMSNorm:
     PEFT's LN tuning and ``modules_to_save`` are supported.
 
     Raises:
-        ValueError: ``module`` is another kind of adapter, or has several active norms.
+        ValueError: ``module`` is another kind of norm or adapter, or has several active norms.
     """
     if type(module) is nn.RMSNorm or not is_adapter(module):
+        if type(module).forward is not nn.RMSNorm.forward:
+            raise ValueError(
+                f"{_name(module)} cannot replace a norm: backbones compute only those of torch.nn.RMSNorm"
+            )
         _run_weight_hooks(module)
         return cast(nn.RMSNorm, module)
     for choices in ("ln_tuning_layers", "modules_to_save"):
@@ -80,6 +84,12 @@ def is_quantised(module: nn.Module | None) -> bool:
 def _dequantised(module: nn.Module) -> Tensor:
     """The weight of a linear map or convolution, dequantised if it is quantised."""
     weight: Any = module.weight
+    if weight.is_meta and hasattr(module, "_hf_hook"):
+        # accelerate loads the weights of a module when the module is called. Backbones do not call it.
+        raise ValueError(
+            f"accelerate has moved the weights of this {_name(module)} away from its device: the layer must "
+            "be on one device, because every iteration reads all its weights"
+        )
     if not is_quantised(module):
         return cast(Tensor, weight)
     if type(weight).__module__.startswith("torchao"):

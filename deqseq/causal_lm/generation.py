@@ -40,6 +40,16 @@ class ImplicitGenerationMixin(GenerationMixin):
             options["custom_generate"] = partial(wavefront_generate, wavefront=wavefront)
         return super().generate(*args, **options)  # type: ignore[misc]
 
+    def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
+        """Raise ``ValueError``: ``generate_batch`` of transformers needs paged attention.
+
+        Without this method, it would fail in another thread, after minutes, and return empty results.
+        """
+        raise ValueError(
+            "continuous batching (generate_batch) does not work: an EquilibriumCache has no pages; use "
+            "generate, or the plug-in for vLLM"
+        )
+
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: Any) -> Tensor:
         """Positions (B, L) that count real tokens only. Padding gets the position of the token before it.
 

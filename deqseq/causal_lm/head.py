@@ -55,7 +55,7 @@ def check_kept(logits_to_keep: int | Tensor, length: int) -> None:
     The values of indices are checked on the CPU only.
     """
     if not isinstance(logits_to_keep, Tensor):
-        check_count("logits_to_keep", logits_to_keep, least=0, most=length)
+        check_count("logits_to_keep", logits_to_keep, least=0)
         return
     check_integers("logits_to_keep", logits_to_keep)
     if logits_to_keep.dim() != 1:

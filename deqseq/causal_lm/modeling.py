@@ -98,9 +98,9 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, ImplicitGenerationMixin):
 
         Args:
             labels: (B, L) int64 ids, or -100.
-            logits_to_keep: number of last tokens to compute logits for, at most L (0: all tokens), or indices
-                of the tokens (n,). With 1, each row gets the logits of its last real token, so ``generate``
-                accepts prompts with padding at any place.
+            logits_to_keep: number of last columns to compute logits for (0: all L), or indices of columns
+                (n,). With 1, each row gets the logits of its last real token instead, so ``generate`` accepts
+                prompts with padding at any place. With a larger number, columns of padding have zeros.
             skip_logits: true: with labels, return the loss and no logits. This saves memory, because
                 mixed-precision wrappers copy returned logits to float32.
             others: ``num_items_in_batch``, which transformers' trainer passes, and ``shift_labels``
@@ -131,10 +131,12 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, ImplicitGenerationMixin):
                     continue
                 check_tensor(name, given)
                 check_integers(name, given)
-                if not (whole and logits.shape[:2] == given.shape):
+                if not whole:
+                    raise ValueError(f"{name} need the logits of all tokens: logits_to_keep must be 0")
+                if logits.shape[:2] != given.shape:
                     raise ValueError(
                         f"{name} must have the shape of the logits, {tuple(logits.shape[:2])}, got "
-                        f"{tuple(given.shape)}; the loss needs the logits of all tokens (logits_to_keep=0)"
+                        f"{tuple(given.shape)}"
                     )
             labels = None if labels is None else labels.long()
             vocab_size = self.config.vocab_size

@@ -7,10 +7,13 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
@@ -21,6 +24,8 @@ from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.search import search, steps
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
+
+_PLAIN = (Tensor, int, float, str, NoneType)
 
 _UNSOLVED_SHARE = 0.5
 """Warn if the solve in the backward pass did not converge for more than this share of the tokens."""
@@ -68,8 +73,10 @@ class ImplicitDifferentiation(GradientStrategy):
                 'ImplicitDifferentiation(solver="anderson")'
             )
         found = search(problem)
-        z = found.z.detach().requires_grad_()
+        z = found.z.detach().requires_grad_(_needs_gradient(problem))
         solution = steps(problem, 1, replace(found, z=z), "picard")
+        if not solution.z.requires_grad:
+            return solution
         z0 = problem.z0
         rtol = max(1e-4, 8 * torch.finfo(z0.dtype).eps, 2 * torch.finfo(kernels.autocast_dtype(z0)).eps)
         policy = self.convergence or Residual(rtol=rtol, max_iter=max(64, problem.policy.max_iter))
@@ -82,6 +89,15 @@ class ImplicitDifferentiation(GradientStrategy):
         )
         solution.z = _ImplicitFunction.apply(solution.z, backward, solution)  # type: ignore[no-untyped-call]
         return solution
+
+
+def _needs_gradient(problem: Problem) -> bool:
+    """Whether f(z) may need a gradient although z needs none."""
+    context, values = problem.context, tree_leaves((problem.context.shared, problem.state))
+    if not isinstance(problem.map, nn.Module) or not all(isinstance(v, _PLAIN) for v in values):
+        return True  # the map or the context may hide tensors
+    used = chain(problem.map.parameters(), context.tokens, filter(torch.is_tensor, values))
+    return any(t.requires_grad for t in used)
 
 
 class _Adjoint:

@@ -27,9 +27,8 @@ class Unrolled(GradientStrategy):
     segments. To do the same, pass the detached result of each optimiser step as ``z0`` of the next step.
 
     While gradients are enabled, the layer does not search for the fixed point, and ignores its policy and its
-    window. Second derivatives raise ``RuntimeError`` if ``before`` is not 0, or if the solver is Anderson
-    or Broyden. Autograd treats the coefficients of these two solvers as constants, so second derivatives
-    would be wrong.
+    window. Autograd treats the coefficients of Anderson and Broyden as constants, so with these two solvers
+    the gradient is not exact. Second derivatives raise ``RuntimeError`` with them, or if ``before`` is not 0.
 
     Args:
         iterations: number of iterations that autograd records. Each iteration evaluates f once on all tokens.

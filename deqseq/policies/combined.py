@@ -27,9 +27,9 @@ class Both(_Combined):
     ``max_iter`` of the two policies.
     """
 
-    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
-        super().__init__(first, second)
-        self.max_iter = max(self.first.max_iter, self.second.max_iter)
+    @property
+    def max_iter(self) -> int:  # type: ignore[override]
+        return max(self.first.max_iter, self.second.max_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         first, second = self._judge_both(z, fz, iterations, active)
@@ -49,9 +49,9 @@ class Either(_Combined):
     ``max_iter`` of the two policies.
     """
 
-    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
-        super().__init__(first, second)
-        self.max_iter = min(self.first.max_iter, self.second.max_iter)
+    @property
+    def max_iter(self) -> int:  # type: ignore[override]
+        return min(self.first.max_iter, self.second.max_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         first, second = self._judge_both(z, fz, iterations, active)

@@ -1,5 +1,6 @@
 """Folding weight normalisation into plain linear maps keeps the function of models, layers and backbones."""
 
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -167,3 +168,11 @@ def test_copies_are_independent() -> None:
 def test_a_module_without_such_a_backbone_is_refused(module: nn.Module) -> None:
     with pytest.raises(ValueError, match=f"{type(module).__name__} contains no such backbone"):
         fold_weight_norm(module)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_folded_layer_can_be_pickled(body: str) -> None:
+    backbone = fold_weight_norm(backbones.create(BODIES[body]))
+    x = torch.randn(1, 9, 16 * (1 + (body == "recursion")))
+    copy = pickle.loads(pickle.dumps(backbone))
+    assert torch.equal(copy(x, copy.prepare(x)), backbone(x, backbone.prepare(x)))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-from deqseq import Backbone
+from deqseq import Backbone, ImplicitSequenceLayer
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, fold_weight_norm
 
 Tool = Callable[[nn.Module], Any]
@@ -94,3 +94,11 @@ def test_the_bias_of_a_weight_normalised_map_can_be_replaced() -> None:
     assert backbone.layers[0].mixer.conv1d.bias is bias
     with pytest.raises(ValueError, match="its weight cannot be set"):
         backbone.layers[0].mixer.out_proj.weight = nn.Parameter(torch.ones(16, 32))
+
+
+@pytest.mark.parametrize("place", ["layers.0.mixer.norm", "layers.0.norm", "norm_f"])
+def test_another_kind_of_norm_is_refused(place: str) -> None:
+    backbone = Mamba2Backbone(16, n_layer=1, d_state=4, headdim=8)
+    backbone.set_submodule(place, nn.LayerNorm(backbone.get_submodule(place).weight.shape))
+    with pytest.raises(ValueError, match="LayerNorm cannot replace a norm"):
+        ImplicitSequenceLayer(backbone)(torch.randn(1, 3, 16))

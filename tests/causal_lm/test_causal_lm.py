@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, Status
+from deqseq.backbones import fold_weight_norm
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM, ImplicitModel
 from deqseq.causal_lm.head import aligned_linear, logits_of
 
@@ -217,6 +219,9 @@ def test_one_device_holds_the_layer(make: Make, tmp_path: Path, body: str, impli
             AutoModelForCausalLM.from_pretrained(
                 tmp_path, device_map=device_map, max_memory=too_little, **place
             )
+    offloaded = accelerate.cpu_offload(fold_weight_norm(model), torch.device("cpu"))
+    with pytest.raises(ValueError, match="layer must be on one device"):
+        offloaded(tokens)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, TextIteratorStreamer
+from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 
 from deqseq import Backbone, Context, State
 from deqseq.backbone import backbones
@@ -404,3 +404,9 @@ def test_generation_without_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(greedy(model, ids, 4), by_full_forward(model, ids, 4))
     with pytest.raises(ValueError, match="Stateless keeps no state"):
         model(ids, use_cache=True)
+
+
+@torch.no_grad()
+def test_continuous_batching_is_refused_at_once(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"continuous batching .* does not work"):
+        make("llama").generate_batch([[1, 2, 3]], generation_config=GenerationConfig(max_new_tokens=2))

@@ -296,3 +296,23 @@ def test_other_adapters_work_once_folded_and_merged(make: Make) -> None:
     before = plain(ids()).logits
     merged = adapted(plain, "loha").merge_and_unload()
     assert (merged(ids()).logits - before).abs().max() > 0.1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("body", BODIES)
+def test_prompt_tuning(make: Make, body: str) -> None:
+    """``generate`` gives the tokens of calls of the model without a cache."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, num_attention_heads=1)
+    model, found = peft.get_peft_model(make(body), config).eval(), ids()
+    expected = found
+    for _ in range(4):
+        logits = model(input_ids=expected, use_cache=False).logits
+        expected = torch.cat([expected, logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(model.generate(input_ids=found, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_prefix_tuning_is_refused(make: Make) -> None:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(make("llama"), config)
+    with pytest.raises(ValueError, match="past_key_values must be the EquilibriumCache"):
+        model(input_ids=ids())

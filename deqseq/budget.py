@@ -22,7 +22,8 @@ class AdaptiveBudget:
     budget ends the search before the slowest tokens have converged.
 
     The budget grows by one if the mean residual of the step's tokens was above ``residual``. Otherwise it
-    falls by one. It begins at the policy's ``max_iter``. It never exceeds this value or falls below 1.
+    falls by one. It begins at the policy's ``max_iter``. It never exceeds this value, and never falls below
+    the policy's ``min_iter`` or below 1.
 
     The budget depends on earlier steps only. A rule that looks at the current batch would let a token's
     result depend on later tokens.
@@ -83,9 +84,9 @@ class AdaptiveBudget:
             self.set(self.max_iter + (1 if total > self.residual * tokens else -1))
 
     def set(self, max_iter: int) -> None:
-        """Set the budget, for example from a checkpoint. Clips it to [1, initial budget]."""
-        self.max_iter = min(self.most, max(1, max_iter))
+        """Set the budget, for example from a checkpoint. Clips it to the allowed range."""
         options = self.layer.train_solve
+        self.max_iter = min(self.most, max(1, options.convergence.min_iter, max_iter))
         policy = copy(options.convergence)  # a policy may be frozen, and other solves may use the same policy
         object.__setattr__(policy, "max_iter", self.max_iter)
         self.layer.train_solve = replace(options, convergence=policy)

@@ -47,6 +47,8 @@ class ConvergencePolicy(ABC):
 
     Attributes:
         max_iter: maximum number of evaluations per token.
+        min_iter: minimum number of evaluations per token, below which :class:`~deqseq.AdaptiveBudget` does
+            not lower ``max_iter``.
         causal: true if the verdict on a token does not depend on later tokens.
         check_every: once every ``check_every`` calls of f, the host checks whether all tokens have settled.
             ``None`` means 1 on the CPU, where the check is free, and 4 on other devices. Settled tokens are
@@ -56,6 +58,7 @@ class ConvergencePolicy(ABC):
     """
 
     max_iter: int
+    min_iter: int = 0
     causal: bool = True
     check_every: int | None = None
     capturable: bool = False
@@ -102,6 +105,10 @@ class FixedIterations(ConvergencePolicy):
 
     @property
     def max_iter(self) -> int:  # type: ignore[override]
+        return self.iterations
+
+    @property
+    def min_iter(self) -> int:  # type: ignore[override]
         return self.iterations
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:

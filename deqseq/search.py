@@ -57,7 +57,7 @@ def steps(
             If a token in ``start`` is not finite, this token and all later tokens of its sequence are not
             iterated. In the result, they keep their z from ``start``. During the iteration, their z and
             their context are set to zero, because NaN would spread to earlier tokens through matrix products,
-            and to the gradients of parameters.
+            and to the gradients of parameters. So f must be differentiable there.
         solver: proposes the iterates; the problem's solver by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
     """

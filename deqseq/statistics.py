@@ -3,6 +3,7 @@
 Shapes: B sequences, L tokens.
 """
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -101,7 +102,7 @@ class SolveStatistics:
         solves, nfe, *tails = sums[len(_MEANS) :]
         found = {"nfe": nfe / solves}
         found |= {name: total / max(tokens, 1) for name, total in zip(_MEANS, sums, strict=False)}
-        found["residual"] *= max(tokens, 1) / max(finite, 1)
+        found["residual"] *= max(tokens, 1) / finite if finite else math.nan
         return found | ({"residual_p99": tails[0] / solves} if tails else {})
 
     def by_position(self, name: str) -> Tensor:

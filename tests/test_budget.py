@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from deqseq import ExplicitSequenceLayer, FixedIterations, ImplicitSequenceLayer, Residual, SolveOptions
+from deqseq import (
+    ConvergencePolicy,
+    ExplicitSequenceLayer,
+    FixedIterations,
+    ImplicitSequenceLayer,
+    Residual,
+)
 from deqseq.backbones import LlamaBackbone
 from deqseq.budget import AdaptiveBudget
 from deqseq.curriculum import Curriculum, Stage
@@ -114,13 +120,24 @@ def test_policies_without_max_iter_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"max_iter can change, such as residual, got FixedIterations"):
         AdaptiveBudget(layer, 0.1)
-    layer.train_solve = SolveOptions(
-        convergence=Residual(0.1) & FixedIterations(3)
-    )  # at least three iterations
-    with pytest.raises(ValueError, match=r"max_iter can change, such as residual, got Both"):
-        AdaptiveBudget(layer, 0.1)
     with pytest.raises(ValueError, match="max_iter can change"):
         Curriculum([Stage(1.0, "phantom", {"name": "fixed", "iterations": 4}, adaptive_budget=0.1)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "least"),
+    [
+        (Residual(0.1) & Residual(0.2), 1),
+        (Residual(0.1) | FixedIterations(8), 1),
+        (Residual(0.1) & FixedIterations(3), 3),
+        (Residual(0.2) & (FixedIterations(3) & Residual(0.1)), 3),
+    ],
+)
+def test_the_budget_keeps_the_minimum_of_a_policy(policy: ConvergencePolicy, least: int) -> None:
+    layer = ImplicitSequenceLayer(LlamaBackbone(8, n_layer=1, n_head=2), convergence=policy)
+    AdaptiveBudget(layer, 0.1).set(0)
+    assert (layer(torch.randn(2, 4, 8)).solution.iterations == least).all()
+    assert f"max_iter={least}" in repr(layer.train_solve.convergence)
 
 
 def test_layers_that_do_not_search_are_refused() -> None:

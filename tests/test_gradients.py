@@ -403,11 +403,42 @@ def test_a_token_at_which_f_overflows_leaves_the_gradients_of_parameters_correct
 
 
 def test_a_frozen_layer_needs_no_backward_system() -> None:
-    layer = ImplicitSequenceLayer(LlamaBackbone(8, n_layer=1, n_head=2), gradient="implicit")
-    layer.requires_grad_(False)
-    x = torch.randn(1, 4, 8)
-    assert not layer(x).z.requires_grad
-    assert layer(x.requires_grad_()).z.requires_grad
+    exact = ImplicitDifferentiation("picard", Residual(1e-6, max_iter=100))
+    backbone, x = ModuleBackbone(Exponential()).requires_grad_(False), torch.randn(1, 4, 4)
+    assert not layer_of(backbone, exact)(x).z.requires_grad
+    x.requires_grad_()
+    found, expected = (
+        torch.autograd.grad(layer_of(backbone, gradient)(x).z.square().sum(), x)
+        for gradient in (exact, Unrolled(60))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def layer_of(backbone: Backbone, gradient: GradientStrategy) -> ImplicitSequenceLayer:
+    return ImplicitSequenceLayer(backbone, gradient=gradient, convergence=Residual(1e-6, max_iter=100))
+
+
+class Hidden(nn.Module):
+    """A map with a tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = (torch.ones(4),)
+
+    def forward(self, u: Tensor) -> Tensor:
+        return torch.tanh(u / 3 * self.hidden[0])
+
+
+def test_a_tensor_that_the_map_hides_gets_its_gradient() -> None:
+    module, x = Hidden(), torch.randn(1, 4, 4)
+    module.hidden[0].requires_grad_()
+    exact = ImplicitDifferentiation("picard", Residual(1e-6, max_iter=100))
+    out = layer_of(ModuleBackbone(module), exact)(x)
+    found, expected = (
+        torch.autograd.grad(z.square().sum(), module.hidden)
+        for z in (out.z, layer_of(ModuleBackbone(module), Unrolled(60))(x).z)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("solver", ["anderson", "broyden"])
@@ -416,6 +447,8 @@ def test_solvers_whose_coefficients_are_constants_have_no_exact_unrolled_gradien
     layer = ImplicitSequenceLayer(ModuleBackbone(nn.Linear(4, 4).double()), solver, gradient=Unrolled(3))
     x = torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True)
     assert not torch.autograd.gradcheck(lambda x: layer(x).z, (x,), raise_exception=False)
+    layer.train_solve = SolveOptions("picard")
+    assert torch.autograd.gradcheck(lambda x: layer(x).z, (x,))
 
 
 def test_a_map_that_ignores_z_has_a_gradient() -> None:

@@ -71,14 +71,15 @@ def _is_normalised(module: nn.Module) -> bool:
 
 
 def _fold(linear: Any) -> None:
+    hooks = linear._load_state_dict_pre_hooks  # torch's weight_norm has added one, which cannot be pickled
+    ours = [key for key, h in hooks.items() if getattr(h.hook, "__module__", "") == _WeightNorm.__module__]
     trains = linear.parametrizations["weight"].original1.requires_grad
     weight, bias = nn.Parameter(linear.weight.detach().clone(), requires_grad=trains), linear.bias
     # Restore the plain class here. torch's remove_parametrizations would also change the parametrised class,
     # and copies of the map share this class.
     linear.__class__ = type_before_parametrizations(linear)
     del linear.parametrizations, linear.bias  # register both again, in the order of plain maps
-    hooks = linear._load_state_dict_pre_hooks  # of torch's weight_norm; it cannot be pickled
-    for key in [key for key, hook in hooks.items() if "weight_norm" in hook.hook.__qualname__]:
+    for key in ours:
         del hooks[key]
     linear.register_parameter("weight", weight)
     linear.register_parameter("bias", bias)

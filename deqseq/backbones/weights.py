@@ -60,7 +60,8 @@ def active_norm(module: nn.Module) -> nn.RMSNorm:
         ValueError: ``module`` is another kind of norm or adapter, or has several active norms.
     """
     if type(module) is nn.RMSNorm or not is_adapter(module):
-        if type(module).forward is not nn.RMSNorm.forward:
+        patched = "forward" in vars(module) and "_hf_hook" not in vars(module)
+        if patched or type(module).forward is not nn.RMSNorm.forward:
             raise ValueError(
                 f"{_name(module)} cannot replace a norm: backbones compute only those of torch.nn.RMSNorm"
             )
@@ -68,7 +69,7 @@ def active_norm(module: nn.Module) -> nn.RMSNorm:
         return cast(nn.RMSNorm, module)
     for choices in ("ln_tuning_layers", "modules_to_save"):
         if choices in module._modules:
-            return cast(nn.RMSNorm, _active(module, choices))
+            return active_norm(_active(module, choices))
     raise ValueError(f"{_name(module)} cannot adapt a norm: use LN tuning, or modules_to_save")
 
 
@@ -84,12 +85,6 @@ def is_quantised(module: nn.Module | None) -> bool:
 def _dequantised(module: nn.Module) -> Tensor:
     """The weight of a linear map or convolution, dequantised if it is quantised."""
     weight: Any = module.weight
-    if weight.is_meta and hasattr(module, "_hf_hook"):
-        # accelerate loads the weights of a module when the module is called. Backbones do not call it.
-        raise ValueError(
-            f"accelerate has moved the weights of this {_name(module)} away from its device: the layer must "
-            "be on one device, because every iteration reads all its weights"
-        )
     if not is_quantised(module):
         return cast(Tensor, weight)
     if type(weight).__module__.startswith("torchao"):
@@ -121,8 +116,14 @@ def _dequantised(module: nn.Module) -> Tensor:
 def _run_weight_hooks(module: nn.Module) -> None:
     """Recompute the weight if ``torch.nn.utils`` changes it: ``spectral_norm``, ``weight_norm`` or ``prune``.
 
-    Their hooks compute the weight when the module is called, but backbones do not call modules.
+    Their hooks compute the weight when the module is called, but backbones do not call modules. For the same
+    reason, weights that accelerate has moved to another place raise ``ValueError``.
     """
+    if "_hf_hook" in vars(module) and any(p.is_meta for p in module.parameters()):
+        raise ValueError(
+            f"accelerate has moved the weights of this {_name(module)} away from its device: the layer must "
+            "be on one device, because every iteration reads all its weights"
+        )
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, SpectralNorm | WeightNorm | BasePruningMethod):
             hook(module, ())

@@ -100,7 +100,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, ImplicitGenerationMixin):
             labels: (B, L) int64 ids, or -100.
             logits_to_keep: number of last columns to compute logits for (0: all L), or indices of columns
                 (n,). With 1, each row gets the logits of its last real token instead, so ``generate`` accepts
-                prompts with padding at any place. With a larger number, columns of padding have zeros.
+                prompts with padding at any place.
             skip_logits: true: with labels, return the loss and no logits. This saves memory, because
                 mixed-precision wrappers copy returned logits to float32.
             others: ``num_items_in_batch``, which transformers' trainer passes, and ``shift_labels``
@@ -125,7 +125,7 @@ class ImplicitForCausalLM(ImplicitPreTrainedModel, ImplicitGenerationMixin):
         logits, padded = head.logits_of(hidden, self.lm_head)
         loss = None
         if labels is not None or shifted is not None:
-            whole = isinstance(logits_to_keep, int) and not logits_to_keep
+            whole = isinstance(logits_to_keep, int) and hidden.shape == out.last_hidden_state.shape
             for name, given in (("labels", labels), ("shift_labels", shifted)):
                 if given is None:
                     continue

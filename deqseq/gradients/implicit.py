@@ -8,12 +8,10 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
-from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
@@ -24,8 +22,7 @@ from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.search import search, steps
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
-
-_PLAIN = (Tensor, int, float, str, NoneType)
+from deqseq.trees import tensors
 
 _UNSOLVED_SHARE = 0.5
 """Warn if the solve in the backward pass did not converge for more than this share of the tokens."""
@@ -75,7 +72,10 @@ class ImplicitDifferentiation(GradientStrategy):
         found = search(problem)
         z = found.z.detach().requires_grad_(_needs_gradient(problem))
         solution = steps(problem, 1, replace(found, z=z), "picard")
-        if not solution.z.requires_grad:
+        if not z.requires_grad and solution.z.requires_grad:  # through a tensor that the map hides
+            z = found.z.detach().requires_grad_()
+            solution = steps(problem, 1, replace(found, z=z), "picard")
+        if not z.requires_grad:
             return solution
         z0 = problem.z0
         rtol = max(1e-4, 8 * torch.finfo(z0.dtype).eps, 2 * torch.finfo(kernels.autocast_dtype(z0)).eps)
@@ -92,12 +92,10 @@ class ImplicitDifferentiation(GradientStrategy):
 
 
 def _needs_gradient(problem: Problem) -> bool:
-    """Whether f(z) may need a gradient although z needs none."""
-    context, values = problem.context, tree_leaves((problem.context.shared, problem.state))
-    if not isinstance(problem.map, nn.Module) or not all(isinstance(v, _PLAIN) for v in values):
-        return True  # the map or the context may hide tensors
-    used = chain(problem.map.parameters(), context.tokens, filter(torch.is_tensor, values))
-    return any(t.requires_grad for t in used)
+    """Whether f(z) needs a gradient although z needs none, as far as the map shows its tensors."""
+    used = [*problem.context.tokens, *tensors((problem.context.shared, problem.state))]
+    parameters = getattr(problem.map, "parameters", list)
+    return any(t.requires_grad for t in chain(used, parameters()))
 
 
 class _Adjoint:

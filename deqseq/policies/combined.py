@@ -13,7 +13,7 @@ class _Combined(ConvergencePolicy):
         self.check_every = min(filter(None, (first.check_every, second.check_every)), default=None)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.first!r}, {self.second!r})"
+        return f"{type(self).__name__}({self.first!r}, {self.second!r}, max_iter={self.max_iter})"
 
     def _judge_both(self, *evaluation: Tensor) -> tuple[Judgement, Judgement]:
         return self.first.judge(*evaluation), self.second.judge(*evaluation)
@@ -27,9 +27,10 @@ class Both(_Combined):
     ``max_iter`` of the two policies.
     """
 
-    @property
-    def max_iter(self) -> int:  # type: ignore[override]
-        return max(self.first.max_iter, self.second.max_iter)
+    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
+        super().__init__(first, second)
+        self.max_iter = max(self.first.max_iter, self.second.max_iter)
+        self.min_iter = max(self.first.min_iter, self.second.min_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         first, second = self._judge_both(z, fz, iterations, active)
@@ -49,9 +50,10 @@ class Either(_Combined):
     ``max_iter`` of the two policies.
     """
 
-    @property
-    def max_iter(self) -> int:  # type: ignore[override]
-        return min(self.first.max_iter, self.second.max_iter)
+    def __init__(self, first: ConvergencePolicy, second: ConvergencePolicy) -> None:
+        super().__init__(first, second)
+        self.max_iter = min(self.first.max_iter, self.second.max_iter)
+        self.min_iter = min(self.first.min_iter, self.second.min_iter)
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         first, second = self._judge_both(z, fz, iterations, active)

@@ -102,3 +102,10 @@ def test_another_kind_of_norm_is_refused(place: str) -> None:
     backbone.set_submodule(place, nn.LayerNorm(backbone.get_submodule(place).weight.shape))
     with pytest.raises(ValueError, match="LayerNorm cannot replace a norm"):
         ImplicitSequenceLayer(backbone)(torch.randn(1, 3, 16))
+
+
+def test_a_patched_norm_is_refused() -> None:
+    backbone = make("llama")
+    backbone.norm_f.forward = lambda x: 0 * x
+    with pytest.raises(ValueError, match="RMSNorm cannot replace a norm"):
+        ImplicitSequenceLayer(backbone)(torch.randn(1, 3, 16))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -219,9 +220,10 @@ def test_one_device_holds_the_layer(make: Make, tmp_path: Path, body: str, impli
             AutoModelForCausalLM.from_pretrained(
                 tmp_path, device_map=device_map, max_memory=too_little, **place
             )
-    offloaded = accelerate.cpu_offload(fold_weight_norm(model), torch.device("cpu"))
-    with pytest.raises(ValueError, match="layer must be on one device"):
-        offloaded(tokens)
+    for folded in [True, False] if body == "llama" else [True]:
+        whole = fold_weight_norm(deepcopy(model)) if folded else deepcopy(model)
+        with pytest.raises(ValueError, match="layer must be on one device"):
+            accelerate.cpu_offload(whole, torch.device("cpu"))(tokens)
 
 
 @torch.no_grad()

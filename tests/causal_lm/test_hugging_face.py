@@ -99,7 +99,8 @@ def test_outputs(make: Make) -> None:
     for keep, expected in ((1, out.logits[:, -1:]), (torch.tensor([2, 5]), out.logits[:, [2, 5]])):
         torch.testing.assert_close(model(tokens, logits_to_keep=keep).logits, expected)
     assert torch.equal(model(tokens, return_dict=False)[0], out.logits)
-    assert torch.equal(model(tokens, logits_to_keep=20).logits, model(tokens).logits)
+    kept, whole = (model(tokens, labels=tokens, logits_to_keep=keep) for keep in (20, 0))
+    assert torch.equal(kept.logits, whole.logits) and kept.loss == whole.loss
     with pytest.raises(ValueError, match="labels need the logits of all tokens: logits_to_keep must be 0"):
         model(tokens, labels=tokens[:, -1:], logits_to_keep=1)
     with pytest.raises(ValueError, match="logits_to_keep"):

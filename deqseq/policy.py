@@ -47,8 +47,8 @@ class ConvergencePolicy(ABC):
 
     Attributes:
         max_iter: maximum number of evaluations per token.
-        min_iter: minimum number of evaluations per token, below which :class:`~deqseq.AdaptiveBudget` does
-            not lower ``max_iter``.
+        min_iter: minimum number of evaluations per token. :class:`~deqseq.budget.AdaptiveBudget` does not
+            lower ``max_iter`` below it.
         causal: true if the verdict on a token does not depend on later tokens.
         check_every: once every ``check_every`` calls of f, the host checks whether all tokens have settled.
             ``None`` means 1 on the CPU, where the check is free, and 4 on other devices. Settled tokens are

@@ -40,10 +40,10 @@ def jacobian_penalty(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.twice_differentiable():
         z = z.detach().requires_grad_()
         fz = f(z)
-        if not fz.requires_grad:
-            return fz.new_zeros(())  # f does not depend on z
         # Sum in float32 at least: a sum in float16 would overflow.
         total = fz.new_zeros((), dtype=torch.promote_types(fz.dtype, torch.float32))
+        if not fz.requires_grad:
+            return total  # f does not depend on z
         for _ in range(samples):
             probe = torch.randn(fz.shape, generator=generator, device=fz.device, dtype=fz.dtype)
             (product,) = torch.autograd.grad(fz, z, probe, create_graph=True, materialize_grads=True)

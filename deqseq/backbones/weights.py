@@ -26,8 +26,9 @@ def effective_weight(module: nn.Module) -> Tensor:
     Raises:
         ValueError: ``module`` is not a linear map, a convolution or a supported adapter; the adapter has
             dropout in training, adapts a convolution, or was merged into a weight-normalised map; the
-            quantisation also quantises inputs, or has not happened yet.
+            quantisation also quantises inputs, or has not happened yet; accelerate has moved the weight away.
     """
+    _check_loaded(module)
     _run_weight_hooks(module)
     plain = type_before_parametrizations(module) in (nn.Linear, nn.Conv1d)
     if plain or _name(module).startswith("bitsandbytes.Linear"):
@@ -63,8 +64,10 @@ def active_norm(module: nn.Module) -> nn.RMSNorm:
         patched = "forward" in vars(module) and "_hf_hook" not in vars(module)
         if patched or type(module).forward is not nn.RMSNorm.forward:
             raise ValueError(
-                f"{_name(module)} cannot replace a norm: backbones compute only those of torch.nn.RMSNorm"
+                f"this {_name(module)} has a forward method of its own, which backbones do not call: they "
+                "compute torch.nn.RMSNorm themselves"
             )
+        _check_loaded(module)
         _run_weight_hooks(module)
         return cast(nn.RMSNorm, module)
     for choices in ("ln_tuning_layers", "modules_to_save"):
@@ -113,17 +116,20 @@ def _dequantised(module: nn.Module) -> Tensor:
     return plain
 
 
-def _run_weight_hooks(module: nn.Module) -> None:
-    """Recompute the weight if ``torch.nn.utils`` changes it: ``spectral_norm``, ``weight_norm`` or ``prune``.
-
-    Their hooks compute the weight when the module is called, but backbones do not call modules. For the same
-    reason, weights that accelerate has moved to another place raise ``ValueError``.
-    """
+def _check_loaded(module: nn.Module) -> None:
+    """Raise ``ValueError`` if accelerate has moved the weights away. It loads them when a call needs them."""
     if "_hf_hook" in vars(module) and any(p.is_meta for p in module.parameters()):
         raise ValueError(
             f"accelerate has moved the weights of this {_name(module)} away from its device: the layer must "
             "be on one device, because every iteration reads all its weights"
         )
+
+
+def _run_weight_hooks(module: nn.Module) -> None:
+    """Recompute the weight if ``torch.nn.utils`` changes it: ``spectral_norm``, ``weight_norm`` or ``prune``.
+
+    Their hooks compute the weight when the module is called, but backbones do not call modules.
+    """
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, SpectralNorm | WeightNorm | BasePruningMethod):
             hook(module, ())

@@ -43,7 +43,7 @@ class ImplicitGenerationMixin(GenerationMixin):
     def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
         """Raise ``ValueError``: ``generate_batch`` of transformers needs paged attention.
 
-        Without this method, it would fail in another thread, after minutes, and return empty results.
+        Without this method, it would fail in another thread and return empty results.
         """
         raise ValueError(
             "continuous batching (generate_batch) does not work: an EquilibriumCache has no pages; use "

@@ -69,11 +69,11 @@ class Evaluations:
         proceed, drive = Runner.proceed, module.drive
 
         def counting(runner: Runner) -> None:
-            self.counted += int(runner.problem.ends.sum())
+            self.counted += int(runner.problem.sequence_lengths.sum())
             proceed(runner)
 
         def solve(runner: Runner) -> Solution:
-            lengths = runner.problem.ends
+            lengths = runner.problem.sequence_lengths
             solution = drive(runner)
             iterations = solution.iterations.amax(1)
             self.needed += int((iterations * lengths).sum())

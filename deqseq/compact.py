@@ -42,7 +42,7 @@ class CompactingRunner(Runner):
         if self.passes and self.passes % self.check_every == 0:
             settled = self.carry.tokens.settled.all(1)
             flat = hasattr(self.problem.map, "select")
-            cost = self.problem.ends if flat else torch.ones_like(self.problem.ends)
+            cost = self.problem.sequence_lengths if flat else torch.ones_like(self.problem.sequence_lengths)
             if (cost * settled).sum() >= SHARE * cost.sum():
                 self._remove(settled)
         super().proceed()

@@ -209,13 +209,13 @@ def take_inputs(
         end = torch.where(end < lengths, 0, end)
     unsolvable = (place >= end[:, None]) & (place < lengths[:, None])
     lengths = torch.minimum(lengths, end)
-    real = (place < lengths[:, None])[..., None]
-    x = x.where(real, x.new_zeros(()))
+    solvable = (place < lengths[:, None])[..., None]
+    x = x.where(solvable, x.new_zeros(()))
     if z0 is None and guess is not None:
         z0 = propose(guess, x, number, previous)
     if z0 is not None:
         z0 = finite_guess(z0, x)
-        z0 = z0.where(real, z0.new_zeros(()))
+        z0 = z0.where(solvable, z0.new_zeros(()))
     if position_ids is None:
         position_ids = place.expand(x.shape[:2])
         if state is not None:

@@ -19,7 +19,7 @@ from deqseq.gradient import GradientStrategy, gradients, solve_with_gradient
 from deqseq.guess import Guess, guesses, modules_of, propose
 from deqseq.inputs import Inputs, check_causal, finite_guess, take_inputs
 from deqseq.loop import evaluate
-from deqseq.outputs import LayerOutput, finished, state_after
+from deqseq.outputs import LayerOutput, mark_unsolvable, state_after
 from deqseq.policy import FixedIterations, policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
@@ -234,11 +234,11 @@ class ImplicitSequenceLayer(SequenceLayer):
         padded = packing is not None
         make = partial(self._problem, options=options, state_has_capacity=one_token, padded=padded)
         if torch.is_grad_enabled():
-            solution = finished(solve_with_gradient(self.gradient, make(inputs)), inputs)
+            solution = mark_unsolvable(solve_with_gradient(self.gradient, make(inputs)), inputs)
         elif one_token:
-            solution = self._recordings.solve(self, options, inputs, make, finished)
+            solution = self._recordings.solve(self, options, inputs, make, mark_unsolvable)
         else:
-            solution = finished(search(make(inputs)), inputs)
+            solution = mark_unsolvable(search(make(inputs)), inputs)
         if packing is not None:
             for name in ("z", "residual", "iterations"):
                 setattr(solution, name, packing.unpack(getattr(solution, name)))
@@ -260,7 +260,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         if kernels.on_tested_gpu(x) and not isinstance(options.convergence, FixedIterations):
             make = partial(self._problem, options=options, state_has_capacity=True, padded=False)
             inputs = self._token_inputs(x, position_ids, state, options, previous)
-            solution = self._recordings.solve(self, options, inputs, make, finished)
+            solution = self._recordings.solve(self, options, inputs, make, mark_unsolvable)
         else:
             solution = search(self.token_problem(x, position_ids, state, context, solve, previous))
         return LayerOutput(solution.z, solution.state, solution)

@@ -33,7 +33,7 @@ class Carry(NamedTuple):
     z: Tensor  # (B, W, D) the iterates
     proposal: Tensor  # (B, W, D) the iterates that the solver proposes for the next pass
     tokens: Tokens
-    memory: SolverState
+    solver_state: SolverState
     # Only without a window:
     fz: Tensor | None = None  # (B, L, D) f(z) of the last evaluation
     trace: Trace = None  # data of the last evaluation from which the backbone computes its next state
@@ -41,7 +41,7 @@ class Carry(NamedTuple):
     state: State | None = None  # the backbone's state after all tokens before ``start``
     start: Tensor | None = None  # (B,) position of the window's first token
     # (B,) number of tokens that settled in the last pass. ``start`` is already the position after them. The
-    # next pass first shifts z, ``tokens`` and ``memory``, so that these tokens leave the window.
+    # next pass first shifts z, ``tokens`` and ``solver_state``, so that these tokens leave the window.
     leaving: Tensor | None = None
     # z, iterations, residual and status of every token: (B, L + W, ...), the last W places are padding.
     results: tuple[Tensor, ...] = ()
@@ -51,7 +51,7 @@ def begin(problem: Problem) -> Carry:
     """The values with which the first pass begins."""
     z = problem.z0
     if problem.window is None:
-        return Carry(z, z, Tokens.enter(problem.valid), problem.solver.init(z))
+        return Carry(z, z, Tokens.enter(problem.solvable), problem.solver.init(z))
     if not problem.solver.windowed:
         raise ValueError(f"{problem.solver} solves whole sequences only: use window=None")
     if not problem.causal:
@@ -65,12 +65,12 @@ def begin(problem: Problem) -> Carry:
     everywhere = torch.ones(batch, length + problem.window, dtype=torch.bool, device=z.device)
     tokens = Tokens.enter(everywhere)
     results = (z.new_zeros(*everywhere.shape, depth), tokens.iterations, tokens.residual, tokens.status)
-    start = torch.zeros_like(problem.ends)
+    start = torch.zeros_like(problem.sequence_lengths)
     first = take_tokens(z, _places(problem, start))
-    tokens = Tokens.enter(_inside(problem, start))
-    memory = problem.solver.init(first)
+    tokens = Tokens.enter(_solvable(problem, start))
+    solver_state = problem.solver.init(first)
     return Carry(
-        first, first, tokens, memory, state=state.copy(), start=start, leaving=start, results=results
+        first, first, tokens, solver_state, state=state.copy(), start=start, leaving=start, results=results
     )
 
 
@@ -106,8 +106,8 @@ def _slide(problem: Problem, carry: Carry) -> Carry:
     entering = take_tokens(problem.z0, _places(problem, carry.start))
     return carry._replace(
         z=torch.where(stays[..., None], take_tokens(carry.z, source), entering),
-        tokens=carry.tokens.slide(source, stays, _inside(problem, carry.start)),
-        memory=map_tensors(lambda t: take_tokens(t, source), carry.memory),
+        tokens=carry.tokens.slide(source, stays, _solvable(problem, carry.start)),
+        solver_state=map_tensors(lambda t: take_tokens(t, source), carry.solver_state),
     )
 
 
@@ -118,12 +118,12 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
         context, state = context.take(_places(problem, start)), carry.state
     fz, trace = evaluate(problem.map, z, context, state, problem.checkpoint, z.shape)
     fz = fz.to(z.dtype)  # autocast may have changed the dtype
-    tokens = carry.tokens.counted()
+    tokens = carry.tokens.after_evaluation()
     if judge:
         tokens = tokens.judged(z, fz, problem.policy, problem.causal)
-    step = problem.solver.step(z, fz, carry.memory, tokens.progress(problem.policy))
-    proposal, memory = _checked(step, z.shape, problem.solver, "step", "(next z, memory)")
-    carry = carry._replace(proposal=proposal, tokens=tokens, memory=memory)
+    step = problem.solver.step(z, fz, carry.solver_state, tokens.progress(problem.policy))
+    proposal, solver_state = _checked(step, z.shape, problem.solver, "step", "(next z, state)")
+    carry = carry._replace(proposal=proposal, tokens=tokens, solver_state=solver_state)
     if start is None or state is None:
         return carry._replace(fz=fz, trace=trace)
     # Store the results of all tokens in the window. Every pass overwrites them, so a token keeps the results
@@ -133,7 +133,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
     for result, value in zip(carry.results, values, strict=True):
         index = place if value.dim() == 2 else place[..., None].expand_as(value)
         result.scatter_(1, index, value.to(result.dtype))
-    leaving = (tokens.settled & _inside(problem, start)).sum(1)
+    leaving = (tokens.settled & _solvable(problem, start)).sum(1)
     state = cast(Backbone, problem.map).advance(trace, state, leaving)
     return carry._replace(state=state, start=start + leaving, leaving=leaving)
 
@@ -169,14 +169,14 @@ def _places(problem: Problem, start: Tensor) -> Tensor:
     return (start[:, None] + problem.offsets).clamp_max(problem.z0.shape[1] - 1)
 
 
-def _inside(problem: Problem, start: Tensor) -> Tensor:
-    """(B, W) bool, true at places of the window that are before the end of the sequence."""
-    return start[:, None] + problem.offsets < problem.ends[:, None]
+def _solvable(problem: Problem, start: Tensor) -> Tensor:
+    """(B, W) bool, the tokens of the window that are to be solved; false after the end of a sequence."""
+    return start[:, None] + problem.offsets < problem.sequence_lengths[:, None]
 
 
 def finish(problem: Problem, carry: Carry, passes: int) -> Solution:
     """Make the solution from ``carry``, the result of the last pass. ``passes`` counts all passes."""
-    valid, state = problem.valid, problem.state if problem.returns_state else None
+    solvable, state = problem.solvable, problem.state if problem.returns_state else None
     if carry.start is None:
         z = carry.proposal if problem.fixed or carry.fz is None else carry.fz
         _, iterations, residual, status, *_ = carry.tokens
@@ -184,17 +184,17 @@ def finish(problem: Problem, carry: Carry, passes: int) -> Solution:
             backbone = cast(Backbone, problem.map)
             state = state if problem.state_has_capacity else backbone.reserve(state, z)
             state = state if problem.overwrites_state else state.copy()
-            state = backbone.advance(carry.trace, state, problem.ends).detach()
+            state = backbone.advance(carry.trace, state, problem.sequence_lengths).detach()
     else:
-        z, iterations, residual, status = (result[:, : valid.shape[1]] for result in carry.results)
+        z, iterations, residual, status = (result[:, : solvable.shape[1]] for result in carry.results)
         state = None if state is None or carry.state is None else carry.state.detach()
     if problem.lengths is not None:
-        z = z.where(valid[..., None], z.new_zeros(()))
+        z = z.where(solvable[..., None], z.new_zeros(()))
     return Solution(
         z=z,
-        residual=residual.where(valid, residual.new_zeros(())),
-        iterations=iterations * valid,
-        status=status.where(valid, torch.full_like(status, int(Status.CONVERGED))),
+        residual=residual.where(solvable, residual.new_zeros(())),
+        iterations=iterations * solvable,
+        status=status.where(solvable, torch.full_like(status, int(Status.CONVERGED))),
         nfe=passes,
         state=state,
     )
@@ -223,7 +223,7 @@ class Runner:
         judge = self.problem.window is not None or not self.problem.fixed or self._at_budget
         self.carry = one_pass(self.problem, self.carry, judge)
 
-    def ends(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the solve has ended, on all processes of the group."""
         if self.problem.window is None and (self.problem.fixed or self._at_budget):
             return self._at_budget  # without a window, all tokens reach their budget in the same pass
@@ -239,7 +239,7 @@ class Runner:
     def settled(self) -> Tensor:
         """Whether all tokens have settled, as a bool tensor without dimensions."""
         start = self.carry.start
-        return (self.carry.tokens.settled if start is None else start >= self.problem.ends).all()
+        return (self.carry.tokens.settled if start is None else start >= self.problem.sequence_lengths).all()
 
     def finish(self) -> Solution:
         return finish(self.problem, self.carry, self.passes)
@@ -263,5 +263,5 @@ def drive(runner: Runner) -> Solution:
     runner.begin()
     while True:
         runner.proceed()
-        if runner.ends():
+        if runner.has_ended():
             return runner.finish()

@@ -31,7 +31,7 @@ class LayerOutput:
     solution: Solution | None = None
 
 
-def finished(solution: Solution, inputs: Inputs) -> Solution:
+def mark_unsolvable(solution: Solution, inputs: Inputs) -> Solution:
     """Mark the tokens that depend on a non-finite input. Changes ``solution`` and returns it.
 
     The z and the residual of these tokens become NaN, and their status becomes ``NON_FINITE``. The states of

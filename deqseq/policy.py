@@ -1,7 +1,7 @@
 """The interface of convergence policies.
 
-A policy decides when a token has converged, and how many evaluations of f a token may use. It judges every
-evaluation on the device. It never changes z, and should not make the host wait for the device.
+A policy decides when a token has converged, and how many iterations it may take. It judges every
+evaluation of f on the device. It never changes z, and should not make the host wait for the device.
 
 Training, evaluation and generation run the same loop and may use different policies.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,33 +23,29 @@ from deqseq.ops import residual
 from deqseq.registry import Registry
 
 
-class Judgement(NamedTuple):
-    """A policy's verdict on every token.
+class Judgement:
+    """A policy's judgement on every token.
 
     Attributes:
         residual: (B, W) float32, relative residual.
         converged: (B, W) bool, true if the token meets the tolerance.
-        done: (B, W) bool, true if the token may settle; ``None``: a token may settle if it has converged.
+        may_settle: (B, W) bool, true if the search may end for the token; by default ``converged``.
     """
 
-    residual: Tensor
-    converged: Tensor
-    done: Tensor | None = None
-
-    @property
-    def stops(self) -> Tensor:
-        """(B, W) bool, true if the token may settle: ``done``, or ``converged`` if ``done`` is ``None``."""
-        return self.converged if self.done is None else self.done
+    def __init__(self, residual: Tensor, converged: Tensor, may_settle: Tensor | None = None) -> None:
+        self.residual = residual
+        self.converged = converged
+        self.may_settle = converged if may_settle is None else may_settle
 
 
 class ConvergencePolicy(ABC):
     """Decides when tokens have converged. ``a & b`` needs both policies a and b, ``a | b`` at least one.
 
     Attributes:
-        max_iter: maximum number of evaluations per token.
-        min_iter: minimum number of evaluations per token. :class:`~deqseq.budget.AdaptiveBudget` does not
+        max_iter: maximum number of iterations per token.
+        min_iter: minimum number of iterations per token. :class:`~deqseq.budget.AdaptiveBudget` does not
             lower ``max_iter`` below it.
-        causal: true if the verdict on a token does not depend on later tokens.
+        causal: true if the judgement on a token does not depend on later tokens.
         check_every: once every ``check_every`` calls of f, the host checks whether all tokens have settled.
             ``None`` means 1 on the CPU, where the check is free, and 4 on other devices. Settled tokens are
             frozen, so ``check_every`` never changes a result.
@@ -69,7 +65,7 @@ class ConvergencePolicy(ABC):
 
         Args:
             z, fz: (B, W, D) the iterate, and f at the iterate.
-            iterations: (B, W) number of evaluations of each token, including this evaluation.
+            iterations: (B, W) number of iterations of each token, including this evaluation.
             active: (B, W) bool, true for tokens that still iterate, false for settled tokens and padding.
         """
 

@@ -136,8 +136,8 @@ class Problem:
         return isinstance(self.policy, FixedIterations)
 
     @property
-    def ends(self) -> Tensor:
-        """(B,) int64, number of real tokens."""
+    def sequence_lengths(self) -> Tensor:
+        """(B,) int64, number of tokens to solve."""
         if self.lengths is not None:
             return self.lengths
         batch, length, _ = self.z0.shape
@@ -149,6 +149,6 @@ class Problem:
         return torch.arange(self.window or self.z0.shape[1], device=self.z0.device)
 
     @property
-    def valid(self) -> Tensor:
-        """(B, L) bool, tokens that are not padding."""
-        return torch.arange(self.z0.shape[1], device=self.z0.device) < self.ends[:, None]
+    def solvable(self) -> Tensor:
+        """(B, L) bool, the tokens to solve: neither padding nor after a non-finite input."""
+        return torch.arange(self.z0.shape[1], device=self.z0.device) < self.sequence_lengths[:, None]

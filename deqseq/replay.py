@@ -205,7 +205,7 @@ class RecordedSolve(Runner):
             self._passes()
         self.passes += replays * PASSES_OF_A_GRAPH
 
-    def ends(self) -> bool:
+    def has_ended(self) -> bool:
         needed = int(self._settled_after)
         if needed >= 0:
             self._needed.append(needed)

@@ -23,7 +23,7 @@ from deqseq.solver import Progress, Solver, SolverState, solvers
 
 
 def search(problem: Problem) -> Solution:
-    """Iterate until every token has converged or used up its evaluations. Records no autograd graph.
+    """Iterate until every token has converged or used up its iterations. Records no autograd graph.
 
     Returns f(z) of the last evaluation. With the policy ``FixedIterations(n)``, the search does n iterations
     and returns the solver's last iterate.

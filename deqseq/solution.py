@@ -26,7 +26,7 @@ class Solution:
     Attributes:
         z: (B, L, D) the equilibrium.
         residual: (B, L) float32, ``||f(z) - z|| / ||f(z)||`` in the token's last evaluation.
-        iterations: (B, L) int64, number of evaluations that each token needed.
+        iterations: (B, L) int64, number of iterations of each token: evaluations of f before it settled.
         status: (B, L) int64, why the iteration of each token ended, as a code of :class:`Status`. Padding has
             the code ``CONVERGED``.
         nfe: number of function evaluations, including gradient steps. One evaluation is one call of f for all
@@ -75,12 +75,12 @@ class Solution:
         per_token = {name: getattr(self, name)[row] for name in PER_TOKEN}
         return replace(self, **per_token, state=None, adjoint=None)
 
-    def summary(self, valid: Tensor | None = None) -> dict[str, float]:
+    def summary(self, counted: Tensor | None = None) -> dict[str, float]:
         """Statistics for a log: ``nfe``, mean iterations, mean residual, and the share of each final status.
 
         Args:
-            valid: (B, L) bool, the tokens to count; by default all except padding.
+            counted: (B, L) bool, the tokens to count; by default all except padding.
         """
         statistics = SolveStatistics()
-        statistics.add(self, valid)
+        statistics.add(self, counted)
         return statistics.read()

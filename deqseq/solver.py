@@ -18,25 +18,25 @@ from deqseq.registry import Registry
 class Progress:
     """Tells a solver's ``step`` how far each token's search is after an evaluation. All tensors are (B, W).
 
-    A token is settled when its iteration has ended. Padding is always settled.
+    A token is settled when its search has ended. Padding is always settled.
 
     Attributes:
         residual: float32, relative residual of each token; ``None`` if the number of iterations is fixed.
         active: bool, tokens that were not settled before the evaluation.
-        iterations: int64, number of evaluations of each token, including the current evaluation.
+        iterations: int64, number of iterations of each token, including the current one.
         settled: bool, tokens that are settled after the evaluation.
-        budget: maximum number of evaluations per token.
+        max_iter: maximum number of iterations per token.
     """
 
     residual: Tensor | None
     active: Tensor
     iterations: Tensor
     settled: Tensor
-    budget: int
+    max_iter: int
 
     @cached_property
     def entered(self) -> Tensor:
-        """(B, W) bool, tokens that have just had their first evaluation."""
+        """(B, W) bool, tokens that have just had their first iteration."""
         return self.active & (self.iterations <= 1)
 
     @cached_property
@@ -52,8 +52,8 @@ class Progress:
 
     @cached_property
     def last(self) -> Tensor:
-        """(B, W) bool, tokens with exactly one evaluation left in their budget."""
-        return self.iterations + 1 == self.budget
+        """(B, W) bool, tokens whose next iteration is the last."""
+        return self.iterations + 1 == self.max_iter
 
     @property
     def fresh(self) -> Tensor:

@@ -56,21 +56,21 @@ class SolveStatistics:
         self._sums = torch.zeros(2 + len(_MEANS), 0)
         self._residuals = torch.empty(0)
 
-    def add(self, solution: Solved, valid: Tensor | None = None) -> None:
+    def add(self, solution: Solved, counted: Tensor | None = None) -> None:
         """Add a solve.
 
         Args:
-            valid: (B, L) bool, the tokens to count; by default all except padding.
+            counted: (B, L) bool, the tokens to count; by default all except padding.
         """
         iterations, status, residual = solution.iterations, solution.status, solution.residual.detach()
-        if valid is None:
-            valid = solution.real
+        if counted is None:
+            counted = solution.real
         precise = torch.float32 if residual.device.type == "mps" else torch.float64
         finite = residual.isfinite()
         means = iterations, residual.where(finite, 0), *(status == share for share in _SHARES)
         values = [torch.ones_like(residual), finite, *means]
         stacked = torch.stack([torch.atleast_2d(value).to(precise) for value in values])
-        sums = stacked.where(torch.atleast_2d(valid).bool(), 0).sum(1)
+        sums = stacked.where(torch.atleast_2d(counted).bool(), 0).sum(1)
         before, self._sums = self._sums.to(sums), sums
         if before.shape[1] > sums.shape[1]:
             before, self._sums = sums, before

@@ -27,14 +27,14 @@ class Tokens(NamedTuple):
     active: Tensor  # the token was unsettled when the last evaluation began
 
     @classmethod
-    def enter(cls, inside: Tensor) -> Tokens:
-        """Tokens before their first evaluation; ``inside`` (B, W) is false for padding."""
-        count = torch.zeros(inside.shape, dtype=torch.int64, device=inside.device)
-        residual = torch.zeros(inside.shape, dtype=torch.float32, device=inside.device)
+    def enter(cls, solvable: Tensor) -> Tokens:
+        """Tokens before their first evaluation; ``solvable`` (B, W) is false for padding."""
+        count = torch.zeros(solvable.shape, dtype=torch.int64, device=solvable.device)
+        residual = torch.zeros(solvable.shape, dtype=torch.float32, device=solvable.device)
         status = torch.full_like(count, int(Status.RUNNING))
-        return cls(~inside, count, residual, status, ~inside, inside)
+        return cls(~solvable, count, residual, status, ~solvable, solvable)
 
-    def counted(self) -> Tokens:
+    def after_evaluation(self) -> Tokens:
         """The tokens after one more evaluation: the iterations of unsettled tokens grow by 1."""
         active = ~self.settled
         return self._replace(active=active, iterations=self.iterations + active)
@@ -45,16 +45,16 @@ class Tokens(NamedTuple):
 
         ``causal``: whether the map is causal. If not, all tokens of a sequence settle together.
         """
-        verdict = policy.judge(z, fz, self.iterations, self.active)
-        _check(verdict, type(policy).__name__, self.active.shape)
+        judgement = policy.judge(z, fz, self.iterations, self.active)
+        _check(judgement, type(policy).__name__, self.active.shape)
         if not causal:
-            verdict = _of_sequences(verdict, self.active)
-        residual = torch.where(self.active, verdict.residual, self.residual)
+            judgement = _of_sequences(judgement, self.active)
+        residual = torch.where(self.active, judgement.residual, self.residual)
         fixed = isinstance(policy, FixedIterations)
-        ended = Status.COMPLETED if fixed else Status.BUDGET_EXHAUSTED
+        not_converged = Status.COMPLETED if fixed else Status.BUDGET_EXHAUSTED
         settled, status, frozen = settle(
-            residual, verdict.converged, verdict.stops, self.settled, self.active, self.iterations,
-            self.status, policy.max_iter, (int(Status.CONVERGED), int(ended), int(Status.NON_FINITE)),
+            residual, judgement.converged, judgement.may_settle, self.settled, self.active, self.iterations,
+            self.status, policy.max_iter, (int(Status.CONVERGED), int(not_converged), int(Status.NON_FINITE)),
         )  # fmt: skip
         return self._replace(residual=residual, settled=settled, status=status, frozen=frozen)
 
@@ -63,39 +63,39 @@ class Tokens(NamedTuple):
         residual = None if isinstance(policy, FixedIterations) else self.residual
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 
-    def slide(self, source: Tensor, stays: Tensor, inside: Tensor) -> Tokens:
+    def slide(self, source: Tensor, stays: Tensor, solvable: Tensor) -> Tokens:
         """The tokens after the window has moved: settled tokens left its start, new tokens entered its end.
 
         Args:
             source: (B, W) int64, index of each staying token in the old window.
             stays: (B, W) bool, true for staying tokens, false for entering tokens.
-            inside: (B, W) bool, false past the end of a sequence.
+            solvable: (B, W) bool, false past the end of a sequence.
         """
         return Tokens(
-            settled=~inside,
+            settled=~solvable,
             iterations=self.iterations.gather(1, source) * stays,
             residual=self.residual.gather(1, source),
             status=self.status.gather(1, source) * stays,
-            frozen=~inside,
-            active=inside,
+            frozen=~solvable,
+            active=solvable,
         )
 
 
-def _check(verdict: object, name: str, shape: torch.Size) -> None:
-    """Raise ``ValueError`` unless ``verdict`` is a judgement on every token, with tensors of this shape."""
+def _check(judgement: object, name: str, shape: torch.Size) -> None:
+    """Raise ``ValueError`` unless ``judgement`` is a judgement on every token, with tensors of this shape."""
     fields: tuple[object, ...] = ()
-    if isinstance(verdict, Judgement):
-        fields = (verdict.residual, verdict.converged, verdict.stops)
+    if isinstance(judgement, Judgement):
+        fields = (judgement.residual, judgement.converged, judgement.may_settle)
     tensors = [field for field in fields if isinstance(field, Tensor) and field.shape == shape]
     if len(tensors) < 3 or any(mask.dtype != torch.bool for mask in tensors[1:]):
         raise ValueError(
             f"{name}.judge must return a Judgement of tensors with one value for every token, "
-            f"{tuple(shape)}; converged and done must be bool"
+            f"{tuple(shape)}; converged and may_settle must be bool"
         )
 
 
-def _of_sequences(verdict: Judgement, active: Tensor) -> Judgement:
-    """Change the policy's verdict so that all tokens of a sequence stop together.
+def _of_sequences(judgement: Judgement, active: Tensor) -> Judgement:
+    """Change the policy's judgement so that all tokens of a sequence settle together.
 
     If the residual of one token is not finite, all tokens of its sequence get the residual NaN.
     """
@@ -103,6 +103,6 @@ def _of_sequences(verdict: Judgement, active: Tensor) -> Judgement:
     def every(tokens: Tensor) -> Tensor:
         return (tokens | ~active).all(1, keepdim=True).expand_as(tokens)
 
-    finite = every(torch.isfinite(verdict.residual))
-    residual = verdict.residual.where(finite, verdict.residual.new_full((), torch.nan))
-    return Judgement(residual, verdict.converged, every(verdict.stops))
+    finite = every(torch.isfinite(judgement.residual))
+    residual = judgement.residual.where(finite, judgement.residual.new_full((), torch.nan))
+    return Judgement(residual, judgement.converged, every(judgement.may_settle))

@@ -249,7 +249,7 @@ def make_progress() -> Callable[..., Progress]:
 
     def make(z: Tensor, step: int, **changes: Any) -> Progress:
         no = torch.zeros(z.shape[:2], dtype=torch.bool)
-        progress = Progress(None, ~no, torch.full(z.shape[:2], step + 1), no, budget=1000)
+        progress = Progress(None, ~no, torch.full(z.shape[:2], step + 1), no, max_iter=1000)
         for name, value in changes.items():
             setattr(progress, name, value)
         return progress

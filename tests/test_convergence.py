@@ -82,9 +82,9 @@ def test_sequence_scope_has_one_norm_over_active_tokens() -> None:
 
 def test_fixed_iterations() -> None:
     z, fz = pair([0.5, 0.0])
-    assert not judge(FixedIterations(3), z, fz, iterations=2).stops.any()
+    assert not judge(FixedIterations(3), z, fz, iterations=2).may_settle.any()
     after = judge(FixedIterations(3), z, fz, iterations=3)
-    assert after.stops.all() and not after.converged.any()
+    assert after.may_settle.all() and not after.converged.any()
     assert FixedIterations(3).max_iter == 3
 
 
@@ -94,10 +94,10 @@ def test_combinations() -> None:
     both, either = loose & fixed, loose | fixed
     assert isinstance(both, Both) and isinstance(either, Either)
     assert both.max_iter == 9 and either.max_iter == 3
-    assert judge(both, z, fz, iterations=2).stops.tolist() == [[False, False]]
-    assert judge(both, z, fz, iterations=3).stops.tolist() == [[True, False]]
-    assert judge(either, z, fz, iterations=2).stops.tolist() == [[True, False]]
-    assert judge(either, z, fz, iterations=3).stops.tolist() == [[True, True]]
+    assert judge(both, z, fz, iterations=2).may_settle.tolist() == [[False, False]]
+    assert judge(both, z, fz, iterations=3).may_settle.tolist() == [[True, False]]
+    assert judge(either, z, fz, iterations=2).may_settle.tolist() == [[True, False]]
+    assert judge(either, z, fz, iterations=3).may_settle.tolist() == [[True, True]]
     for policy in (both, either):  # token 1 stops above the tolerance, so it has not converged
         assert judge(policy, z, fz, iterations=3).converged.tolist() == [[True, False]]
     assert both.causal

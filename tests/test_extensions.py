@@ -264,7 +264,7 @@ def as_trace(fz: Tensor) -> Any:
     [
         ({"backbone": Scaled(lambda fz: fz)}, r"Scaled.evaluate must return \(f\(z\), trace\), got Tensor"),
         ({"backbone": Scaled(lambda fz: (fz[..., :1], None))}, r"shape of z, \(2, 5, 4\), got \(2, 5, 1\)"),
-        ({"solver": Plain(lambda fz: fz)}, r"Plain.step must return \(next z, memory\), got Tensor"),
+        ({"solver": Plain(lambda fz: fz)}, r"Plain.step must return \(next z, state\), got Tensor"),
         ({"solver": Plain(lambda fz: (fz[:1], ()))}, r"shape of z, \(2, 5, 4\), got \(1, 5, 4\)"),
         ({"convergence": Largest(lambda c: Judgement(c, c < 1))}, r"one value for every token, \(2, 5\)"),
         ({"convergence": Largest(lambda c: (c, c < 1))}, "must return a Judgement"),

@@ -501,7 +501,7 @@ def test_the_fused_form_settles_and_freezes_as_the_plain_one() -> None:
             for step in range(1, 9):
                 new = torch.lerp(fz, z, 1 - 0.2 * torch.arange(9)[:, None] / 9)
                 new = torch.where((late < step / 8)[..., None], z, new)
-                tokens = tokens.counted().judged(z, new, policy)
+                tokens = tokens.after_evaluation().judged(z, new, policy)
                 found += [tokens.settled, tokens.status, tokens.frozen, tokens.residual]
         return found
 

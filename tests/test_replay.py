@@ -122,13 +122,13 @@ def test_the_host_checks_only_near_the_end(
     counts = [int(out.solution.iterations) for out in (easy, hard)]
     assert counts[0] + 4 < counts[1]
     checks: list[int] = []
-    ends = replay.RecordedSolve.ends
+    has_ended = replay.RecordedSolve.has_ended
 
     def counted(run: Any) -> bool:
         checks[-1] += 1
-        return ends(run)
+        return has_ended(run)
 
-    monkeypatch.setattr(replay.RecordedSolve, "ends", counted)
+    monkeypatch.setattr(replay.RecordedSolve, "has_ended", counted)
     for previous, expected in [*[(far, hard)] * 7, (hard.z[:, 0], easy), *[(far, hard)] * 5]:
         checks.append(0)
         equal(call(previous), expected)

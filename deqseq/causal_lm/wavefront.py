@@ -56,12 +56,12 @@ class _MatchingInputs(ConvergencePolicy):
         self.max_iter, self.check_every = policy.max_iter, policy.check_every
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
-        verdict = self._policy.judge(z, fz, iterations, active)
+        judgement = self._policy.judge(z, fz, iterations, active)
         self.choices = self._choose(fz)
         right = F.pad(self.inputs[:, 1:] == self.choices[:, :-1], (1, 0), value=True)
         # A token with a wrong input will change. Set its residual to 1, even if its evaluation is not finite.
-        residual = verdict.residual.where(right, 1.0)
-        return Judgement(residual, verdict.converged & right, verdict.stops & right)
+        residual = judgement.residual.where(right, 1.0)
+        return Judgement(residual, judgement.converged & right, judgement.may_settle & right)
 
 
 class _Wavefront(Runner):
@@ -114,7 +114,7 @@ class _Wavefront(Runner):
         place = torch.arange(self.ids.shape[1], device=self.ids.device)
         final = place <= self.carry.start[:, None]
         ended = (torch.isin(self.ids, self._eos) & final).any(1)
-        return (ended | (self.carry.start >= self.problem.ends)).all()
+        return (ended | (self.carry.start >= self.problem.sequence_lengths)).all()
 
 
 def continue_greedily(

@@ -81,7 +81,7 @@ class ImplicitDifferentiation(GradientStrategy):
         rtol = max(1e-4, 8 * torch.finfo(z0.dtype).eps, 2 * torch.finfo(kernels.autocast_dtype(z0)).eps)
         policy = self.convergence or Residual(rtol=rtol, max_iter=max(64, problem.policy.max_iter))
         backward = Problem(
-            map=_Adjoint(solution.z, z, problem.valid, problem.causal),
+            map=_Adjoint(solution.z, z, problem.solvable, problem.causal),
             context=Context(),
             z0=found.z.detach(),
             options=SolveOptions(solver, policy),
@@ -104,11 +104,11 @@ class _Adjoint:
     On the reversed sequence, this map is causal if f is causal.
     """
 
-    def __init__(self, fz: Tensor, z: Tensor, valid: Tensor, causal: bool) -> None:
+    def __init__(self, fz: Tensor, z: Tensor, solvable: Tensor, causal: bool) -> None:
         self.causal = causal
         self.fz = fz
         self.z = z
-        self.valid = valid  # (B, L) bool, tokens that are not padding
+        self.solvable = solvable  # (B, L) bool, the tokens to solve
         self.cotangent = torch.zeros_like(z)  # (B, L, D) v, reversed; set in the backward pass
 
     def evaluate(self, z: Tensor, context: Context, state: State | None = None) -> tuple[Tensor, Trace]:
@@ -145,7 +145,7 @@ class _ImplicitFunction(torch.autograd.Function):
         z, residual, iterations, status = (
             t.flip(1) for t in (solved.z, solved.residual, solved.iterations, solved.status)
         )
-        padding = ~adjoint.valid
+        padding = ~adjoint.solvable
         solution = ctx.solution()
         if solution is not None:
             solution.adjoint = Solution(
@@ -155,7 +155,7 @@ class _ImplicitFunction(torch.autograd.Function):
                 status.masked_fill(padding, int(Status.CONVERGED)),
                 solved.nfe,
             )
-        failed = ((status == Status.BUDGET_EXHAUSTED) | (status == Status.NON_FINITE)) & adjoint.valid
-        if int(failed.sum()) > _UNSOLVED_SHARE * int(adjoint.valid.sum()):
+        failed = ((status == Status.BUDGET_EXHAUSTED) | (status == Status.NON_FINITE)) & adjoint.solvable
+        if int(failed.sum()) > _UNSOLVED_SHARE * int(adjoint.solvable.sum()):
             warnings.warn(_ADVICE, RuntimeWarning, stacklevel=2)
         return z, None, None

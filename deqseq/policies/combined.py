@@ -20,7 +20,7 @@ class _Combined(ConvergencePolicy):
 
 
 class Both(_Combined):
-    """``first & second``: a token may stop when both policies let it stop.
+    """``first & second``: a token may settle when both policies let it settle.
 
     A token has converged when it meets the tolerances of both policies. If one policy is ``FixedIterations``,
     which has no tolerance, only the tolerance of the other policy counts. ``max_iter`` is the larger
@@ -40,11 +40,11 @@ class Both(_Combined):
             converged = first.converged
         else:
             converged = first.converged & second.converged
-        return Judgement(first.residual, converged, first.stops & second.stops)
+        return Judgement(first.residual, converged, first.may_settle & second.may_settle)
 
 
 class Either(_Combined):
-    """``first | second``: a token may stop when at least one policy lets it stop.
+    """``first | second``: a token may settle when at least one policy lets it settle.
 
     A token has converged when it meets the tolerance of at least one policy. ``max_iter`` is the smaller
     ``max_iter`` of the two policies.
@@ -57,4 +57,6 @@ class Either(_Combined):
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         first, second = self._judge_both(z, fz, iterations, active)
-        return Judgement(first.residual, first.converged | second.converged, first.stops | second.stops)
+        return Judgement(
+            first.residual, first.converged | second.converged, first.may_settle | second.may_settle
+        )

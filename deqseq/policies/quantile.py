@@ -10,9 +10,9 @@ from deqseq.policy import ConvergencePolicy, Judgement, policies
 
 @dataclass(frozen=True)
 class Quantile(ConvergencePolicy):
-    """Stops all tokens of a sequence once the inner policy would stop at least the given share of the tokens.
+    """Settles all tokens of a sequence once the inner policy would settle at least a given share of them.
 
-    So the slowest tokens do not keep the sequence running. But the iteration at which a token stops depends
+    So the slowest tokens do not keep the sequence running. But the iteration at which a token settles depends
     on later tokens. Therefore causal layers refuse this policy in training. To use it, make the layer with
     ``ImplicitSequenceLayer(causal=False)``.
 
@@ -45,7 +45,7 @@ class Quantile(ConvergencePolicy):
 
     def judge(self, z: Tensor, fz: Tensor, iterations: Tensor, active: Tensor) -> Judgement:
         inner = self.policy.judge(z, fz, iterations, active)
-        real = iterations > 0  # false at padding
-        finished = real & (inner.stops | ~active)
-        reached = finished.sum(1) >= self.share * real.sum(1)
-        return Judgement(inner.residual, inner.converged, inner.stops | reached[:, None])
+        solvable = iterations > 0  # false at padding
+        ready = solvable & (inner.may_settle | ~active)
+        reached = ready.sum(1) >= self.share * solvable.sum(1)
+        return Judgement(inner.residual, inner.converged, inner.may_settle | reached[:, None])

@@ -17,7 +17,7 @@ class Residual(ConvergencePolicy):
     Args:
         rtol: relative tolerance.
         atol: absolute tolerance. At least one of the two tolerances must be positive.
-        max_iter: maximum number of evaluations per token.
+        max_iter: maximum number of iterations per token.
         scope: with ``"token"``, both norms are those of the token. With ``"sequence"``, both norms are over
             all tokens of the sequence, as in the reference implementation. Later tokens then influence when a
             token stops, so training with ``"sequence"`` needs ``ImplicitSequenceLayer(causal=False)``.

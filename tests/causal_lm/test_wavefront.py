@@ -104,9 +104,9 @@ def test_a_token_with_another_input_has_not_failed() -> None:
     policy.inputs = torch.tensor([[4, 8, 6]])  # the second token read 8, but the first chooses 5
     fz = torch.ones(1, 3, 2)
     fz[0, 1] = torch.nan
-    verdict = policy.judge(fz.nan_to_num(1.0), fz, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
-    assert verdict.residual.isfinite().all()
-    assert verdict.stops.tolist() == [[True, False, True]]
+    judgement = policy.judge(fz.nan_to_num(1.0), fz, torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool))
+    assert judgement.residual.isfinite().all()
+    assert judgement.may_settle.tolist() == [[True, False, True]]
 
 
 @pytest.mark.parametrize("body", ["mamba2", "llama"])

@@ -201,7 +201,7 @@ def test_a_token_whose_map_shifts_takes_picard_steps(
 def test_history_counts_after_tokens_that_are_steady_or_settled() -> None:
     residual = torch.tensor([[0.2, 1.0, 0.5, 1.0, float("nan"), 1.0]])
     no = torch.zeros(1, 6, dtype=torch.bool)
-    told = Progress(residual, ~no, torch.full((1, 6), 3), no, budget=9)
+    told = Progress(residual, ~no, torch.full((1, 6), 3), no, max_iter=9)
     assert Anderson().restarted(told).tolist() == [[False, False, True, True, True, True]]
     told.settled = torch.tensor([[True, True, False, False, False, False]])
     assert Anderson().restarted(told).tolist() == [[False, False, False, True, True, True]]
@@ -365,7 +365,7 @@ def test_best_iterate_of_a_sequence_with_padding(make_progress: MakeProgress) ->
     for step, size in enumerate(sizes):
         visited.append(z)
         told = make_progress(
-            z, step, active=real, settled=~real, iterations=(step + 1) * real, budget=len(sizes) + 1
+            z, step, active=real, settled=~real, iterations=(step + 1) * real, max_iter=len(sizes) + 1
         )
         fz = torch.full_like(z, 10.0) if step == 0 else z + size
         z, state = solver.step(z, fz, state, told)

@@ -683,8 +683,8 @@ def test_advice_is_given_once_and_only_where_it_is_due() -> None:
     (stuck,) = advised([(0.5, 0.0)] * 30)
     assert "does not fall: 0.500, then 0.500" in stuck and "damp" in stuck
     assert not advised([(0.2, 0.0)] * 30, tolerance=None) and advised([(0.5, 0.0)] * 30, tolerance=None)
-    (unsettled,) = advised([(0.04, 0.03 * n) for n in range(30)])
-    assert "do not settle" in unsettled and "max_iter" in unsettled
+    (advice,) = advised([(0.04, 0.03 * n) for n in range(30)])
+    assert "do not converge" in advice and "max_iter" in advice
 
 
 # The command

@@ -45,27 +45,28 @@ def judge(z: Tensor, fz: Tensor, atol: float, rtol: float) -> tuple[Tensor, Tens
 
 
 def settle(
-    residual: Tensor, converged: Tensor, stops: Tensor, settled: Tensor, active: Tensor, iterations: Tensor,
-    status: Tensor, max_iter: int, codes: tuple[int, int, int],
+    residual: Tensor, converged: Tensor, may_settle: Tensor, settled: Tensor, active: Tensor,
+    iterations: Tensor, status: Tensor, max_iter: int, codes: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Settle each token that is done, if all tokens before it are done too.
+    """Settle each token that is ready, if all tokens before it are ready too.
 
-    A token is done if one of these is true:
+    A token is ready if one of these is true:
 
-    - the policy lets it stop, and its residual is finite;
-    - it has had ``max_iter`` evaluations;
+    - it has settled before;
+    - the policy lets it settle, and its residual is finite;
+    - it has had ``max_iter`` iterations;
     - its residual is not finite, and no earlier token can still change. A token can change if it is not
       settled and its residual is finite.
 
     Args:
         residual: (B, W) residual of each token's last evaluation.
         converged: (B, W) bool, true if the token meets the tolerance.
-        stops: (B, W) bool, true if the policy lets the token settle.
+        may_settle: (B, W) bool, true if the policy lets the token settle.
         settled: (B, W) bool, true for padding and for tokens that settled before this evaluation.
         active: (B, W) bool, true for the tokens of this evaluation: the opposite of ``settled``.
-        iterations: (B, W) int64, number of evaluations of each token, including this one.
+        iterations: (B, W) int64, number of iterations of each token, including this one.
         status: (B, W) int64, status of each token before this evaluation.
-        max_iter: maximum number of evaluations per token.
+        max_iter: maximum number of iterations per token.
         codes: the statuses for tokens that converged, that did not converge, and that are not finite.
 
     Returns:
@@ -75,14 +76,14 @@ def settle(
     if kernels.fused(residual):
         from deqseq.ops.residual import triton
 
-        return triton.settle(residual, converged, stops, settled, iterations, status, max_iter, codes)
+        return triton.settle(residual, converged, may_settle, settled, iterations, status, max_iter, codes)
     finite = torch.isfinite(residual)
     can_change = ~settled & finite
     failed = ~finite & (can_change.cumsum(1) == 0)  # no earlier token can make it finite again
-    done = settled | (stops & finite) | (iterations >= max_iter) | failed
-    # Settle done tokens up to the first token that is not done. Tokens after it stay settled if they already
+    ready = settled | (may_settle & finite) | (iterations >= max_iter) | failed
+    # Settle the tokens before the first token that is not ready. Tokens after it stay settled if they already
     # are: padding is always settled.
-    settled = settled | ((~done).cumsum(1) == 0)
+    settled = settled | ((~ready).cumsum(1) == 0)
     code = torch.where(converged, codes[0], codes[1])
     code = torch.where(finite, code, codes[2])
     return settled, torch.where(settled & active, code, status), settled | ~finite

@@ -192,7 +192,7 @@ class PretrainTrainer(CurriculumTrainer):
         if policy.max_iter == 1:
             return  # one iteration from z = 0 always has the residual 1
         if self.budget is not None:
-            logs = {**logs, "share_budget_exhausted": 0.0}  # the budget leaves tokens unsettled on purpose
+            logs = {**logs, "share_budget_exhausted": 0.0}  # with the budget, tokens need not converge
         tolerance = policy.rtol if isinstance(policy, Residual) else None
         for text in self.advice.read(logs, tolerance):
             if self.is_world_process_zero():

@@ -167,8 +167,8 @@ class Advice:
                 "allow more iterations (stages.N.convergence)"
             )
         if now[1] > 0.1 and now[1] > before[1] + 0.02:
-            found["unsettled"] = (
-                f"more and more tokens do not settle: {before[1]:.0%}, then {now[1]:.0%}. Raise max_iter, "
+            found["not converged"] = (
+                f"more and more tokens do not converge: {before[1]:.0%}, then {now[1]:.0%}. Raise max_iter, "
                 "loosen rtol, damp the solver, or lower the learning rate, and start_from a checkpoint "
                 "before the increase"
             )

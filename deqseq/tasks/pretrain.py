@@ -77,7 +77,7 @@ def _pretrain(
     from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.pretraining.plan import describe, held_out_rows, plot_schedule
     from deqseq.tasks.pretraining.run_files import load_run
-    from deqseq.tasks.pretraining.train import pretrain
+    from deqseq.tasks.pretraining.train import check_start, pretrain
 
     quiet_transformers()
     found = load_run(run, settings)
@@ -89,6 +89,7 @@ def _pretrain(
             print(f"drew the schedule in {plot}")
         if isinstance(found.data, str):
             held_out_rows(found)  # raises the error that ends a real run if the data are not ready
+        check_start(found)
         return
     with logging_redirect_tqdm():  # print log lines above the progress bars
         model = pretrain(found, output)

@@ -183,7 +183,9 @@ def test_wrong_fields_are_named(overrides: list[tuple[str, str]], message: str) 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "not valid YAML"), ("- 1", "mapping of fields"), ("lr: 1", "unknown field lr"),
+    [("a: [", "not valid YAML"), ("- 1", "mapping of fields"),
+     ("lr: 1", "the run file run.yaml: unknown field lr"),
+     ("steps: 1\nstages:\n- {until: 1,\n   until: 2}", "run.yaml sets until twice, in lines 3 and 4"),
      ("model: llama-130m", "learning_rate is missing"),
      ("base: run.yaml", "must not be their own base: run.yaml -> run.yaml")],
 )  # fmt: skip
@@ -313,6 +315,12 @@ def test_dry_run_ends_with_the_error_of_a_real_run_if_the_data_are_not_ready(
         assert main(["llama-tiny", *output, *flags(*given)]) == 2
         assert capsys.readouterr().err == planned.err and planned.err.count("\n") == 1
     ready = ["llama-tiny", *output, *flags(("data", str(token_folder))), "--dry-run"]
+    for message, given in {
+        "no model to start from in nowhere": ["--start_from", "nowhere"],
+        "report_to must name an installed tracker, got 'nobody'": ["--report_to", "nobody"],
+    }.items():
+        assert main([*ready, *given]) == 2 and message in capsys.readouterr().err
+        assert main([*ready[:-1], *given]) == 2 and message in capsys.readouterr().err
     assert main(ready) == 0 and "NOT READY" not in capsys.readouterr().out
 
 

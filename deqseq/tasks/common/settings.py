@@ -142,11 +142,30 @@ def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def yaml_value(text: str, what: str) -> Any:
-    """Parse YAML. The text ``1e-3`` becomes a number. Error messages call the text ``what``."""
+    """Parse YAML. The text ``1e-3`` becomes a number. Error messages call the text ``what``.
+
+    Raises ``ValueError`` if the text is not YAML, or sets a key twice.
+    """
     try:
+        _check_keys(yaml.compose(text), what)
         return get_loader("yaml")(text)
     except yaml.YAMLError as error:
         raise ValueError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _check_keys(node: yaml.Node | None, what: str) -> None:
+    """Raise ``ValueError`` if a mapping below ``node`` has a key twice. YAML would use the last value."""
+    if isinstance(node, yaml.SequenceNode):
+        for entry in node.value:
+            _check_keys(entry, what)
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(f"{what} sets {name} twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+            _check_keys(value, what)
 
 
 def read_yaml(source: str, shipped: Path) -> Tree:

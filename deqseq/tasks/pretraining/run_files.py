@@ -6,10 +6,11 @@ changes any field by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from deqseq.tasks.common.settings import Tree, build_changed, read_yaml
+from deqseq.tasks.common.settings import Tree, build_changed, read_yaml, unknown_field
 from deqseq.tasks.pretraining.settings import RunSettings, merged, model_options
 
 RUNS = Path(__file__).parent / "runs"
@@ -65,6 +66,9 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
     if form not in _FORMS or name not in shipped():
         name, form = source, ""
     tree = read_yaml(name, RUNS)
+    known = ["base", *(field.name for field in fields(RunSettings))]
+    for field in set(tree) - set(known):
+        raise ValueError(f"the run file {source}: {unknown_field(str(field), known)}")
     if base := tree.pop("base", None):
         under = _steps_or_tokens(_read(str(base), (*above, source)), tree)
         if isinstance(tree.get("model"), dict) and "preset" not in tree["model"] and "model" in under:

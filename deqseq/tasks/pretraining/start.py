@@ -36,11 +36,8 @@ def make_model(settings: RunSettings, data: Data, checkpoint: Path | None = None
     source = checkpoint or settings.start_from
     if source is None:
         return ImplicitForCausalLM(config)
-    if not (Path(source) / "config.json").is_file():
-        raise ValueError(f"no model to start from in {source}: it needs a config.json and weights")
+    before = config if checkpoint else config_to_start_from(source, config)
     try:
-        before = config if checkpoint else ImplicitConfig.from_pretrained(source)
-        _check_forms(before, config)
         if is_sharded(source):
             model = ImplicitForCausalLM(config)
             load_weights(model, source, skip=_names(config) - _names(before))
@@ -52,6 +49,21 @@ def make_model(settings: RunSettings, data: Data, checkpoint: Path | None = None
         inject_nothing(model.model.layer.backbone)
     logger.info("weights from %s", source)
     return model
+
+
+def config_to_start_from(source: str | Path, config: ImplicitConfig) -> ImplicitConfig:
+    """The configuration of the model in ``source``, from which a run with ``config`` starts.
+
+    Raises ``ValueError`` if there is no model, or if the run's form cannot use its weights.
+    """
+    if not (Path(source) / "config.json").is_file():
+        raise ValueError(f"no model to start from in {source}: it needs a config.json and weights")
+    try:
+        before = ImplicitConfig.from_pretrained(source)
+        _check_forms(before, config)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the model in {source} cannot be loaded: {error}") from error
+    return before
 
 
 def _injects(config: ImplicitConfig) -> bool:

@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 from torch.utils.data import Subset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.files import PART
@@ -24,7 +25,7 @@ from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
-from deqseq.tasks.pretraining.start import make_model
+from deqseq.tasks.pretraining.start import config_to_start_from, make_model
 from deqseq.tasks.pretraining.trainer import PretrainTrainer, Progress
 from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
 
@@ -54,6 +55,7 @@ def pretrain(
     """
     args = arguments(settings, Path(output), progress)
     state = PartialState()  # TrainingArguments has set up the process group
+    everywhere(lambda: _check_tracker(settings.report_to))
     data = everywhere(lambda: open_data(settings))
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
     everywhere(lambda: _check_order(Path(output), data))
@@ -148,6 +150,26 @@ def make_trainer(
     if trainer.pop_callback(ProgressCallback) is not None:
         trainer.add_callback(Progress)
     return trainer
+
+
+def check_start(settings: RunSettings) -> None:
+    """Check what a run needs besides its data. Raises ``ValueError``, as the run would.
+
+    These are the model in ``start_from``, and the tracker ``report_to``.
+    """
+    if settings.start_from is not None:
+        config_to_start_from(settings.start_from, settings.config())
+        check_model(settings.start_from)
+    _check_tracker(settings.report_to)
+
+
+def _check_tracker(name: str) -> None:
+    names = name if name in ("all", "none") else [name]
+    try:
+        for tracker in get_reporting_integration_callbacks(names):
+            tracker()
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"report_to must name an installed tracker, got {name!r}: {error}") from error
 
 
 def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:

@@ -68,11 +68,11 @@ class Packing:
         place = torch.arange(flat.numel(), device=real.device)
         column = place - place[begins][sequence]
         lengths = torch.bincount(sequence)
-        width = int(lengths.max())
-        source = torch.zeros(lengths.numel(), width, dtype=torch.int64, device=real.device)
+        longest = int(lengths.max())
+        source = torch.zeros(lengths.numel(), longest, dtype=torch.int64, device=real.device)
         source[sequence, column] = flat
         target = torch.zeros(real.numel(), dtype=torch.int64, device=real.device)
-        target[flat] = sequence * width + column
+        target[flat] = sequence * longest + column
         return cls(source, target.view(real.shape), real, lengths)
 
     def pack(self, values: Tensor) -> Tensor:

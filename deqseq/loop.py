@@ -61,10 +61,10 @@ def begin(problem: Problem) -> Carry:
         state = backbone.initial_state(z.shape[0], device=z.device, dtype=z.dtype)
     if problem.state is None or not problem.state_has_capacity:
         state = backbone.reserve(state, z)
-    batch, length, depth = z.shape
+    batch, length, width = z.shape
     everywhere = torch.ones(batch, length + problem.window, dtype=torch.bool, device=z.device)
     tokens = Tokens.enter(everywhere)
-    results = (z.new_zeros(*everywhere.shape, depth), tokens.iterations, tokens.residual, tokens.status)
+    results = (z.new_zeros(*everywhere.shape, width), tokens.iterations, tokens.residual, tokens.status)
     start = torch.zeros_like(problem.sequence_lengths)
     first = take_tokens(z, _places(problem, start))
     tokens = Tokens.enter(_solvable(problem, start))
@@ -100,9 +100,9 @@ def one_pass(problem: Problem, carry: Carry, judge: bool = True) -> Carry:
 def _slide(problem: Problem, carry: Carry) -> Carry:
     """Move the window: remove the settled tokens at its start, and add the next tokens at its end."""
     assert carry.start is not None and carry.leaving is not None
-    width = carry.z.shape[1]
+    window = carry.z.shape[1]
     moved = problem.offsets + carry.leaving[:, None]
-    stays, source = moved < width, moved.clamp_max(width - 1)
+    stays, source = moved < window, moved.clamp_max(window - 1)
     entering = take_tokens(problem.z0, _places(problem, carry.start))
     return carry._replace(
         z=torch.where(stays[..., None], take_tokens(carry.z, source), entering),

@@ -70,12 +70,12 @@ class AttentionFunction:
 
         ``None`` if the attention function needs no mask.
         """
-        batch, width, _ = z.shape
+        batch, tokens, _ = z.shape
         if self.name == "flex_attention":
-            return _block_mask(width, z.device)
+            return _block_mask(tokens, z.device)
         if self._mask is None:
             return None
-        return self._mask(batch_size=batch, q_length=width, kv_length=width, dtype=z.dtype, device=z.device)
+        return self._mask(batch_size=batch, q_length=tokens, kv_length=tokens, dtype=z.dtype, device=z.device)
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Compute attention for q (B, H, W, P), k and v (B, J, W, P). Returns a tensor (B, W, H, P).
@@ -102,15 +102,15 @@ def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any
 
 
 @functools.lru_cache(maxsize=16)
-def _block_mask(width: int, device: torch.device) -> Any:
-    """The causal mask of flex attention for ``width`` tokens. All sequences and heads share this mask."""
+def _block_mask(tokens: int, device: torch.device) -> Any:
+    """The causal mask of flex attention for ``tokens`` tokens. All sequences and heads share this mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     # Make the mask outside inference mode, because autograd cannot save tensors from inference mode. The mask
     # is cached, and a later call may need it for a backward pass.
     with torch.inference_mode(False):
         return create_block_mask(
-            _causal, None, None, width, width, device=str(device), _compile=device.type != "cpu"
+            _causal, None, None, tokens, tokens, device=str(device), _compile=device.type != "cpu"
         )
 
 

@@ -235,8 +235,8 @@ class LlamaBackbone(Stack):
             mask = self._mask(z.shape[1], state)
         return self.through(stream, context, state, choice, injection, rotary, mask, seen)
 
-    def _mask(self, width: int, state: State) -> Tensor | None:
-        """The attention mask, (B, 1, W, S + W) bool, for a window of W = ``width`` tokens.
+    def _mask(self, tokens: int, state: State) -> Tensor | None:
+        """The attention mask, (B, 1, W, S + W) bool, for a window of W = ``tokens`` tokens.
 
         Each token attends to all filled slots, to earlier tokens of the window and to itself. If the state
         has no slots, the result is ``None``, because torch's causal attention then needs no mask.
@@ -244,9 +244,9 @@ class LlamaBackbone(Stack):
         if no_slots(state.layers[0]):
             return None
         slots = torch.arange(state.layers[0][0].shape[2], device=state.seen.device)
-        filled = (slots < state.seen[:, None])[:, None, None].expand(-1, 1, width, -1)
-        inside = torch.ones(width, width, dtype=torch.bool, device=state.seen.device).tril()
-        return torch.cat([filled, inside.expand(state.batch_size, 1, width, width)], -1)
+        filled = (slots < state.seen[:, None])[:, None, None].expand(-1, 1, tokens, -1)
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=state.seen.device).tril()
+        return torch.cat([filled, causal.expand(state.batch_size, 1, tokens, tokens)], -1)
 
     def reserve(self, state: State, z: Tensor) -> State:
         """Return a state with enough free slots for the tokens of ``z``.

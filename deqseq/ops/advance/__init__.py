@@ -61,8 +61,8 @@ def keys_values(
         layers: per layer, keys and values (B, J, S, P). The function may overwrite these tensors.
         traces: per layer, keys and values (B, J, W, P) of the evaluation.
     """
-    width = traces[0][0].shape[2]
-    if _by_triton(width, form):
+    tokens = traces[0][0].shape[2]
+    if _by_triton(tokens, form):
         from deqseq.ops.advance.triton import append_
 
         for (keys, values), (k, v) in zip(layers, traces, strict=True):
@@ -71,7 +71,7 @@ def keys_values(
     # Slot s takes token s - seen of the window if 0 <= s - seen < count. Other slots keep their values.
     token = torch.arange(layers[0][0].shape[2], device=count.device) - seen[:, None]  # (B, S)
     write = ((token >= 0) & (token < count[:, None]))[:, None, :, None]
-    source = token.clamp(0, width - 1)[:, None, :, None]
+    source = token.clamp(0, tokens - 1)[:, None, :, None]
 
     def written(kept: Tensor, new: Tensor) -> Tensor:
         return torch.where(write, new.to(kept.dtype).gather(2, source.expand_as(kept)), kept)

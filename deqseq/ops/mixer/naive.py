@@ -103,11 +103,11 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor | None) -> Te
 
     ``tail``: (B, K-1, C) the last inputs before the first token; ``None``: zeros.
     """
-    width, kernel = x.shape[1], weight.shape[1]
+    tokens, kernel = x.shape[1], weight.shape[1]
     padded = F.pad(x, (0, 0, kernel - 1, 0)) if tail is None else torch.cat([tail.to(x.dtype), x], 1)
-    y = torch.addcmul(bias, padded[:, :width], weight[:, 0])
+    y = torch.addcmul(bias, padded[:, :tokens], weight[:, 0])
     for k in range(1, kernel):
-        y = torch.addcmul(y, padded[:, k : k + width], weight[:, k])
+        y = torch.addcmul(y, padded[:, k : k + tokens], weight[:, k])
     return F.silu(y)
 
 

@@ -139,7 +139,7 @@ def solve_with_restarts(
 
     Example::
 
-        layer = ImplicitSequenceLayer(backbone, guess="noise", convergence="residual").eval()
+        layer = ImplicitSequenceLayer(backbone, guess="noise", convergence=Residual(rtol=1e-3)).eval()
         with torch.no_grad():
             out = solve_with_restarts(layer, x, starts=16)
     """

@@ -23,6 +23,7 @@ from deqseq.ops import residual
 from deqseq.registry import Registry
 
 
+@dataclass(init=False, eq=False)
 class Judgement:
     """A policy's judgement on every token.
 
@@ -31,6 +32,10 @@ class Judgement:
         converged: (B, W) bool, true if the token meets the tolerance.
         may_settle: (B, W) bool, true if the search may end for the token; by default ``converged``.
     """
+
+    residual: Tensor
+    converged: Tensor
+    may_settle: Tensor
 
     def __init__(self, residual: Tensor, converged: Tensor, may_settle: Tensor | None = None) -> None:
         self.residual = residual

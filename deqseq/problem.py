@@ -83,7 +83,7 @@ class Problem:
         context: everything that ``map.evaluate`` needs besides z and the state.
         z0: (B, L, D) the initial guess.
         options: solver, convergence policy and window.
-        lengths: (B,) int64 number of real tokens, which come first; ``None``: all tokens are real.
+        lengths: (B,) int64 number of tokens to solve, which come first; ``None``: all tokens.
         state: backbone state before the first token; ``None``: there are no earlier tokens.
         state_has_capacity: true if the state already has capacity for all tokens. The solve then does not
             check the capacity. The check would make the host wait for the GPU.
@@ -150,5 +150,5 @@ class Problem:
 
     @property
     def solvable(self) -> Tensor:
-        """(B, L) bool, the tokens to solve: neither padding nor after a non-finite input."""
+        """(B, L) bool, the tokens to solve: neither padding nor dependent on a non-finite input."""
         return torch.arange(self.z0.shape[1], device=self.z0.device) < self.sequence_lengths[:, None]

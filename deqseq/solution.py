@@ -26,7 +26,7 @@ class Solution:
     Attributes:
         z: (B, L, D) the equilibrium.
         residual: (B, L) float32, ``||f(z) - z|| / ||f(z)||`` in the token's last evaluation.
-        iterations: (B, L) int64, number of iterations of each token: evaluations of f before it settled.
+        iterations: (B, L) int64, number of iterations of each token: evaluations of f until it settled.
         status: (B, L) int64, why the iteration of each token ended, as a code of :class:`Status`. Padding has
             the code ``CONVERGED``.
         nfe: number of function evaluations, including gradient steps. One evaluation is one call of f for all

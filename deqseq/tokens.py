@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def enter(cls, solvable: Tensor) -> Tokens:
-        """Tokens before their first evaluation; ``solvable`` (B, W) is false for padding."""
+        """Tokens before their first evaluation; ``solvable`` (B, W): the tokens to solve."""
         count = torch.zeros(solvable.shape, dtype=torch.int64, device=solvable.device)
         residual = torch.zeros(solvable.shape, dtype=torch.float32, device=solvable.device)
         status = torch.full_like(count, int(Status.RUNNING))

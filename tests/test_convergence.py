@@ -49,19 +49,19 @@ def test_a_residual_is_finite_wherever_z_and_f_are() -> None:
     z = torch.tensor([[[0.0], [1.0], [0.0], [1e-30], [1e30]]])
     fz = torch.tensor([[[0.0], [0.0], [1.0], [0.0], [1e-30]]])
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        verdict = judge(Residual(rtol=0.1), z.to(dtype), fz.to(dtype))
-        assert torch.isfinite(verdict.residual).all()
-        assert verdict.residual.dtype == torch.float32
-        assert verdict.residual[0, 0] == 0
-        assert verdict.converged.tolist() == [[True, False, False, False, False]]
+        judgement = judge(Residual(rtol=0.1), z.to(dtype), fz.to(dtype))
+        assert torch.isfinite(judgement.residual).all()
+        assert judgement.residual.dtype == torch.float32
+        assert judgement.residual[0, 0] == 0
+        assert judgement.converged.tolist() == [[True, False, False, False, False]]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_residuals_of_non_finite_values_are_not_finite(value: float) -> None:
     z, fz = pair([0.0, 0.0])
     fz[0, 0, 0] = value
-    verdict = judge(Residual(rtol=0.1, atol=0.1), z, fz)
-    assert torch.isfinite(verdict.residual).tolist() == [[False, True]]
+    judgement = judge(Residual(rtol=0.1, atol=0.1), z, fz)
+    assert torch.isfinite(judgement.residual).tolist() == [[False, True]]
 
 
 def test_low_precision_norms_are_taken_in_single_precision() -> None:
@@ -74,9 +74,9 @@ def test_low_precision_norms_are_taken_in_single_precision() -> None:
 def test_sequence_scope_has_one_norm_over_active_tokens() -> None:
     z, fz = pair([0.3, 0.4, 9.0])
     active = torch.tensor([[True, True, False]])
-    verdict = judge(Residual(rtol=0.36, scope="sequence"), z, fz, active=active)
-    torch.testing.assert_close(verdict.residual, torch.full((1, 3), 0.5 / 2**0.5))
-    assert verdict.converged.all()
+    judgement = judge(Residual(rtol=0.36, scope="sequence"), z, fz, active=active)
+    torch.testing.assert_close(judgement.residual, torch.full((1, 3), 0.5 / 2**0.5))
+    assert judgement.converged.all()
     assert not judge(Residual(rtol=0.35, scope="sequence"), z, fz, active=active).converged.any()
 
 

@@ -1,4 +1,4 @@
-"""A policy that stops a sequence when a given share of its tokens has converged."""
+"""A policy that settles all tokens of a sequence once a given share of them may settle."""
 
 from dataclasses import dataclass
 

@@ -20,7 +20,7 @@ class Residual(ConvergencePolicy):
         max_iter: maximum number of iterations per token.
         scope: with ``"token"``, both norms are those of the token. With ``"sequence"``, both norms are over
             all tokens of the sequence, as in the reference implementation. Later tokens then influence when a
-            token stops, so training with ``"sequence"`` needs ``ImplicitSequenceLayer(causal=False)``.
+            token settles, so training with ``"sequence"`` needs ``ImplicitSequenceLayer(causal=False)``.
         check_every: once every ``check_every`` calls of f, the host checks whether all tokens have settled.
             :class:`ConvergencePolicy` describes the default.
 

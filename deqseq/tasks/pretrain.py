@@ -68,13 +68,15 @@ def _pretrain(
     Args:
         run: run file, name of a shipped run file, or the command 'demo' or 'compare'
         output: folder of the run; runs/RUN by default
-        dry_run: do not train; print the run's costs (FLOPs, memory) and draw its schedule. If the data
-            are not ready, end with the error of a real run; --data null plans without data
+        dry_run: do not train; print the run's costs (FLOPs, memory) and draw its schedule. If the data, the
+            model to start from or the tracker are missing, end with the error of a real run; --data null
+            plans without them
         plot: PNG file to which a dry run draws the schedule; beside the output folder by default
         processes: number of processes that a dry run assumes
     """
     # Import these modules late, so that wrong arguments are reported at once. The imports take seconds.
     from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.common.seals import checkpoints
     from deqseq.tasks.pretraining.plan import describe, held_out_rows, plot_schedule
     from deqseq.tasks.pretraining.run_files import load_run
     from deqseq.tasks.pretraining.train import check_start, pretrain
@@ -87,9 +89,11 @@ def _pretrain(
         plot = plot or output.with_name(f"{output.name}-schedule.png")
         if plot_schedule(found, plot):
             print(f"drew the schedule in {plot}")
+        # Raise the error that would end a real run.
         if isinstance(found.data, str):
-            held_out_rows(found)  # raises the error that ends a real run if the data are not ready
-        check_start(found)
+            held_out_rows(found)
+        if found.data is not None:
+            check_start(found, next(iter(checkpoints(output)), None))
         return
     with logging_redirect_tqdm():  # print log lines above the progress bars
         model = pretrain(found, output)

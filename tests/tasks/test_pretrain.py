@@ -184,8 +184,9 @@ def test_wrong_fields_are_named(overrides: list[tuple[str, str]], message: str) 
 @pytest.mark.parametrize(
     ("text", "message"),
     [("a: [", "not valid YAML"), ("- 1", "mapping of fields"),
-     ("lr: 1", "the run file run.yaml: unknown field lr"),
-     ("steps: 1\nstages:\n- {until: 1,\n   until: 2}", "run.yaml sets until twice, in lines 3 and 4"),
+     ("lr: 1\nzz: 2", "the run file run.yaml: unknown field lr"),
+     ("steps: &a [*a]", "model is missing"),
+     ("steps: 1\nstages:\n- {until: 1,\n   until: 2}", "run.yaml sets until twice, again in line 4"),
      ("model: llama-130m", "learning_rate is missing"),
      ("base: run.yaml", "must not be their own base: run.yaml -> run.yaml")],
 )  # fmt: skip
@@ -317,7 +318,7 @@ def test_dry_run_ends_with_the_error_of_a_real_run_if_the_data_are_not_ready(
     ready = ["llama-tiny", *output, *flags(("data", str(token_folder))), "--dry-run"]
     for message, given in {
         "no model to start from in nowhere": ["--start_from", "nowhere"],
-        "report_to must name an installed tracker, got 'nobody'": ["--report_to", "nobody"],
+        "), got 'nobody'": ["--report_to", "nobody"],
     }.items():
         assert main([*ready, *given]) == 2 and message in capsys.readouterr().err
         assert main([*ready[:-1], *given]) == 2 and message in capsys.readouterr().err
@@ -692,7 +693,7 @@ def test_advice_is_given_once_and_only_where_it_is_due() -> None:
     assert "does not fall: 0.500, then 0.500" in stuck and "damp" in stuck
     assert not advised([(0.2, 0.0)] * 30, tolerance=None) and advised([(0.5, 0.0)] * 30, tolerance=None)
     (advice,) = advised([(0.04, 0.03 * n) for n in range(30)])
-    assert "do not converge" in advice and "max_iter" in advice
+    assert "fewer tokens converge" in advice and "max_iter" in advice
 
 
 # The command

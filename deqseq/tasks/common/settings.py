@@ -153,19 +153,25 @@ def yaml_value(text: str, what: str) -> Any:
         raise ValueError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
-def _check_keys(node: yaml.Node | None, what: str) -> None:
-    """Raise ``ValueError`` if a mapping below ``node`` has a key twice. YAML would use the last value."""
-    if isinstance(node, yaml.SequenceNode):
-        for entry in node.value:
-            _check_keys(entry, what)
-    if isinstance(node, yaml.MappingNode):
-        lines: dict[str, int] = {}
+def _check_keys(root: yaml.Node | None, what: str) -> None:
+    """Raise ``ValueError`` if a mapping has a key twice. YAML would silently use the last value."""
+    found, seen = [root], set[int]()  # a node may be inside itself
+    while found:
+        node = found.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            found += node.value
+            continue
+        names = set[tuple[str, str]]()
         for key, value in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
-            if name in lines:
-                raise ValueError(f"{what} sets {name} twice, in lines {lines[name]} and {line}")
-            lines[name] = line
-            _check_keys(value, what)
+            found.append(value)
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if (key.tag, key.value) in names:
+                raise ValueError(f"{what} sets {key.value} twice, again in line {key.start_mark.line + 1}")
+            names.add((key.tag, key.value))
 
 
 def read_yaml(source: str, shipped: Path) -> Tree:

@@ -67,8 +67,9 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
         name, form = source, ""
     tree = read_yaml(name, RUNS)
     known = ["base", *(field.name for field in fields(RunSettings))]
-    for field in set(tree) - set(known):
-        raise ValueError(f"the run file {source}: {unknown_field(str(field), known)}")
+    for field in tree:
+        if field not in known:
+            raise ValueError(f"the run file {source}: {unknown_field(str(field), known)}")
     if base := tree.pop("base", None):
         under = _steps_or_tokens(_read(str(base), (*above, source)), tree)
         if isinstance(tree.get("model"), dict) and "preset" not in tree["model"] and "model" in under:

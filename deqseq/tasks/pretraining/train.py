@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 from torch.utils.data import Subset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.files import PART
@@ -55,7 +55,6 @@ def pretrain(
     """
     args = arguments(settings, Path(output), progress)
     state = PartialState()  # TrainingArguments has set up the process group
-    everywhere(lambda: _check_tracker(settings.report_to))
     data = everywhere(lambda: open_data(settings))
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
     everywhere(lambda: _check_order(Path(output), data))
@@ -69,8 +68,7 @@ def pretrain(
             return final
         checkpoint = on_first(folder.last_checkpoint)
         _check_shared(folder.path)
-        if settings.start_from is not None and checkpoint is None:
-            on_every_node(partial(check_model, settings.start_from))
+        on_every_node(partial(check_start, settings, checkpoint))
         on_every_node(data.verify)
         trainer = everywhere(lambda: make_trainer(settings, data, args, checkpoint))
         for callback in callbacks:
@@ -152,24 +150,20 @@ def make_trainer(
     return trainer
 
 
-def check_start(settings: RunSettings) -> None:
-    """Check what a run needs besides its data. Raises ``ValueError``, as the run would.
+def check_start(settings: RunSettings, checkpoint: Path | None) -> None:
+    """Check what a run needs besides its data: the model to start from, and the tracker.
 
-    These are the model in ``start_from``, and the tracker ``report_to``.
+    Raises ``ValueError`` if one of them is missing. A run with a checkpoint needs no model to start from.
     """
-    if settings.start_from is not None:
+    if settings.start_from is not None and checkpoint is None:
         config_to_start_from(settings.start_from, settings.config())
         check_model(settings.start_from)
-    _check_tracker(settings.report_to)
-
-
-def _check_tracker(name: str) -> None:
-    names = name if name in ("all", "none") else [name]
-    try:
-        for tracker in get_reporting_integration_callbacks(names):
-            tracker()
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise ValueError(f"report_to must name an installed tracker, got {name!r}: {error}") from error
+    installed = get_available_reporting_integrations()
+    if settings.report_to not in ("all", "none", "flyte", *installed):  # transformers does not list flyte
+        raise ValueError(
+            f"report_to must be all, none or an installed tracker ({', '.join(installed) or 'none is'}), got "
+            f"{settings.report_to!r}"
+        )
 
 
 def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:

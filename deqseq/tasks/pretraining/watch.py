@@ -168,7 +168,7 @@ class Advice:
             )
         if now[1] > 0.1 and now[1] > before[1] + 0.02:
             found["not converged"] = (
-                f"more and more tokens do not converge: {before[1]:.0%}, then {now[1]:.0%}. Raise max_iter, "
+                f"fewer tokens converge: {before[1]:.0%} did not, now {now[1]:.0%}. Raise max_iter, "
                 "loosen rtol, damp the solver, or lower the learning rate, and start_from a checkpoint "
                 "before the increase"
             )

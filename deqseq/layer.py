@@ -162,7 +162,18 @@ class ImplicitSequenceLayer(SequenceLayer):
         self._recordings = Recordings()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. If the value is solve options, also register the modules of the guesses."""
+        """Set an attribute. If the value is solve options, also register the modules of the guesses.
+
+        ``gradient`` may be given by its name, as in the constructor. Raises ``AttributeError`` for the parts
+        that belong to the solve options.
+        """
+        if name in ("solver", "convergence", "window", "guess"):
+            raise AttributeError(
+                f"a layer has no attribute {name}, because training and evaluation may differ: set "
+                f"layer.train_solve and layer.eval_solve, such as replace(layer.eval_solve, {name}=...)"
+            )
+        if name == "gradient":
+            value = gradients.create(value)
         super().__setattr__(name, value)
         if isinstance(value, SolveOptions):
             options = (vars(self).get("train_solve"), vars(self).get("eval_solve"))

@@ -24,7 +24,7 @@ from deqseq.problem import Map, Problem
 from deqseq.solution import Solution, Status
 from deqseq.solver import SolverState
 from deqseq.tokens import Tokens
-from deqseq.trees import map_tensors
+from deqseq.trees import map_tensors, tensors
 
 
 class Carry(NamedTuple):
@@ -69,6 +69,12 @@ def begin(problem: Problem) -> Carry:
     first = take_tokens(z, _places(problem, start))
     tokens = Tokens.enter(_solvable(problem, start))
     solver_state = problem.solver.init(first)
+    for values in tensors(solver_state):  # every pass moves them along the window
+        if values.shape[:2] != first.shape[:2]:
+            raise ValueError(
+                f"{type(problem.solver).__name__}.init must return tensors of the shape (B, W, ...), here "
+                f"({first.shape[0]}, {first.shape[1]}, ...), got {tuple(values.shape)}"
+            )
     return Carry(
         first, first, tokens, solver_state, state=state.copy(), start=start, leaving=start, results=results
     )

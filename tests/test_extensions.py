@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deqseq import (
     Backbone,
@@ -28,6 +28,7 @@ from deqseq import (
     Status,
 )
 from deqseq.backbone import backbones
+from deqseq.backbones import ModuleBackbone
 from deqseq.gradient import gradients
 from deqseq.guess import guesses
 from deqseq.policy import policies
@@ -257,6 +258,16 @@ class Largest(ConvergencePolicy):
 
 def as_trace(fz: Tensor) -> Any:
     return fz, None
+
+
+def test_the_state_of_a_solver_has_a_value_for_every_token_of_a_window() -> None:
+    class PerSequence(Plain):
+        def init(self, z: Tensor) -> Any:
+            return (z.new_zeros(z.shape[0]),)
+
+    layer = ImplicitSequenceLayer(ModuleBackbone(nn.Identity(), d_model=4), PerSequence(lambda fz: (fz, ())))
+    with pytest.raises(ValueError, match=r"PerSequence.init must return .* \(2, 3, ...\), got \(2,\)"):
+        layer.eval()(torch.randn(2, 5, 4), window=3)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from deqseq import (
     ConvergencePolicy,
     ExplicitSequenceLayer,
     FixedIterations,
+    ImplicitDifferentiation,
     ImplicitSequenceLayer,
     Phantom,
     Residual,
@@ -45,6 +46,20 @@ def test_defaults_are_the_documented_ones(make_backbone: MakeBackbone) -> None:
     layer = ImplicitSequenceLayer(make_backbone("mamba2"))
     assert layer.solve.convergence == Residual(rtol=0.05, max_iter=32)
     assert layer.solve.window is None and layer.causal and layer.gradient == Phantom()
+
+
+def test_parts_of_a_finished_layer_are_not_replaced_without_effect(make_layer: MakeLayer) -> None:
+    layer: Any = make_layer("mamba2")
+    layer.gradient = "implicit"
+    assert isinstance(layer.gradient, ImplicitDifferentiation)
+    with pytest.raises(ValueError, match="nobody"):
+        layer.gradient = "nobody"
+    wrong = {"solver": "broyden", "convergence": Residual(rtol=0.1), "window": 4, "guess": "zero"}
+    for name, value in wrong.items():
+        with pytest.raises(
+            AttributeError, match=rf"no attribute {name}.*replace\(layer.eval_solve, {name}=...\)"
+        ):
+            setattr(layer, name, value)
 
 
 class Endless(ConvergencePolicy):

@@ -79,7 +79,7 @@ class Solution:
         """Statistics for a log: ``nfe``, mean iterations, mean residual, and the share of each final status.
 
         Args:
-            counted: (B, L) bool, the tokens to count; by default all except padding.
+            counted: (B, L) bool, the tokens to average over; by default all except padding.
         """
         statistics = SolveStatistics()
         statistics.add(self, counted)

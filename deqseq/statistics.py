@@ -60,7 +60,7 @@ class SolveStatistics:
         """Add a solve.
 
         Args:
-            counted: (B, L) bool, the tokens to count; by default all except padding.
+            counted: (B, L) bool, the tokens to average over; by default all except padding.
         """
         iterations, status, residual = solution.iterations, solution.status, solution.residual.detach()
         if counted is None:

@@ -12,9 +12,9 @@ from deqseq.policy import ConvergencePolicy, Judgement, policies
 class Quantile(ConvergencePolicy):
     """Settles all tokens of a sequence once the inner policy would settle at least a given share of them.
 
-    So the slowest tokens do not keep the sequence running. But the iteration at which a token settles depends
-    on later tokens. Therefore causal layers refuse this policy in training. To use it, make the layer with
-    ``ImplicitSequenceLayer(causal=False)``.
+    The slowest tokens then do not keep the sequence running. But the result of a token depends on later
+    tokens, because they decide when it settles. So causal layers refuse this policy in training. To use it,
+    make the layer with ``ImplicitSequenceLayer(causal=False)``.
 
     Args:
         policy: the inner policy: an object, a name, or a mapping with a name and options.

@@ -25,7 +25,7 @@ from deqseq.tasks.pretraining.faults import Diverged, Faults
 from deqseq.tasks.pretraining.plan import describe, learning_rates, plan_stages, saved_bytes
 from deqseq.tasks.pretraining.run_files import load_run, shipped
 from deqseq.tasks.pretraining.settings import RunSettings
-from deqseq.tasks.pretraining.train import arguments, make_trainer, pretrain
+from deqseq.tasks.pretraining.train import arguments, check_start, make_trainer, pretrain
 from deqseq.tasks.pretraining.trainer import PretrainTrainer, batch_of
 from deqseq.tasks.pretraining.watch import Advice, Flops
 
@@ -323,6 +323,13 @@ def test_dry_run_ends_with_the_error_of_a_real_run_if_the_data_are_not_ready(
         assert main([*ready, *given]) == 2 and message in capsys.readouterr().err
         assert main([*ready[:-1], *given]) == 2 and message in capsys.readouterr().err
     assert main(ready) == 0 and "NOT READY" not in capsys.readouterr().out
+
+
+def test_a_run_with_a_checkpoint_needs_no_model_to_start_from() -> None:
+    settings = replace(small(), start_from="nowhere", report_to="none")
+    check_start(settings, Path("checkpoint-1"))
+    with pytest.raises(ValueError, match="no model to start from in nowhere"):
+        check_start(settings, None)
 
 
 # Data

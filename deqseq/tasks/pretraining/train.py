@@ -153,7 +153,8 @@ def make_trainer(
 def check_start(settings: RunSettings, checkpoint: Path | None) -> None:
     """Check what a run needs besides its data: the model to start from, and the tracker.
 
-    Raises ``ValueError`` if one of them is missing. A run with a checkpoint needs no model to start from.
+    Raises ``ValueError`` if one of them is missing. A run that resumes from ``checkpoint`` does not need the
+    model in ``start_from``.
     """
     if settings.start_from is not None and checkpoint is None:
         config_to_start_from(settings.start_from, settings.config())

@@ -39,7 +39,7 @@ from typing import Annotated, Any
 
 from iteration.forms import FORMS, Budget, Form, Study
 from iteration.results import collect, save, tables
-from iteration.training import seconds_of_a_step, train_one
+from iteration.training import seconds_of_a_step, take_times, train_one
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from deqseq.tasks.common import command_line
@@ -47,14 +47,24 @@ from deqseq.tasks.common.models import quiet_transformers
 from deqseq.tasks.common.settings import PositiveFinite, PositiveInt, Seed, build
 
 
-def measure(*, forms: list[Form] = FORMS, settings: Annotated[dict[str, Any], Study]) -> None:
+def measure(
+    *,
+    forms: list[Form] = FORMS,
+    runs: list[Path] = [],  # noqa: B006
+    settings: Annotated[dict[str, Any], Study],
+) -> None:
     """Measure the time of a step in every stage of the forms. Measured stages are not measured again.
 
     Args:
         forms: forms whose stages are measured
+        runs: folders with finished runs. The time of a step is then what these runs took, and nothing is
+            measured. Use this if training runs are slower or faster than the measured steps
     """
     study = build(Study, settings)
-    for name in dict.fromkeys(stage for form in forms for stage, _ in study.stages(form)):
+    stages = list(dict.fromkeys(stage for form in forms for stage, _ in study.stages(form)))
+    if runs:
+        take_times(study, stages, runs)
+    for name in stages:
         print(f"{study.name}, stage {name}: {1e3 * seconds_of_a_step(study, name):.1f} ms a step")
 
 

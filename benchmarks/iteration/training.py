@@ -8,8 +8,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.policy import policies
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import changes, describe_machine, provenance
-from deqseq.tasks.common.runs import RunFolder, read_json, read_record
-from deqseq.tasks.common.settings import defaults, flat
+from deqseq.tasks.common.runs import RunFolder, read_json, read_record, read_settings
+from deqseq.tasks.common.settings import build, defaults, flat
 from deqseq.tasks.pretraining.card import scores
 from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
@@ -62,14 +62,14 @@ def train_one(
     """
     stages = study.stages(form)
     times = [seconds_of_a_step(study, name) for name, _ in stages]
-    fields = budget.plan([end for _, end in stages], times, study.base.batch_tokens, points)
-    fields |= {"learning_rate": learning_rate, "min_learning_rate": learning_rate / 100, "seed": seed}
-    fields |= {name: math.ceil(fields["steps"] / n) for name, n in _TIMES_IN_A_RUN.items()}
+    plan = budget.plan([end for _, end in stages], times, study.base.batch_tokens, points)
+    plan |= {"learning_rate": learning_rate, "min_learning_rate": learning_rate / 100, "seed": seed}
+    plan |= {name: math.ceil(plan["steps"] / n) for name, n in _TIMES_IN_A_RUN.items()}
     folder = Path(study.output, budget.name, form, f"lr-{learning_rate:g}", f"seed-{seed}")
     start = folder.with_name(f"{folder.name}-start")
     if form == "transformers":
-        fields["start_from"] = str(start)
-    settings = study.settings(stages, **fields)
+        plan["start_from"] = str(start)
+    settings = study.settings(stages, **plan)
     data = open_data(settings)
     kept = {**settings.to_dict(), "fingerprint": data.fingerprint, "order": data.order}
     RunFolder(folder, kept, RESUMES, defaults(RunSettings))  # raises ValueError if the folder has another run
@@ -100,6 +100,7 @@ def _result(
     last = [entry for entry in log if "eval_loss" in entry][-1]  # after training, on all held-out rows
     ends = [0, *settings.stage_ends]
     spent = np.cumsum([0.0, *np.diff(ends) * times])  # seconds at the end of every stage
+    run_seconds = round(float(np.diff(ends) @ _run_times(log, settings)), 2)
     curve = [
         {"tokens": point.tokens, "seconds": round(float(np.interp(point.step, ends, spent)), 3),
          "perplexity": point.perplexity}
@@ -109,7 +110,7 @@ def _result(
         model=study.title, form=form, unit=budget.unit, amount=budget.amount, seed=settings.seed,
         learning_rate=settings.learning_rate, parameters=record["parameters"], steps=settings.total_steps,
         tokens=settings.total_steps * settings.batch_tokens, seconds=round(float(spent[-1]), 2),
-        run_seconds=None if device.type == "cpu" else round(_run_seconds(log, settings), 2),
+        run_seconds=None if device.type == "cpu" else run_seconds,
         perplexity=math.exp(last["eval_loss"]), iterations=last.get("eval_iterations"), curve=curve,
         data=fingerprint, **provenance(device),
     )  # fmt: skip
@@ -121,14 +122,15 @@ def _forget_compiled(settings: RunSettings) -> None:
         torch.compiler.reset()
 
 
-def _run_seconds(log: Sequence[dict[str, float]], settings: RunSettings) -> float:
-    """The training time of a run, from the median speed of every stage in its log. Leaves out compilation."""
-    seconds = 0.0
-    for first, end in pairwise([0, *settings.stage_ends]):
-        lines = [e for e in log if "tokens_per_second" in e and first < e["step"] <= end]
-        speed = statistics.median(line["tokens_per_second"] for line in lines)
-        seconds += (end - first) * settings.batch_tokens / speed
-    return seconds
+def _run_times(log: Sequence[dict[str, float]], settings: RunSettings) -> list[float]:
+    """Seconds of a step in every stage of a run: medians of its log. Compilation does not count."""
+    speeds = [
+        statistics.median(
+            e["tokens_per_second"] for e in log if "tokens_per_second" in e and first < e["step"] <= end
+        )
+        for first, end in pairwise([0, *settings.stage_ends])
+    ]
+    return [settings.batch_tokens / speed for speed in speeds]
 
 
 def initialise(settings: RunSettings, folder: Path) -> PreTrainedModel:
@@ -166,27 +168,13 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
     Raises:
         ValueError: the saved time was measured with other settings or on another machine.
     """
-    settings = study.settings(
-        [(stage, 1.0)], steps=_WARM_UP + study.timed_steps, learning_rate=1e-5, min_learning_rate=1e-5,
-        seed=0, log_steps=10**6, eval_steps=10**6, save_steps=10**6,
-    )  # fmt: skip
-    if stage in ("free", "adaptive"):
-        # A trained model needs more evaluations than a new one, so the number is fixed.
-        (free,) = settings.stages or []
-        number = study.timed_search or policies.create(free["convergence"]).max_iter
-        free = {**free, "convergence": {"name": "fixed", "iterations": number}}
-        free.pop("adaptive_budget", None)  # it changes the number
-        settings = replace(settings, stages=[free])
-    file = Path(study.output, "speed", f"{stage}.json")
-    device = arguments(settings, file.parent, progress=False).device
-    known = {name: value for name, value in settings.to_dict().items() if name not in _NO_MATTER}
-    setting = json.loads(json.dumps({**known, "machine": describe_machine(device)}))
+    settings, file, setting = _timed(study, stage)
     if file.exists():
         found = read_json(file)
         if not {"setting", "seconds"} <= found.keys():
             raise ValueError(f"{file} holds no time of a step: remove it to measure again")
         # An older version may not have had a setting. What it did then is the default now.
-        older = {name: value for name, value in defaults(RunSettings).items() if name in known}
+        older = {name: value for name, value in defaults(RunSettings).items() if name in setting}
         before, now = dict(flat({**older, **found["setting"]})), dict(flat(setting))
         if different := changes(before, now):
             raise ValueError(
@@ -199,7 +187,7 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
     with tempfile.TemporaryDirectory() as scratch:
         args = arguments(settings, Path(scratch), progress=False)
         trainer = make_trainer(settings, open_data(settings), args)
-        clock = _Clock(time.process_time if device.type == "cpu" else time.perf_counter)
+        clock = _Clock(time.process_time if args.device.type == "cpu" else time.perf_counter)
         trainer.add_callback(clock)
         trainer.train()
     timed = clock.seconds[_WARM_UP:]
@@ -214,6 +202,61 @@ def seconds_of_a_step(study: Study, stage: str) -> float:
     del trainer, clock
     gc.collect()
     return seconds
+
+
+def _timed(study: Study, stage: str) -> tuple[RunSettings, Path, dict[str, Any]]:
+    """How the time of a step in a stage is measured.
+
+    Returns the settings of the run, the file that keeps the time, and the settings that the time depends on.
+    """
+    settings = study.settings(
+        [(stage, 1.0)], steps=_WARM_UP + study.timed_steps, learning_rate=1e-5, min_learning_rate=1e-5,
+        seed=0, log_steps=10**6, eval_steps=10**6, save_steps=10**6,
+    )  # fmt: skip
+    if stage in ("free", "adaptive"):
+        # A trained model needs more evaluations than a new one, so the number is fixed.
+        (free,) = settings.stages or []
+        number = study.timed_search or policies.create(free["convergence"]).max_iter
+        free = {**free, "convergence": {"name": "fixed", "iterations": number}}
+        free.pop("adaptive_budget", None)  # it changes the number
+        settings = replace(settings, stages=[free])
+    file = Path(study.output, "speed", f"{stage}.json")
+    device = arguments(settings, file.parent, progress=False).device
+    known = {name: value for name, value in settings.to_dict().items() if name not in _NO_MATTER}
+    setting = {**known, "machine": describe_machine(device)}
+    return settings, file, json.loads(json.dumps(setting))
+
+
+def take_times(study: Study, stages: Collection[str], folders: Sequence[Path]) -> None:
+    """Save the time of a step that each stage took in finished runs, in place of the measured one.
+
+    The time of a stage is the mean over the runs in ``folders`` that have this stage.
+
+    Raises:
+        ValueError: no run has one of the stages, or a run is of another model or from another machine.
+    """
+    found: dict[str, list[float]] = {stage: [] for stage in stages}
+    for file in sorted(file for folder in folders for file in folder.rglob(results.FILE)):
+        result = results.read(file)
+        names = [name for name, _ in study.stages(result.form)]
+        here = {"model": study.title, "machine": _timed(study, names[0])[2]["machine"]}
+        if different := changes({"model": result.model, "machine": result.machine}, here):
+            raise ValueError(
+                f"the runs must be of this study and machine: {file.parent} ({'; '.join(different)})"
+            )
+        recorded = read_settings(file.parent)
+        settings = build(
+            RunSettings, {f.name: recorded[f.name] for f in fields(RunSettings) if f.name in recorded}
+        )
+        for name, seconds in zip(names, _run_times(read_record(file.parent)["log"], settings), strict=True):
+            if name in found:
+                found[name].append(seconds)
+    if missing := [stage for stage, times in found.items() if not times]:
+        raise ValueError(f"no finished run in {', '.join(map(str, folders))} has the stage {missing[0]}")
+    for stage, times in found.items():
+        _, file, setting = _timed(study, stage)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"seconds": statistics.fmean(times), "runs": times, "setting": setting})
 
 
 def steady(seconds: Sequence[float]) -> bool:

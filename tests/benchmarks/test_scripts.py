@@ -270,6 +270,19 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     speed = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "study" / "speed").iterdir()}
     assert set(speed) == {"transformers", "1", "1+1", "2+1", "free"}
+    taken = ["time", "--data", str(text_folder), "--size", "tiny", "--runs", str(tmp_path / "study")]
+    done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "again"), *forms)
+    assert done.returncode == 0, done.stderr
+    again = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "again" / "speed").iterdir()}
+    assert {name: one["setting"]["stages"] for name, one in again.items()} == {
+        name: one["setting"]["stages"] for name, one in speed.items()
+    }
+    assert all(len(one["runs"]) == 1 and one["seconds"] > 0 for one in again.values())
+    done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "again"), "--forms", "4+1")
+    assert done.returncode == 2 and "has the stage 4+1" in done.stderr
+    done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "again"), "--model", "mamba2")
+    assert done.returncode == 2 and "of this study and machine" in done.stderr
+    shutil.rmtree(tmp_path / "again")
     # Replace the measured times: they decide how many steps a budget of seconds has.
     for stage, seconds in (("1", 1), ("1+1", 2), ("2+1", 3), ("free", 10)):
         file = tmp_path / "study" / "speed" / f"{stage}.json"

@@ -423,6 +423,25 @@ def test_sigterm_says_what_ctrl_c_says(capsys: pytest.CaptureFixture[str]) -> No
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_inside_del_is_not_lost(number: signal.Signals, status: int) -> None:
+    class Last:
+        def __del__(self) -> None:
+            signal.raise_signal(number)  # Python drops the exception of the handler
+
+    def command() -> None:
+        Last()
+        threading.Event().wait(timeout=60)  # the signal that is sent again ends this
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook = sys.unraisablehook
+    try:
+        assert run_command(command) == status
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert sys.unraisablehook == hook
+
+
 def test_sigterm_to_the_workers_of_a_dataloader_too(capfd: pytest.CaptureFixture[str]) -> None:
     def command() -> None:
         batches: Any = iter(DataLoader(range(9), num_workers=1))

@@ -2,13 +2,15 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
 _TIME_TO_END = 25  # seconds; torchrun kills a process 30 seconds after it has sent SIGTERM
+_AGAIN = 0.01  # seconds until a signal is sent again
 _STOP = 0  # tells the watching thread to stop; no signal has this number
 
 
@@ -19,6 +21,9 @@ class Terminated(KeyboardInterrupt):
 @contextmanager
 def terminable() -> Iterator[None]:
     """A context in which SIGTERM raises :class:`Terminated`.
+
+    Python drops exceptions inside a ``__del__`` method. If a signal arrives there, SIGTERM or Ctrl-C, it is
+    sent again after the method.
 
     If ``WORLD_SIZE`` is above 1, SIGTERM also sets an alarm, which ends the process 25 seconds later. The
     reason is that Python cannot raise the exception while the process waits for a GPU, and the GPU may wait
@@ -35,13 +40,31 @@ def terminable() -> Iterator[None]:
 
     former = signal.signal(signal.SIGTERM, terminate)
     try:
-        if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        with _sent_again(), _alarmed() if int(os.environ.get("WORLD_SIZE") or 1) > 1 else nullcontext():
             yield
-        else:
-            with _alarmed():
-                yield
     finally:
         signal.signal(signal.SIGTERM, former)
+
+
+@contextmanager
+def _sent_again() -> Iterator[None]:
+    """A context in which SIGTERM and SIGINT are sent again if Python drops the exception that they raise."""
+    former, timers = sys.unraisablehook, list[threading.Timer]()
+
+    def hook(dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            return former(dropped)
+        number = signal.SIGTERM if issubclass(dropped.exc_type, Terminated) else signal.SIGINT
+        timers.append(threading.Timer(_AGAIN, os.kill, (os.getpid(), number)))
+        timers[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = former
+        for timer in timers:
+            timer.cancel()
 
 
 @contextmanager

@@ -106,6 +106,9 @@ def test_built_twice_is_equal_and_damage_is_found(tmp_path: Path) -> None:
     (tmp_path / "data" / "vocabulary.json").write_text("[]")
     with pytest.raises(ValueError, match=r"damaged: vocabulary\.json changed"):
         load(tmp_path / "data")
+    with pytest.raises(ValueError, match="CatbAbI of other stories"):
+        build(lambda split, task: STORIES, tmp_path / "data", drop_last=True)
+    assert build(lambda split, task: STORIES, tmp_path / "data") == load(tmp_path / "data").manifest
     (tmp_path / "data" / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match="holds other files"):
         build(lambda split, task: STORIES, tmp_path / "data")
@@ -392,6 +395,7 @@ def test_from_the_command_line(
         (["evaluate", "{run}", "--batch-size", "0"], "batch_size must be a whole number >= 1"),
         (["evaluate", "{run}", "--window", "0"], "window must be a whole number >= 1"),
         (["compare", "{built}"], "has no evaluation on test"),
+        (["compare", "{run}", "--output", "{built}/manifest.json"], "manifest.json is not a folder"),
     ],
 )
 def test_errors_end_with_a_sentence_and_status_2(

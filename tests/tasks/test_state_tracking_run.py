@@ -365,6 +365,16 @@ def test_errors_end_with_a_sentence_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", [["evaluate", "{run}"], ["jacobian"]])
+def test_an_output_that_is_a_file_is_named_before_any_work(
+    command: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [part.format(run=run) for part in command]
+    assert main([*words, "--output", str(run / "settings.json")]) == 2
+    said = capsys.readouterr()
+    assert "settings.json is not a folder" in said.err and not said.out
+
+
 @pytest.mark.parametrize("command", ["train", "evaluate", "data", "demo"])
 def test_help_explains_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import torch as safetensors
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
@@ -29,6 +29,7 @@ from torch.utils.data import IterableDataset
 from deqseq.checks import check_count
 from deqseq.tasks.catbabi.stories import QUESTION, SPLITS, TASKS, Story
 from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.runs import read_json
 
 PAD, EOS = "<pad>", "<eos>"
 IGNORE_INDEX = -100
@@ -128,7 +129,8 @@ def build(
         The content of ``manifest.json``: counts and checksums.
 
     Raises:
-        ValueError: ``output`` contains other files; a split has no stories; ``read`` raised a ``ValueError``.
+        ValueError: ``output`` contains other files, or CatbAbI of other stories; a split has no stories;
+            ``read`` raised a ``ValueError``.
     """
     output = Path(output)
     ours = {"manifest.json", "vocabulary.json", *(f"{split}.safetensors" for split in SPLITS)}
@@ -141,9 +143,7 @@ def build(
     words = {word for stories in read_stories.values() for _, story in stories for word in story}
     vocabulary = [PAD, EOS, *sorted(words)]
     number = {word: i for i, word in enumerate(vocabulary)}
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(output / "vocabulary.json", vocabulary)
-    counts = {}
+    files, counts = {}, {}
     for split, stories in read_stories.items():
         if not stories:
             raise ValueError(f"no stories in split {split}")
@@ -153,14 +153,22 @@ def build(
             torch.tensor([len(story) for story in tokens]),
             torch.tensor([task for task, _ in stories]),
         )
-        file = output / f"{split}.safetensors"
-        save_file({"tokens": encoded.tokens, "lengths": encoded.lengths, "tasks": encoded.tasks}, file)
+        content = safetensors.save(
+            {"tokens": encoded.tokens, "lengths": encoded.lengths, "tasks": encoded.tasks}
+        )
+        files[output / f"{split}.safetensors"] = content
         counts[split] = {
             "stories": len(encoded),
             "tokens": len(encoded.tokens),
             "questions": int((encoded.tokens == number[QUESTION]).sum()),
-            "sha256": _sha256(file),
+            "sha256": hashlib.sha256(content).hexdigest(),
         }
+    if (output / "manifest.json").exists() and read_json(output / "manifest.json").get("splits") != counts:
+        raise ValueError(f"{output} holds CatbAbI of other stories: remove it, or name another folder")
+    output.mkdir(parents=True, exist_ok=True)
+    for file, content in files.items():
+        file.write_bytes(content)
+    write_json(output / "vocabulary.json", vocabulary)
     manifest = {"drop_last": drop_last, "vocabulary": _sha256(output / "vocabulary.json"), "splits": counts}
     write_json(output / "manifest.json", manifest)
     return manifest
@@ -185,7 +193,7 @@ def load(folder: str | Path) -> CatBabi:
         ) from error
     if changed:
         raise ValueError(f"{folder} is damaged: {', '.join(changed)} changed since it was built")
-    splits = {split: Stories(**load_file(folder / f"{split}.safetensors")) for split in SPLITS}
+    splits = {split: Stories(**safetensors.load_file(folder / f"{split}.safetensors")) for split in SPLITS}
     return CatBabi(vocabulary, splits, manifest)
 
 

@@ -117,12 +117,13 @@ def _evaluate(
         csv: CSV file to test on instead of new sequences
         output: folder for results, by default RUN/evaluation. Earlier results in the folder are overwritten
     """
+    folder = output or run / "evaluation"
     model, settings = load(run)
+    command_line.check_folder(folder)
     search = {"tolerance": tolerance, "max_iter": max_iter, "damping": damping}
     if settings.explicit and any(value is not None for value in search.values()):
         raise ValueError("an explicit model has no solver: it takes no tolerance, max-iter or damping")
     windows = [None] if settings.explicit else [None if tokens == "all" else tokens for tokens in window]
-    folder = output or run / "evaluation"
     asked = {**search, "csv": csv} | ({} if csv else {"sequences": sequences, "seed": seed})
     options: dict[str, Any] = {**search, "batch_size": batch_size, "progress": True}
     rows: list[tuple[str, Evaluation]] = []

@@ -31,6 +31,7 @@ from deqseq.backbones import Mamba2Backbone
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.solution import Status
 from deqseq.solvers import Broyden
+from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, column, provenance, table
@@ -230,6 +231,7 @@ def check(
         ValueError: the two Jacobians differ by more than 1e-6. :func:`cases` and :func:`inspect` may raise it
             too.
     """
+    check_folder(output)
     rows, last = [], {}
     for name, layer, x in cases(runs, length, seed):
         found = list(inspect(name, layer, x))

@@ -163,6 +163,7 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("keep", "1")], "at least 2"),
         ([("documents", "mixed")], "documents must be one of .*'joined', 'separate', got mixed"),
         ([("stages", "5")], "^stages must be a list"),
+        ([("model.backbone", "null")], "model must name a preset or have a backbone"),
         ([("per_device_batch_size", "0")], "per_device_batch_size must be a whole number >= 1"),
         ([("length", "1")], "at least 2"),
         ([("learning_rate", "fast")], "learning_rate must be a positive, finite number.*fast"),
@@ -206,7 +207,20 @@ def test_a_base_need_not_have_a_model(tmp_path: Path, monkeypatch: pytest.Monkey
     settings = load_run("run.yaml")
     assert settings.steps == 3 and settings.config().window == 4
     Path("run.yaml").write_text("base: below.yaml\nmodel: {window: 4}")
-    assert load_run("run.yaml").config().window == 4
+    with pytest.raises(ValueError, match="model must name a preset or have a backbone"):
+        load_run("run.yaml").config()
+
+
+def test_a_base_is_named_relative_to_the_run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("below.yaml").write_text("base: llama-tiny\nseed: 5")
+    Path("mine/run.yaml").write_text("base: ../below.yaml\nsteps: 7")
+    settings = load_run("mine/run.yaml")
+    assert (settings.seed, settings.steps) == (5, 7)
+    Path("below.yaml").write_text("base: mine/run.yaml")
+    with pytest.raises(ValueError, match="must not be their own base"):
+        load_run("mine/run.yaml")
 
 
 def test_rows_divide_among_processes_or_it_says_what_would() -> None:

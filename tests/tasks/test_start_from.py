@@ -1,5 +1,6 @@
 """Runs start from the models of runs with other forms, or refuse and say what to do."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,18 @@ def test_sharded_checkpoints_follow_the_same_rules(token_folder: Path, tmp_path:
     model = made("injected", token_folder, backbone=skipping, start_from=str(tmp_path / "explicit"))
     explicit = made("explicit", token_folder, start_from=str(tmp_path / "explicit"))
     torch.testing.assert_close(logits(model), logits(explicit), atol=1e-5, rtol=0)
+
+
+def test_a_model_with_another_tokenizer_is_refused(token_folder: Path, tmp_path: Path) -> None:
+    made("injected", token_folder).save_pretrained(tmp_path)
+    open_data(settings("injected", token_folder)).tokenizer.save_pretrained(tmp_path)
+    made("injected", token_folder, start_from=str(tmp_path))
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    known = tokenizer["model"]["vocab"]
+    known["a"], known["b"] = known["b"], known["a"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(
+        ValueError, match=r"another tokenizer than the model to start from.*the number of 'a' is"
+    ):
+        made("injected", token_folder, start_from=str(tmp_path))

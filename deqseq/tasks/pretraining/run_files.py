@@ -1,12 +1,14 @@
 """Run files: YAML with the fields of :class:`RunSettings`.
 
-If a file has ``base: NAME``, the run file NAME sets the fields that are missing in the file. The command line
+If a file has ``base: NAME``, the run file NAME sets the fields that are missing in the file. NAME may also be
+the path of a YAML file, relative to the file that names it. The command line
 changes any field by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
 """
 
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
         if field not in known:
             raise ValueError(f"the run file {source}: {unknown_field(str(field), known)}")
     if base := tree.pop("base", None):
-        under = _steps_or_tokens(_read(str(base), (*above, source)), tree)
+        under = _steps_or_tokens(_read(_beside(name, str(base)), (*above, source)), tree)
         if isinstance(tree.get("model"), dict) and "preset" not in tree["model"] and "model" in under:
             tree["model"] = merged(model_options(under["model"]), tree["model"])
         tree = {**under, **tree}
@@ -84,6 +86,11 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
     if form == "growth":
         tree["stages"] = [*deepcopy(_GROWTH), tree["stages"][-1]]
     return tree
+
+
+def _beside(source: str, base: str) -> str:
+    """The base that the run file ``source`` names: a name, or a path relative to ``source``."""
+    return normpath(Path(source).parent / base) if Path(base).suffix in (".yaml", ".yml") else base
 
 
 def _steps_or_tokens(tree: Tree, changes: Mapping[str, Any]) -> Tree:

@@ -216,6 +216,10 @@ class RunSettings:
         from deqseq.causal_lm import ImplicitConfig
 
         options, curriculum = model_options(self.model), self.curriculum()
+        if options.get("backbone") is None:
+            raise ValueError(
+                f"model must name a preset or have a backbone, such as llama, got {self.model!r}"
+            )
         if self.explicit:
             options["implicit"] = False
         if curriculum is not None:

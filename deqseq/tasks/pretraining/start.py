@@ -10,6 +10,7 @@ from transformers import set_seed
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.causal_lm.conversion import inject_nothing
 from deqseq.tasks.common.models import check_fits
+from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.pretraining.data import Data
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.shards import is_sharded, load_weights
@@ -28,7 +29,7 @@ def make_model(settings: RunSettings, data: Data, checkpoint: Path | None = None
 
     Raises:
         ValueError: the model is larger than the memory; the weights cannot be loaded; the run's form cannot
-            use the weights.
+            use the weights; the model to start from has another tokenizer than the data.
     """
     set_seed(settings.seed)
     config = data.fitted(settings.config())
@@ -36,7 +37,10 @@ def make_model(settings: RunSettings, data: Data, checkpoint: Path | None = None
     source = checkpoint or settings.start_from
     if source is None:
         return ImplicitForCausalLM(config)
-    before = config if checkpoint else config_to_start_from(source, config)
+    before = config
+    if checkpoint is None:
+        before = config_to_start_from(source, config)
+        _check_tokenizer(source, data)
     try:
         if is_sharded(source):
             model = ImplicitForCausalLM(config)
@@ -64,6 +68,20 @@ def config_to_start_from(source: str | Path, config: ImplicitConfig) -> Implicit
     except (OSError, ValueError) as error:
         raise ValueError(f"the model in {source} cannot be loaded: {error}") from error
     return before
+
+
+def _check_tokenizer(source: str | Path, data: Data) -> None:
+    """Raise ``ValueError`` if a token has another number in ``source`` than in the data."""
+    if not (Path(source) / "tokenizer.json").is_file():
+        return
+    there, here = load_tokenizer(str(source)).get_vocab(), data.tokenizer.get_vocab()
+    for token, number in there.items():
+        if here.get(token, number) != number:
+            raise ValueError(
+                f"the data has another tokenizer than the model to start from, {source}: the number of "
+                f"{token!r} is {here[token]} in the data and {number} in the model. Prepare the data with "
+                f"--tokenizer {source}"
+            )
 
 
 def _injects(config: ImplicitConfig) -> bool:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from deqseq.tasks.common import command_line, seals
 from deqseq.tasks.common.files import locked
@@ -320,6 +321,26 @@ def test_a_folder_is_trained_in_once_at_a_time(settings: RunSettings, tmp_path: 
     with locked(tmp_path, "trains in"), pytest.raises(ValueError, match="another process trains in"):
         pretrain(settings, tmp_path, progress=False)
     assert not any(tmp_path.iterdir())
+
+
+def test_data_cannot_be_prepared_anew_while_a_run_reads_it(settings: RunSettings, tmp_path: Path) -> None:
+    data = Path(str(settings.data))
+    with locked(data, "prepares"), pytest.raises(ValueError, match="another process prepares"):
+        pretrain(settings, tmp_path, progress=False)
+    locks = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            with locked(data, "prepares", shared=True):  # as another run
+                pass
+            with pytest.raises(ValueError, match="another process trains on"), locked(data, "trains on"):
+                pass
+            locks.append(True)
+
+    pretrain(settings, tmp_path, progress=False, callbacks=[Look()])
+    assert locks
+    with locked(data, "trains on"):  # the lock ends with the run
+        pass
 
 
 def test_a_file_in_the_place_of_a_folder_is_reported_first(settings: RunSettings, tmp_path: Path) -> None:

@@ -36,24 +36,26 @@ def rename(part: Path, path: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, what: str) -> Iterator[None]:
+def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
     """Make ``folder`` if it does not exist, and lock it until the context or the process ends.
 
     On file systems without locks, nothing is locked.
 
     Args:
         what: a verb for the error message, such as ``"prepares"``: what the lock's owner does to the folder.
+        shared: whether other processes may have shared locks at the same time, such as readers.
 
     Raises:
         ValueError: another process has the lock.
     """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(
                     f"another process {what} {folder}: wait until it ends, or name another folder"

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.tasks.common.files import PART
+from deqseq.tasks.common.files import PART, locked
 from deqseq.tasks.common.processes import everywhere, on_every_node, on_first
 from deqseq.tasks.common.runs import RunFolder, check_model, read_settings
 from deqseq.tasks.common.settings import defaults
@@ -66,6 +66,9 @@ def pretrain(
             if state.is_main_process:
                 logger.info("%s is trained already", folder.path)
             return final
+        if settings.stream is None:  # no preparation may replace the data during training
+            data_folder = Path(str(settings.data))
+            everywhere(lambda: stack.enter_context(locked(data_folder, "prepares", shared=True)))
         checkpoint = on_first(folder.last_checkpoint)
         _check_shared(folder.path)
         on_every_node(partial(check_start, settings, checkpoint))

@@ -80,7 +80,7 @@ def prepare(
     if part != WHOLE:
         head["part"] = list(part)
     sources, begin, end = divide(sources, part)
-    with locked(output, "prepares"):
+    with locked(output, "prepares or trains on"):
         preparation = Preparation(output, head, force, begin)
         start = preparation.manifest.next
         if start is None:

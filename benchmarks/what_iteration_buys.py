@@ -14,11 +14,11 @@ So the study also trains forms in between, on the same data, with the same batch
 
 Every form is trained with every budget, learning rate and seed. A budget is a number of tokens, or a number
 of seconds. The learning rate falls over the second half of the budget. Evaluations and compilation do not
-count as seconds. The script measures the time of a step in every stage before it trains. From these times it
-computes the number of steps in a budget of seconds. It assumes that a search until convergence takes
---timed-search evaluations, by default the maximum. On a CPU, seconds are processor seconds, which other
-programs change less. The tokenizer of the data may have at most as many tokens as the models: 50,277, or
-1,024 with `--size tiny`.
+count as seconds. The script measures the time of a step in every stage before it trains, or takes the times
+from the logs of finished runs: `time --runs FOLDER`. From these times it computes the number of steps in a
+budget of seconds. It assumes that a search until convergence takes --timed-search evaluations, by default the
+maximum. On a CPU, seconds are processor seconds, which other programs change less. The tokenizer of the data
+may have at most as many tokens as the models: 50,277, or 1,024 with `--size tiny`.
 
     python -m deqseq.tasks.prepare --installed --tokenizer train:50277 --validation-share 0.005 --output DATA
     python benchmarks/what_iteration_buys.py time --data DATA --output runs/what-iteration-buys/llama
@@ -57,8 +57,8 @@ def measure(
 
     Args:
         forms: forms whose stages are measured
-        runs: folders with finished runs. The time of a step is then what these runs took, and nothing is
-            measured. Use this if training runs are slower or faster than the measured steps
+        runs: folders with finished runs of the study. Take the times of a step from the logs of these runs,
+            and measure nothing. On a CPU, these are wall-clock times
     """
     study = build(Study, settings)
     stages = list(dict.fromkeys(stage for form in forms for stage, _ in study.stages(form)))

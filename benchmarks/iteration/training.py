@@ -100,7 +100,7 @@ def _result(
     last = [entry for entry in log if "eval_loss" in entry][-1]  # after training, on all held-out rows
     ends = [0, *settings.stage_ends]
     spent = np.cumsum([0.0, *np.diff(ends) * times])  # seconds at the end of every stage
-    run_seconds = round(float(np.diff(ends) @ _run_times(log, settings)), 2)
+    run_seconds = None if device.type == "cpu" else round(float(np.diff(ends) @ _run_times(log, settings)), 2)
     curve = [
         {"tokens": point.tokens, "seconds": round(float(np.interp(point.step, ends, spent)), 3),
          "perplexity": point.perplexity}
@@ -110,7 +110,7 @@ def _result(
         model=study.title, form=form, unit=budget.unit, amount=budget.amount, seed=settings.seed,
         learning_rate=settings.learning_rate, parameters=record["parameters"], steps=settings.total_steps,
         tokens=settings.total_steps * settings.batch_tokens, seconds=round(float(spent[-1]), 2),
-        run_seconds=None if device.type == "cpu" else run_seconds,
+        run_seconds=run_seconds,
         perplexity=math.exp(last["eval_loss"]), iterations=last.get("eval_iterations"), curve=curve,
         data=fingerprint, **provenance(device),
     )  # fmt: skip
@@ -123,14 +123,16 @@ def _forget_compiled(settings: RunSettings) -> None:
 
 
 def _run_times(log: Sequence[dict[str, float]], settings: RunSettings) -> list[float]:
-    """Seconds of a step in every stage of a run: medians of its log. Compilation does not count."""
-    speeds = [
-        statistics.median(
-            e["tokens_per_second"] for e in log if "tokens_per_second" in e and first < e["step"] <= end
-        )
-        for first, end in pairwise([0, *settings.stage_ends])
-    ]
-    return [settings.batch_tokens / speed for speed in speeds]
+    """Seconds of a step in every stage of a run: medians of its log. Compilation does not count.
+
+    A stage that is too short for a line in the log has the median of the whole run.
+    """
+    lines, times = [entry for entry in log if "tokens_per_second" in entry], []
+    for first, end in pairwise([0, *settings.stage_ends]):
+        of_stage = [line for line in lines if first < line["step"] <= end]
+        speed = statistics.median(line["tokens_per_second"] for line in of_stage or lines)
+        times.append(settings.batch_tokens / speed)
+    return times
 
 
 def initialise(settings: RunSettings, folder: Path) -> PreTrainedModel:
@@ -228,15 +230,16 @@ def _timed(study: Study, stage: str) -> tuple[RunSettings, Path, dict[str, Any]]
 
 
 def take_times(study: Study, stages: Collection[str], folders: Sequence[Path]) -> None:
-    """Save the time of a step that each stage took in finished runs, in place of the measured one.
+    """Save the time of a step that every stage took in finished runs. Measured stages keep their time.
 
     The time of a stage is the mean over the runs in ``folders`` that have this stage.
 
     Raises:
         ValueError: no run has one of the stages, or a run is of another model or from another machine.
     """
-    found: dict[str, list[float]] = {stage: [] for stage in stages}
-    for file in sorted(file for folder in folders for file in folder.rglob(results.FILE)):
+    places = {stage: _timed(study, stage)[1:] for stage in stages}
+    found: dict[str, list[float]] = {stage: [] for stage, (file, _) in places.items() if not file.exists()}
+    for file in sorted({file for folder in folders for file in folder.rglob(results.FILE)}):
         result = results.read(file)
         names = [name for name, _ in study.stages(result.form)]
         here = {"model": study.title, "machine": _timed(study, names[0])[2]["machine"]}
@@ -254,7 +257,7 @@ def take_times(study: Study, stages: Collection[str], folders: Sequence[Path]) -
     if missing := [stage for stage, times in found.items() if not times]:
         raise ValueError(f"no finished run in {', '.join(map(str, folders))} has the stage {missing[0]}")
     for stage, times in found.items():
-        _, file, setting = _timed(study, stage)
+        file, setting = places[stage]
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"seconds": statistics.fmean(times), "runs": times, "setting": setting})
 

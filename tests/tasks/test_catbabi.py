@@ -106,7 +106,7 @@ def test_built_twice_is_equal_and_damage_is_found(tmp_path: Path) -> None:
     (tmp_path / "data" / "vocabulary.json").write_text("[]")
     with pytest.raises(ValueError, match=r"damaged: vocabulary\.json changed"):
         load(tmp_path / "data")
-    with pytest.raises(ValueError, match="CatbAbI of other stories"):
+    with pytest.raises(ValueError, match="CatbAbI made from other stories"):
         build(lambda split, task: STORIES, tmp_path / "data", drop_last=True)
     assert build(lambda split, task: STORIES, tmp_path / "data") == load(tmp_path / "data").manifest
     (tmp_path / "data" / "thesis.tex").write_text("precious")

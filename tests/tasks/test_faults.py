@@ -265,6 +265,7 @@ def test_a_run_that_another_process_has_begun_is_seen(tmp_path: Path) -> None:
     mine, other = (RunFolder(tmp_path, {"seed": seed}) for seed in (1, 5))
     with other.locked():
         other.start()
+        (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match="seed: 5 there, 1 asked for"), mine.locked():
         pass
 
@@ -315,6 +316,15 @@ def test_seconds_and_losses_are_those_of_the_whole_run(
         state["stateful_callbacks"]["Totals"]["attributes"]["seconds"] for state in (before, saved)
     )
     assert 0 < former < later <= totals(run)["train_runtime"] <= totals(run)["seconds"] + 0.1
+
+
+def test_a_run_that_has_saved_nothing_does_not_block_its_folder(tmp_path: Path) -> None:
+    RunFolder(tmp_path, {"seed": 1}).start()
+    RunFolder(tmp_path, {"seed": 2, "length": 8}).start()
+    assert json.loads((tmp_path / "settings.json").read_text()) == {"seed": 2, "length": 8}
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ValueError, match="seed: 2 there, 3 asked for"):
+        RunFolder(tmp_path, {"seed": 3, "length": 8})
 
 
 def test_a_folder_is_trained_in_once_at_a_time(settings: RunSettings, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("keep", "1")], "at least 2"),
         ([("documents", "mixed")], "documents must be one of .*'joined', 'separate', got mixed"),
         ([("stages", "5")], "^stages must be a list"),
-        ([("model.backbone", "null")], "model must name a preset or have a backbone"),
+        ([("model.backbone", "null")], "model needs a preset"),
         ([("per_device_batch_size", "0")], "per_device_batch_size must be a whole number >= 1"),
         ([("length", "1")], "at least 2"),
         ([("learning_rate", "fast")], "learning_rate must be a positive, finite number.*fast"),
@@ -207,7 +207,7 @@ def test_a_base_need_not_have_a_model(tmp_path: Path, monkeypatch: pytest.Monkey
     settings = load_run("run.yaml")
     assert settings.steps == 3 and settings.config().window == 4
     Path("run.yaml").write_text("base: below.yaml\nmodel: {window: 4}")
-    with pytest.raises(ValueError, match="model must name a preset or have a backbone"):
+    with pytest.raises(ValueError, match="model needs a preset"):
         load_run("run.yaml").config()
 
 

@@ -150,6 +150,7 @@ def test_finished_run_is_loaded_not_repeated(tmp_path: Path, monkeypatch: pytest
 
 def test_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run", asdict(small())).start()
+    (tmp_path / "run" / "checkpoint-1").mkdir()
     before = (tmp_path / "run" / "settings.json").read_text()
     with pytest.raises(ValueError, match=r"other settings \(seed: 1 there, 2 asked for; group: S3"):
         RunFolder(tmp_path / "run", asdict(small(group="A5", seed=2)))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import torch as safetensors
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
@@ -153,9 +153,7 @@ def build(
             torch.tensor([len(story) for story in tokens]),
             torch.tensor([task for task, _ in stories]),
         )
-        content = safetensors.save(
-            {"tokens": encoded.tokens, "lengths": encoded.lengths, "tasks": encoded.tasks}
-        )
+        content = save({"tokens": encoded.tokens, "lengths": encoded.lengths, "tasks": encoded.tasks})
         files[output / f"{split}.safetensors"] = content
         counts[split] = {
             "stories": len(encoded),
@@ -164,7 +162,9 @@ def build(
             "sha256": hashlib.sha256(content).hexdigest(),
         }
     if (output / "manifest.json").exists() and read_json(output / "manifest.json").get("splits") != counts:
-        raise ValueError(f"{output} holds CatbAbI of other stories: remove it, or name another folder")
+        raise ValueError(
+            f"{output} holds CatbAbI made from other stories: remove the folder, or name another one"
+        )
     output.mkdir(parents=True, exist_ok=True)
     for file, content in files.items():
         file.write_bytes(content)
@@ -193,7 +193,7 @@ def load(folder: str | Path) -> CatBabi:
         ) from error
     if changed:
         raise ValueError(f"{folder} is damaged: {', '.join(changed)} changed since it was built")
-    splits = {split: Stories(**safetensors.load_file(folder / f"{split}.safetensors")) for split in SPLITS}
+    splits = {split: Stories(**load_file(folder / f"{split}.safetensors")) for split in SPLITS}
     return CatBabi(vocabulary, splits, manifest)
 
 

@@ -27,6 +27,8 @@ _FOLDERS = re.compile(r"model|stage-\d+|checkpoint-\d+")  # names of folders tha
 class RunFolder:
     """The folder of one run, with its settings in ``settings.json``. Nothing is written before :meth:`start`.
 
+    A run that has saved nothing but its settings may be replaced by a run with other settings.
+
     Args:
         settings: settings of the run as JSON types; may be nested.
         may_change: names of settings that may differ when a run is resumed. The new values then replace the
@@ -57,11 +59,17 @@ class RunFolder:
             if entry.name in (_SETTINGS, _RECORD, SEAL) and entry.is_dir():
                 raise ValueError(f"{entry} is a folder, and training writes a file of this name: remove it")
         self._is_old = (self.path / _SETTINGS).exists()
-        if self._is_old:
+        # A run that has only settings, such as one that diverged early, has nothing to lose or to resume.
+        self._has_saved = any(e.name != _SETTINGS and not e.name.endswith(PART) for e in self.path.glob("*"))
+        if self._is_old and self._has_saved:
             self._check_same(
                 self.path / _SETTINGS, "choose another folder, or repeat its settings to resume it"
             )
-        elif self.path.exists() and any(not file.name.endswith(PART) for file in self.path.iterdir()):
+        elif (
+            not self._is_old
+            and self.path.exists()
+            and any(not file.name.endswith(PART) for file in self.path.iterdir())
+        ):
             raise ValueError(
                 f"{self.path} is not empty and holds no run (no {_SETTINGS}): choose another folder"
             )
@@ -69,7 +77,7 @@ class RunFolder:
     def start(self) -> None:
         """Make the folder and write the settings. In an old folder, change only settings that may change."""
         self.path.mkdir(parents=True, exist_ok=True)
-        recorded = read_json(self.path / _SETTINGS) if self._is_old else self._settings
+        recorded = read_json(self.path / _SETTINGS) if self._is_old and self._has_saved else self._settings
         changed = {name: value for name, value in self._settings.items() if name in self._may_change}
         write_json(self.path / _SETTINGS, {**recorded, **changed})
 

@@ -22,8 +22,8 @@ class Terminated(KeyboardInterrupt):
 def terminable() -> Iterator[None]:
     """A context in which SIGTERM raises :class:`Terminated`.
 
-    Python drops exceptions inside a ``__del__`` method. If a signal arrives there, SIGTERM or Ctrl-C, it is
-    sent again after the method.
+    Python drops exceptions in some places, such as a ``__del__`` method. If SIGTERM or Ctrl-C arrives there,
+    it is sent again.
 
     If ``WORLD_SIZE`` is above 1, SIGTERM also sets an alarm, which ends the process 25 seconds later. The
     reason is that Python cannot raise the exception while the process waits for a GPU, and the GPU may wait
@@ -38,9 +38,10 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         raise Terminated
 
+    several = int(os.environ.get("WORLD_SIZE") or 1) > 1
     former = signal.signal(signal.SIGTERM, terminate)
     try:
-        with _sent_again(), _alarmed() if int(os.environ.get("WORLD_SIZE") or 1) > 1 else nullcontext():
+        with _sent_again(), _alarmed() if several else nullcontext():
             yield
     finally:
         signal.signal(signal.SIGTERM, former)
@@ -65,6 +66,7 @@ def _sent_again() -> Iterator[None]:
         sys.unraisablehook = former
         for timer in timers:
             timer.cancel()
+            timer.join()
 
 
 @contextmanager

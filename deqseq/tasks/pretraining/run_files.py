@@ -1,8 +1,8 @@
 """Run files: YAML with the fields of :class:`RunSettings`.
 
 If a file has ``base: NAME``, the run file NAME sets the fields that are missing in the file. NAME may also be
-the path of a YAML file, relative to the file that names it. The command line
-changes any field by its dotted name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
+the path of a YAML file, relative to the file that names it. The command line changes any field by its dotted
+name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
 """
 
 from collections.abc import Mapping

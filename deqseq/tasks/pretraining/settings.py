@@ -218,7 +218,7 @@ class RunSettings:
         options, curriculum = model_options(self.model), self.curriculum()
         if options.get("backbone") is None:
             raise ValueError(
-                f"model must name a preset or have a backbone, such as llama, got {self.model!r}"
+                f"model needs a preset, such as llama-130m, or a backbone, such as llama; got {self.model!r}"
             )
         if self.explicit:
             options["implicit"] = False

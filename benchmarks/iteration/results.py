@@ -33,7 +33,7 @@ class Result:
         form: a form of the study, such as injected.
         unit, amount: the budget: a number of tokens or of seconds.
         parameters: number of trained parameters.
-        seconds: training time, computed from the time of a step that was measured before training.
+        seconds: training time, computed from the time of a step that was known before training.
         run_seconds: wall-clock time of training, from the log of the run. ``None`` on a CPU, because other
             programs on the machine would change it.
         perplexity: per token, on all held-out rows, after training.

@@ -63,10 +63,13 @@ class Curriculum:
             check_not_negative("until", end)
         if not ends or ends != sorted(set(ends)) or ends[0] <= 0 or ends[-1] != 1:
             raise ValueError(f"until must increase from stage to stage and end at 1, got {ends}")
-        for stage in stages:
-            gradients.create(stage.gradient)
-            for policy in (stage.convergence, stage.eval_convergence):
-                SolveOptions(stage.solver or "picard", policy, stage.window)
+        for number, stage in enumerate(stages):
+            try:
+                gradients.create(stage.gradient)
+                for policy in (stage.convergence, stage.eval_convergence):
+                    SolveOptions(stage.solver or "picard", policy, stage.window)
+            except ValueError as error:
+                raise ValueError(f"stages.{number}: {error}") from error
         self.stages: list[Stage] = []
         parts: dict[str, Any] = dict.fromkeys(("convergence", "eval_convergence", "solver"))
         # If a part is None, use that of the previous stage. Training may resume in any stage, so each stage

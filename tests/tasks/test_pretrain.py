@@ -163,6 +163,7 @@ def test_fields_are_changed_by_dotted_names_and_values_are_yaml() -> None:
         ([("keep", "1")], "at least 2"),
         ([("documents", "mixed")], "documents must be one of .*'joined', 'separate', got mixed"),
         ([("stages", "5")], "^stages must be a list"),
+        ([("stages.1.gradient.steps", "0")], r"^stages\.1: steps must be a whole number >= 1, got 0"),
         ([("model.backbone", "null")], "model needs a preset"),
         ([("per_device_batch_size", "0")], "per_device_batch_size must be a whole number >= 1"),
         ([("length", "1")], "at least 2"),

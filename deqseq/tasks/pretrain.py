@@ -86,7 +86,8 @@ def _pretrain(
     output = output or Path("runs") / Path(run).name.removesuffix(".yaml").removesuffix(".yml")
     if dry_run:
         print(describe(found, processes))
-        plot = plot or output.with_name(f"{output.name}-schedule.png")
+        named = output if output.name else output.resolve()  # Path(".") has no name
+        plot = plot or named.with_name(f"{named.name}-schedule.png")
         if plot_schedule(found, plot):
             print(f"drew the schedule in {plot}")
         # Raise the error that would end a real run.

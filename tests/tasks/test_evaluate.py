@@ -685,6 +685,10 @@ def test_names_in_a_folder_that_exists_are_paths(tmp_path: Path, monkeypatch: py
     assert not is_local("gpt2") and not is_local("state-spaces/mamba2-130m")
     with pytest.raises(ValueError, match="no model in runs/mistyped"):
         load_model("runs/mistyped")
+    Path("runs/begun").mkdir()
+    Path("runs/begun/settings.json").write_text("{}")
+    with pytest.raises(ValueError, match="the run in runs/begun has no model yet: repeat its command"):
+        load_model("runs/begun")
 
 
 @pytest.mark.parametrize(

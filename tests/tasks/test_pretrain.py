@@ -315,6 +315,15 @@ def test_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "sharded over 2" in describe(small(), 2)
 
 
+def test_the_schedule_of_a_run_in_the_working_directory_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert main(["llama-tiny", "--dry-run", "--output", ".", *flags(("data", "null"))]) == 0
+    assert [path.name for path in tmp_path.rglob("*.png")] == ["mine-schedule.png"]
+
+
 def test_dry_run_ends_with_the_error_of_a_real_run_if_the_data_are_not_ready(
     tmp_path: Path, token_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

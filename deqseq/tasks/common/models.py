@@ -44,6 +44,8 @@ def local_model(name: str) -> str:
     if is_local(name):
         name = str(model_folder(name))
         if not (Path(name) / "config.json").is_file():
+            if (Path(name) / "settings.json").is_file():
+                raise ValueError(f"the run in {name} has no model yet: repeat its command to finish it")
             raise ValueError(f"no model in {name}: the folder needs a config.json and weights")
     return name
 

@@ -235,19 +235,24 @@ def take_times(study: Study, stages: Collection[str], folders: Sequence[Path]) -
     The time of a stage is the mean over the runs in ``folders`` that have this stage.
 
     Raises:
-        ValueError: no run has one of the stages, or a run is of another model or from another machine.
+        ValueError: no run has one of the stages; or a run is of another model, has other rows in a forward
+            pass, or is from another machine.
     """
     places = {stage: _timed(study, stage)[1:] for stage in stages}
     found: dict[str, list[float]] = {stage: [] for stage, (file, _) in places.items() if not file.exists()}
-    for file in sorted({file for folder in folders for file in folder.rglob(results.FILE)}):
+    files = sorted({file for folder in folders for file in folder.rglob(results.FILE)})
+    if not files:
+        raise ValueError(f"no finished run in {', '.join(map(str, folders))}")
+    for file in files:
         result = results.read(file)
         names = [name for name, _ in study.stages(result.form)]
-        here = {"model": study.title, "machine": _timed(study, names[0])[2]["machine"]}
-        if different := changes({"model": result.model, "machine": result.machine}, here):
+        recorded, now = read_settings(file.parent), _timed(study, names[0])[2]
+        rows = "per_device_batch_size"
+        there = {"model": result.model, "machine": result.machine, rows: recorded.get(rows)}
+        if different := changes(there, {"model": study.title, "machine": now["machine"], rows: now[rows]}):
             raise ValueError(
                 f"the runs must be of this study and machine: {file.parent} ({'; '.join(different)})"
             )
-        recorded = read_settings(file.parent)
         settings = build(
             RunSettings, {f.name: recorded[f.name] for f in fields(RunSettings) if f.name in recorded}
         )

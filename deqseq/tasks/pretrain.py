@@ -77,6 +77,7 @@ def _pretrain(
     # Import these modules late, so that wrong arguments are reported at once. The imports take seconds.
     from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.common.seals import checkpoints
+    from deqseq.tasks.pretraining.data import open_data
     from deqseq.tasks.pretraining.plan import describe, held_out_rows, plot_schedule
     from deqseq.tasks.pretraining.run_files import load_run
     from deqseq.tasks.pretraining.train import check_start, pretrain
@@ -94,7 +95,8 @@ def _pretrain(
         if isinstance(found.data, str):
             held_out_rows(found)
         if found.data is not None:
-            check_start(found, next(iter(checkpoints(output)), None))
+            data = open_data(found) if isinstance(found.data, str) else None
+            check_start(found, next(iter(checkpoints(output)), None), data)
         return
     with logging_redirect_tqdm():  # print log lines above the progress bars
         model = pretrain(found, output)

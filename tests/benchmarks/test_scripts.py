@@ -280,8 +280,9 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     assert all(len(one["runs"]) == 1 and one["seconds"] > 0 for one in again.values())
     done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "again"), "--forms", "4+1")
     assert done.returncode == 2 and "has the stage 4+1" in done.stderr
-    done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "again"), "--model", "mamba2")
-    assert done.returncode == 2 and "of this study and machine" in done.stderr
+    for other in (["--model", "mamba2"], ["--rows", "1"]):
+        done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "other"), *other)
+        assert done.returncode == 2 and "of this study and machine" in done.stderr
     shutil.rmtree(tmp_path / "again")
     # Replace the measured times: they decide how many steps a budget of seconds has.
     for stage, seconds in (("1", 1), ("1+1", 2), ("2+1", 3), ("free", 10)):

@@ -322,6 +322,11 @@ def test_a_run_that_has_saved_nothing_does_not_block_its_folder(tmp_path: Path) 
     RunFolder(tmp_path, {"seed": 1}).start()
     RunFolder(tmp_path, {"seed": 2, "length": 8}).start()
     assert json.loads((tmp_path / "settings.json").read_text()) == {"seed": 2, "length": 8}
+    with pytest.raises(ValueError, match="theme: dark there, None asked for"):  # another program's settings
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "settings.json").write_text('{"theme": "dark"}')
+        RunFolder(tmp_path / "other", {"seed": 3})
+    shutil.rmtree(tmp_path / "other")
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match="seed: 2 there, 3 asked for"):
         RunFolder(tmp_path, {"seed": 3, "length": 8})

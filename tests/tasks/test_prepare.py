@@ -344,6 +344,10 @@ def test_a_folder_is_prepared_once_at_a_time(
         assert run(output, "text.txt") == 2
         assert "another process prepares" in capsys.readouterr().err and not any(output.iterdir())
     assert run(output, "text.txt") == 0
+    with locked(output, "prepares", shared=True):  # a run reads the data
+        assert run(output, "text.txt") == 0  # nothing is left to do
+        assert run(output, "text.txt", force=True) == 2
+        assert "another process prepares or trains on" in capsys.readouterr().err
 
 
 def test_a_second_process_waits_from_the_start(

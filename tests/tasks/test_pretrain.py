@@ -219,6 +219,11 @@ def test_a_base_is_named_relative_to_the_run_file(tmp_path: Path, monkeypatch: p
     Path("mine/run.yaml").write_text("base: ../below.yaml\nsteps: 7")
     settings = load_run("mine/run.yaml")
     assert (settings.seed, settings.steps) == (5, 7)
+    Path("below.yaml").write_text("base: nowhere.yaml")
+    with pytest.raises(
+        ValueError, match=r"the base of .*below\.yaml: the file .*nowhere\.yaml cannot be read"
+    ):
+        load_run("mine/run.yaml")
     Path("below.yaml").write_text("base: mine/run.yaml")
     with pytest.raises(ValueError, match="must not be their own base"):
         load_run("mine/run.yaml")

@@ -15,6 +15,7 @@ from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.start import make_model
+from deqseq.tasks.pretraining.train import check_start
 
 LLAMA = {"name": "llama", "d_model": 16, "n_layer": 2, "n_head": 2}
 MAMBA2 = {"name": "mamba2", "d_model": 16, "n_layer": 2, "d_state": 4, "headdim": 8, "chunk_size": 8}
@@ -112,13 +113,13 @@ def test_sharded_checkpoints_follow_the_same_rules(token_folder: Path, tmp_path:
 def test_a_model_with_another_tokenizer_is_refused(token_folder: Path, tmp_path: Path) -> None:
     made("injected", token_folder).save_pretrained(tmp_path)
     open_data(settings("injected", token_folder)).tokenizer.save_pretrained(tmp_path)
-    made("injected", token_folder, start_from=str(tmp_path))
+    run = settings("injected", token_folder, start_from=str(tmp_path), report_to="none")
+    check_start(run, None, open_data(run))
     file = tmp_path / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     known = tokenizer["model"]["vocab"]
     known["a"], known["b"] = known["b"], known["a"]
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(
-        ValueError, match=r"another tokenizer than the model to start from.*the number of 'a' is"
-    ):
-        made("injected", token_folder, start_from=str(tmp_path))
+    with pytest.raises(ValueError, match=r"another tokenizer.*token \d+ is 'a' in the data and 'b' in"):
+        check_start(run, None, open_data(run))
+    check_start(run, Path("checkpoint-1"), open_data(run))  # a run that resumes does not start from a model

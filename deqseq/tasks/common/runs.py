@@ -61,7 +61,9 @@ class RunFolder:
         self._is_old = (self.path / _SETTINGS).exists()
         # A run that has only settings, such as one that diverged early, has nothing to lose or to resume.
         self._has_saved = any(e.name != _SETTINGS and not e.name.endswith(PART) for e in self.path.glob("*"))
-        if self._is_old and self._has_saved:
+        if self._is_old and (
+            self._has_saved or not self._settings.keys() & read_json(self.path / _SETTINGS).keys()
+        ):
             self._check_same(
                 self.path / _SETTINGS, "choose another folder, or repeat its settings to resume it"
             )

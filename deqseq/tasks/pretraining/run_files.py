@@ -8,7 +8,6 @@ name: ``--learning_rate 1e-3 --stages.0.until 0.7``.
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields
-from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def shipped() -> list[str]:
 
 def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
     """The fields of a run file and of all its bases. ``above``: the run files that are based on it."""
-    if source in above:
+    if any(_same(source, other) for other in above):
         raise ValueError(f"run files must not be their own base: {' -> '.join((*above, source))}")
     name, _, form = source.rpartition("-")
     if form not in _FORMS or name not in shipped():
@@ -73,7 +72,10 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
         if field not in known:
             raise ValueError(f"the run file {source}: {unknown_field(str(field), known)}")
     if base := tree.pop("base", None):
-        under = _steps_or_tokens(_read(_beside(name, str(base)), (*above, source)), tree)
+        try:
+            under = _steps_or_tokens(_read(_beside(name, str(base)), (*above, source)), tree)
+        except ValueError as error:
+            raise ValueError(f"the base of {source}: {error}") from error
         if isinstance(tree.get("model"), dict) and "preset" not in tree["model"] and "model" in under:
             tree["model"] = merged(model_options(under["model"]), tree["model"])
         tree = {**under, **tree}
@@ -90,7 +92,18 @@ def _read(source: str, above: tuple[str, ...] = ()) -> Tree:
 
 def _beside(source: str, base: str) -> str:
     """The base that the run file ``source`` names: a name, or a path relative to ``source``."""
-    return normpath(Path(source).parent / base) if Path(base).suffix in (".yaml", ".yml") else base
+    return str(Path(source).parent / base) if _is_path(base) else base
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two run files are the same."""
+    return one == other or (
+        _is_path(one) and _is_path(other) and Path(one).resolve() == Path(other).resolve()
+    )
+
+
+def _is_path(source: str) -> bool:
+    return Path(source).suffix in (".yaml", ".yml")
 
 
 def _steps_or_tokens(tree: Tree, changes: Mapping[str, Any]) -> Tree:

@@ -29,7 +29,7 @@ def make_model(settings: RunSettings, data: Data, checkpoint: Path | None = None
 
     Raises:
         ValueError: the model is larger than the memory; the weights cannot be loaded; the run's form cannot
-            use the weights; the model to start from has another tokenizer than the data.
+            use the weights.
     """
     set_seed(settings.seed)
     config = data.fitted(settings.config())
@@ -37,10 +37,7 @@ def make_model(settings: RunSettings, data: Data, checkpoint: Path | None = None
     source = checkpoint or settings.start_from
     if source is None:
         return ImplicitForCausalLM(config)
-    before = config
-    if checkpoint is None:
-        before = config_to_start_from(source, config)
-        _check_tokenizer(source, data)
+    before = config if checkpoint else config_to_start_from(source, config)
     try:
         if is_sharded(source):
             model = ImplicitForCausalLM(config)
@@ -70,17 +67,23 @@ def config_to_start_from(source: str | Path, config: ImplicitConfig) -> Implicit
     return before
 
 
-def _check_tokenizer(source: str | Path, data: Data) -> None:
-    """Raise ``ValueError`` if a token has another number in ``source`` than in the data."""
+def check_tokenizer(source: str | Path, data: Data) -> None:
+    """Raise ``ValueError`` if a number means another token in the model in ``source`` than in the data.
+
+    The larger of both vocabularies may have more tokens. A model without a tokenizer passes.
+    """
     if not (Path(source) / "tokenizer.json").is_file():
         return
-    there, here = load_tokenizer(str(source)).get_vocab(), data.tokenizer.get_vocab()
-    for token, number in there.items():
-        if here.get(token, number) != number:
+    there, here = (
+        {number: token for token, number in tokenizer.get_vocab().items()}
+        for tokenizer in (load_tokenizer(str(source)), data.tokenizer)
+    )
+    for number in sorted(there.keys() & here.keys()):
+        if there[number] != here[number]:
             raise ValueError(
-                f"the data has another tokenizer than the model to start from, {source}: the number of "
-                f"{token!r} is {here[token]} in the data and {number} in the model. Prepare the data with "
-                f"--tokenizer {source}"
+                f"the data has another tokenizer than the model to start from: token {number} is "
+                f"{here[number]!r} in the data and {there[number]!r} in {source}. Prepare the data with the "
+                "tokenizer of the model"
             )
 
 

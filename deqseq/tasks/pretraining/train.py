@@ -25,7 +25,7 @@ from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
-from deqseq.tasks.pretraining.start import config_to_start_from, make_model
+from deqseq.tasks.pretraining.start import check_tokenizer, config_to_start_from, make_model
 from deqseq.tasks.pretraining.trainer import PretrainTrainer, Progress
 from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
 
@@ -71,7 +71,7 @@ def pretrain(
             everywhere(lambda: stack.enter_context(locked(data_folder, "prepares", shared=True)))
         checkpoint = on_first(folder.last_checkpoint)
         _check_shared(folder.path)
-        on_every_node(partial(check_start, settings, checkpoint))
+        on_every_node(partial(check_start, settings, checkpoint, data))
         on_every_node(data.verify)
         trainer = everywhere(lambda: make_trainer(settings, data, args, checkpoint))
         for callback in callbacks:
@@ -153,15 +153,17 @@ def make_trainer(
     return trainer
 
 
-def check_start(settings: RunSettings, checkpoint: Path | None) -> None:
+def check_start(settings: RunSettings, checkpoint: Path | None, data: Data | None = None) -> None:
     """Check what a run needs besides its data: the model to start from, and the tracker.
 
-    Raises ``ValueError`` if one of them is missing. A run that resumes from ``checkpoint`` does not need the
+    Raises ``ValueError`` if one of them is missing, or if the model has another tokenizer than ``data``. A run that resumes from ``checkpoint`` does not need the
     model in ``start_from``.
     """
     if settings.start_from is not None and checkpoint is None:
         config_to_start_from(settings.start_from, settings.config())
         check_model(settings.start_from)
+        if data is not None:
+            check_tokenizer(settings.start_from, data)
     installed = get_available_reporting_integrations()
     if settings.report_to not in ("all", "none", "flyte", *installed):  # transformers does not list flyte
         raise ValueError(

@@ -98,7 +98,7 @@ def merge(output: Path, parts: Sequence[str | Path], force: bool = False) -> Non
             "parts again", place, ", ".join(touched),
         )  # fmt: skip
     head = {name: value for name, value in first.head.items() if name != "part"}
-    with locked(output, "prepares or trains on"):
+    with locked(output, "prepares or trains on", shared=not force and Manifest.finished(output)):
         if Preparation(output, head, force).manifest.next is None:
             return
         for _, path in found:

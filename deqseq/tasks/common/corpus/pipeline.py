@@ -20,7 +20,7 @@ from deqseq.tasks.common.corpus.documents import Document
 from deqseq.tasks.common.corpus.encoder import Encoder
 from deqseq.tasks.common.corpus.holdout import SALT, SPLITS, HoldOut, Split
 from deqseq.tasks.common.corpus.parts import WHOLE, divide
-from deqseq.tasks.common.corpus.shards import Place, Preparation
+from deqseq.tasks.common.corpus.shards import Manifest, Place, Preparation
 from deqseq.tasks.common.corpus.sources import Source
 from deqseq.tasks.common.files import locked
 
@@ -80,7 +80,7 @@ def prepare(
     if part != WHOLE:
         head["part"] = list(part)
     sources, begin, end = divide(sources, part)
-    with locked(output, "prepares or trains on"):
+    with locked(output, "prepares or trains on", shared=not force and Manifest.finished(output)):
         preparation = Preparation(output, head, force, begin)
         start = preparation.manifest.next
         if start is None:

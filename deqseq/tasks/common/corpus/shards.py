@@ -79,6 +79,14 @@ class Manifest:
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # SHA-256 of each file
 
     @classmethod
+    def finished(cls, folder: Path) -> bool:
+        """Whether ``folder`` holds whole shards of a preparation that has ended."""
+        try:
+            return cls.read(folder).next is None
+        except ValueError:
+            return False
+
+    @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of a folder.
 

@@ -60,10 +60,11 @@ class RunFolder:
                 raise ValueError(f"{entry} is a folder, and training writes a file of this name: remove it")
         self._is_old = (self.path / _SETTINGS).exists()
         # A run that has only settings, such as one that diverged early, has nothing to lose or to resume.
+        # Settings without a common name are those of another program.
         self._has_saved = any(e.name != _SETTINGS and not e.name.endswith(PART) for e in self.path.glob("*"))
-        if self._is_old and (
-            self._has_saved or not self._settings.keys() & read_json(self.path / _SETTINGS).keys()
-        ):
+        if self._is_old and not self._has_saved:
+            self._has_saved = not self._settings.keys() & read_json(self.path / _SETTINGS).keys()
+        if self._is_old and self._has_saved:
             self._check_same(
                 self.path / _SETTINGS, "choose another folder, or repeat its settings to resume it"
             )

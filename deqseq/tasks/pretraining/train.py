@@ -156,8 +156,8 @@ def make_trainer(
 def check_start(settings: RunSettings, checkpoint: Path | None, data: Data | None = None) -> None:
     """Check what a run needs besides its data: the model to start from, and the tracker.
 
-    Raises ``ValueError`` if one of them is missing, or if the model has another tokenizer than ``data``. A run
-    that resumes from ``checkpoint`` does not need the model in ``start_from``.
+    Raises ``ValueError`` if one of them is missing, or if the model has another tokenizer than ``data``. A
+    run that resumes from ``checkpoint`` does not need the model in ``start_from``.
     """
     if settings.start_from is not None and checkpoint is None:
         config_to_start_from(settings.start_from, settings.config())

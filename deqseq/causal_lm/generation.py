@@ -23,6 +23,9 @@ class ImplicitGenerationMixin(GenerationMixin):
     def generate(self, *args: Any, wavefront: int | None = None, **options: Any) -> Any:
         """Generate tokens: transformers' ``generate``, with one more argument.
 
+        It calls the model for every new token. So a forward hook of the model gets ``out.solution`` with the
+        iterations, residual and status of every token, except the last one, which the model does not read.
+
         Args:
             wavefront: solve up to this number of new tokens at once. Only for greedy decoding with implicit
                 models. The tokens are those of ordinary greedy decoding, up to the tolerance of the search.

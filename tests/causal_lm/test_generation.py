@@ -81,6 +81,29 @@ def test_greedy_generation_is_the_argmax_of_the_full_forward(make: Make, body: s
 
 
 @pytest.mark.parametrize("guess", ["zero", "previous"])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_forward_hook_gets_the_iterations_of_every_token(make: Make, body: str, guess: str) -> None:
+    """The columns are those of the ids. They equal the iterations of calls with one token at a time."""
+    model, ids = make(body, guess=guess, convergence={**TIGHT, "rtol": 1e-3}), prompts(2)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    collected: list[Tensor] = []
+    hook = model.register_forward_hook(lambda module, args, out: collected.append(out.solution.iterations))
+    out: Any = greedy(model, ids, 8, attention_mask=mask, return_dict_in_generate=True)
+    hook.remove()
+    found = torch.cat(collected, 1)
+    assert found.shape == out.sequences[:, :-1].shape
+    assert torch.equal(found[:, :12] > 0, mask.bool()) and (found[:, 12:] > 0).all()
+    with torch.no_grad():
+        call = model(ids, attention_mask=mask, use_cache=True)
+        expected = [call.solution.iterations]
+        for column in range(12, 19):
+            call = model(out.sequences[:, column : column + 1], past_key_values=call.past_key_values)
+            expected.append(call.solution.iterations)
+    assert torch.equal(found, torch.cat(expected, 1))
+
+
+@pytest.mark.parametrize("guess", ["zero", "previous"])
 @pytest.mark.parametrize("layout", ["left", "right", "inside"])
 @pytest.mark.parametrize("body", BODIES)
 def test_padded_prompts_equal_each_alone(make: Make, body: str, layout: str, guess: str) -> None:

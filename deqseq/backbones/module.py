@@ -1,5 +1,7 @@
 """Makes a backbone from any PyTorch module."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,6 +61,13 @@ class ModuleBackbone(Backbone):
         line, index = _line(past, state.seen, inputs)
         return take_tokens(_called(self.module, line), index), inputs
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the module. The arguments are passed to :func:`torch.compile`.
+
+        A copy of a compiled backbone is not compiled.
+        """
+        self.module.compile(*args, **options)
+
     def initial_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
@@ -96,7 +105,8 @@ def _called(module: nn.Module, inputs: Tensor) -> Tensor:
             f"a module must return a tensor of its input's shape {tuple(inputs.shape)}, "
             f"{type(module).__name__} returned {found}"
         )
-    return out
+    # If the compiled module is a CUDA graph, the next evaluation overwrites its result. So copy it.
+    return out if module._compiled_call_impl is None else out.clone()
 
 
 def _line(past: Tensor, seen: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from deqseq import (
     ExplicitSequenceLayer,
     FixedIterations,
     ImplicitSequenceLayer,
+    Phantom,
     State,
     kernels,
 )
@@ -349,6 +351,43 @@ def test_module_adds_the_injection() -> None:
     z, x = torch.randn(2, 5, 4), torch.randn(2, 5, 3)
     with torch.no_grad():
         torch.testing.assert_close(f(z, f.prepare(x)), module(z + injection(x)))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_every_evaluation_runs_the_compiled_module(
+    make_backbone: MakeBackbone, counting: Any, unset_default_device: Callable[[], None], window: int | None
+) -> None:
+    layer = ImplicitSequenceLayer(
+        make_backbone("module"), gradient=Phantom(2), convergence=FixedIterations(3), window=window
+    )
+    x = torch.randn(2, 6, 16, requires_grad=True)
+    tensors = [x, *layer.parameters()]
+
+    def run() -> tuple[list[Tensor], int]:
+        out = layer(x)
+        gradients = torch.autograd.grad(out.z.square().sum(), tensors)
+        return [out.z, *gradients], out.solution.nfe
+
+    expected, evaluations = run()
+    layer.backbone.compile(backend=counting, fullgraph=True)
+    unset_default_device()
+    found, _ = run()
+    for value, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
+    assert counting.runs == evaluations
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_a_module_as_a_cuda_graph(make_backbone: MakeBackbone) -> None:
+    """Later evaluations leave the results of earlier ones as they are."""
+    layer = ImplicitSequenceLayer(make_backbone("module"), convergence=FixedIterations(3)).eval().cuda()
+    x = torch.randn(2, 6, 16, device="cuda")
+    with torch.no_grad():
+        expected = [layer(x).z, layer(-x).z]
+        layer.backbone.compile(mode="reduce-overhead")
+        found = [layer(sign * x).z for sign in (1, -1) for _ in range(3)]
+    for index, z in enumerate(found):
+        torch.testing.assert_close(z, expected[index // 3], rtol=1e-3, atol=1e-4)
 
 
 WRONG = [

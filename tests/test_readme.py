@@ -1,10 +1,13 @@
 """Python code in the README and docs/ runs as printed. Links in the root folder's pages have targets."""
 
+import inspect
 import json
 import re
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -72,6 +75,23 @@ def test_folders_that_contributing_lists_exist() -> None:
         folder = folder if line.startswith(" ") else ROOT
         for name in names:
             assert (folder / name).exists(), line
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """docs/api.md lists every class and function in an ``__all__`` of the package, under any of its paths."""
+
+    def at(path: str) -> Any:
+        module, _, name = path.rpartition(".")
+        return getattr(import_module(module), name)
+
+    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    public = []
+    for file in sorted((ROOT / "deqseq").rglob("*.py")):
+        if re.search(r"^__all__ = ", file.read_text(), re.MULTILINE):
+            module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            public += [f"{module}.{name}" for name in at(f"{module}.__all__")]
+    parts = [path for path in public if inspect.isclass(at(path)) or inspect.isfunction(at(path))]
+    assert parts and not [path for path in parts if at(path) not in map(at, listed)]
 
 
 def test_one_version_everywhere() -> None:

@@ -14,6 +14,7 @@ from deqseq.outputs import LayerOutput
 from deqseq.policies import Both, Either, Quantile, Residual
 from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
 from deqseq.problem import Problem, SolveOptions
+from deqseq.registry import register
 from deqseq.regularisation import jacobian_penalty, spectral_radius
 from deqseq.search import search, steps
 from deqseq.solution import Solution, Status
@@ -25,6 +26,6 @@ __all__ = [
     "Backbone", "Both", "Context", "ConvergencePolicy", "Either", "ExplicitSequenceLayer",
     "FixedIterations", "GradientStrategy", "Guess", "ImplicitDifferentiation", "ImplicitSequenceLayer",
     "Judgement", "LayerOutput", "Phantom", "Problem", "Progress", "Quantile", "Residual", "Solution",
-    "SolveOptions", "Solver", "State", "Status", "Unrolled", "jacobian_penalty", "search",
+    "SolveOptions", "Solver", "State", "Status", "Unrolled", "jacobian_penalty", "register", "search",
     "solve_many", "solve_with_restarts", "spectral_radius", "steps",
 ]  # fmt: skip

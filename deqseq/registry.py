@@ -2,8 +2,8 @@
 
 A part is given as an object, as a name (``"anderson"``), as a name with an argument
 (``"torchdeq:anderson"``, ``"picard:0.7"``), or as a mapping ``{"name": "anderson", "memory": 3}``.
-Names come from this package and from the entry points of installed packages. Another package adds a part
-with an entry point::
+Names come from this package, from :func:`register` and from the entry points of installed packages. Another
+package adds a part with an entry point::
 
     [project.entry-points."deqseq.solvers"]
     mann = "my_package:Mann"
@@ -42,10 +42,24 @@ class Registry(Generic[Part]):
         self.hint = hint
         self.group = group
         self._builtin = dict(builtin)
+        self._registered: dict[str, type[Part]] = {}
+        _registries.append(self)
 
     def names(self) -> list[str]:
         """All known names, sorted."""
-        return sorted({*self._builtin, *(point.name for point in entry_points(group=self.group))})
+        return sorted({*self._builtin, *self._registered, *self._installed()})
+
+    def register(self, name: str, part: type[Part]) -> None:
+        """Let ``name`` mean the class ``part`` in this process, as :func:`register` describes."""
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"the name of a {self.kind} must be a Python identifier, got {shown(name)}")
+        if name in self._builtin or name in self._installed():
+            raise ValueError(f"{self.kind} {name!r} exists already: choose another name")
+        self._registered[name] = part
+
+    def _installed(self) -> set[str]:
+        """The names in installed packages."""
+        return {point.name for point in entry_points(group=self.group)}
 
     def lookup(self, name: str) -> type[Part]:
         """The class registered under ``name``.
@@ -58,11 +72,13 @@ class Registry(Generic[Part]):
             module, _, attribute = self._builtin[name].partition(":")
             found: type[Part] = getattr(import_module(module), attribute)
             return found
+        if name in self._registered:
+            return self._registered[name]
         points: tuple[EntryPoint, ...] = tuple(entry_points(group=self.group, name=name))
         if not points:
             raise ValueError(
-                f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}; other packages add names "
-                f"as entry points of the group {self.group!r}"
+                f"unknown {self.kind} {name!r}; known: {', '.join(self.names())}; deqseq.register adds a "
+                f"name, and other packages add names as entry points of the group {self.group!r}"
             )
         registered = ", ".join(f"{point.value} by {point.dist and point.dist.name}" for point in points)
         if len({point.value for point in points}) > 1:
@@ -156,6 +172,34 @@ class Registry(Generic[Part]):
             f"{self.kind} {name!r} cannot be built from ({', '.join(given)}): {error}; "
             f"it takes {inspect.signature(self.lookup(name))}"
         )
+
+
+_registries: list[Registry[Any]] = []
+
+
+def register(name: str, part: type) -> None:
+    """Give a class of your own a name: a solver, guess, gradient strategy, convergence policy or backbone.
+
+    The name then works wherever a part is named, for example in :class:`~deqseq.causal_lm.ImplicitConfig`.
+    The base class of ``part`` decides its kind. A second call with the same name replaces the class.
+
+    The name is known only in this process. A process that loads a saved model must register it too. The
+    commands of this library know only the names of this library and of installed packages (entry points).
+
+    Args:
+        name: a Python identifier, such as ``"momentum"``.
+        part: a subclass of :class:`~deqseq.Solver`, :class:`~deqseq.Guess`, :class:`~deqseq.Backbone`,
+            :class:`~deqseq.GradientStrategy` or :class:`~deqseq.ConvergencePolicy`.
+
+    Raises:
+        ValueError: ``part`` is something else; ``name`` is no identifier, or belongs to this library or to an
+            installed package.
+    """
+    for registry in _registries:
+        if isinstance(part, type) and issubclass(part, registry.base):
+            return registry.register(name, part)
+    bases = ", ".join(registry.base.__name__ for registry in _registries)
+    raise ValueError(f"a part must be a subclass of one of {bases}, got {shown(part)}")
 
 
 def _value(text: str) -> Any:

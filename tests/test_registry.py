@@ -14,9 +14,11 @@ from deqseq import (
     Phantom,
     Residual,
     Unrolled,
+    register,
 )
 from deqseq.backbone import backbones
-from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone, RecursionBackbone
+from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone, ModuleBackbone, RecursionBackbone
+from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.gradient import gradients
 from deqseq.guess import guesses
 from deqseq.guesses import Noise, Previous, Zero
@@ -104,6 +106,79 @@ def test_unknown_names_list_the_known(registry: Registry[object]) -> None:
 def test_wrong_specifications(registry: Registry[object], spec: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         registry.create(spec)
+
+
+class Slow(Picard):
+    """Picard with another default."""
+
+    def __init__(self, damping: float = 0.25) -> None:
+        super().__init__(damping)
+
+
+class Tanh(ModuleBackbone):
+    def __init__(self, d_model: int) -> None:
+        super().__init__(
+            torch.nn.Sequential(torch.nn.Linear(d_model, d_model), torch.nn.Tanh()), d_model=d_model
+        )
+
+
+@pytest.fixture(autouse=True)
+def unregister(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the names of a test when it ends."""
+    for registry in (solvers, gradients, policies, guesses, backbones):
+        monkeypatch.setattr(registry, "_registered", {})
+
+
+def test_a_registered_class_works_by_name() -> None:
+    for base, registry in ((Picard, solvers), (Zero, guesses), (Phantom, gradients), (Residual, policies)):
+        mine = type("Mine", (base,), {})
+        register("mine", mine)
+        spec = {"name": "mine", **({"rtol": 0.1} if base is Residual else {})}
+        assert type(registry.create(spec)) is mine and "mine" in registry.names()
+    assert "mine" not in backbones.names()
+    register("slow", Slow)
+    layer = ImplicitSequenceLayer(LlamaBackbone(16, 1, n_head=2), solver=("slow:0.5", "slow"))
+    assert (layer.train_solve.solver.damping, layer.eval_solve.solver.damping) == (0.5, 0.25)
+    with pytest.raises(ValueError, match=r"memory.*it takes \(damping: float = 0.25\)"):
+        solvers.create({"name": "slow", "memory": 3})
+    register("slow", Picard)  # as when a cell of a notebook runs again
+    assert type(solvers.create("slow")) is Picard
+
+
+def test_a_model_of_registered_parts_is_saved_and_loaded(tmp_path: Path) -> None:
+    register("tanh", Tanh)
+    register("slow", Slow)
+    config = ImplicitConfig(vocab_size=20, backbone={"name": "tanh", "d_model": 8}, solver="slow")
+    model, ids = ImplicitForCausalLM(config).eval(), torch.randint(0, 20, (2, 5))
+    model.save_pretrained(tmp_path)
+    loaded = ImplicitForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded.model.layer.backbone) is Tanh
+    assert type(loaded.model.layer.eval_solve.solver) is Slow
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert torch.equal(*(m.generate(ids, max_new_tokens=3, do_sample=False) for m in (loaded, model)))
+    backbones._registered.clear()
+    with pytest.raises(ValueError, match=r"unknown backbone 'tanh'; known: .*; deqseq.register adds a name"):
+        ImplicitForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.usefixtures("third_party")
+@pytest.mark.parametrize(
+    ("name", "part", "said"),
+    [
+        ("anderson", Slow, "solver 'anderson' exists already: choose another name"),
+        ("mann", Slow, "solver 'mann' exists already"),
+        ("slow:1", Slow, "the name of a solver must be a Python identifier, got 'slow:1'"),
+        (Slow, Slow, "must be a Python identifier, got <class"),
+        ("slow", Slow(), r"must be a subclass of one of .*Solver.*, got Slow\(damping=0.25\)"),
+        ("slow", torch.nn.Tanh, "got <class 'torch.nn.modules.activation.Tanh'>"),
+    ],
+)
+def test_registrations_that_are_refused(name: str, part: type, said: str) -> None:
+    before = solvers.names()
+    with pytest.raises(ValueError, match=said):
+        register(name, part)
+    assert solvers.names() == before
 
 
 @pytest.fixture

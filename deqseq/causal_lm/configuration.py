@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from deqseq.backbone import backbones
 from deqseq.causal_lm import reference
-from deqseq.checks import check_count, check_flag, check_not_negative
+from deqseq.checks import check_count, check_flag, check_not_negative, shown
 from deqseq.gradient import gradients
 from deqseq.problem import SolveOptions
 
@@ -118,7 +118,7 @@ class ImplicitConfig(PreTrainedConfig):
             if not isinstance(value := getattr(self, name), str | Mapping | None):
                 raise ValueError(
                     f'{name} must be a name or a mapping such as {{"name": "...", "option": 1}}, which '
-                    f"config.json can store, got {value!r}"
+                    f"config.json can store, got {shown(value)}; deqseq.register names a class of your own"
                 )
         if self.backbone is None:
             self.backbone = {"name": "mamba2", "d_model": 256, "n_layer": 1}

@@ -1,6 +1,7 @@
 """Tests of convergence policies: tolerances, maximum numbers of iterations, and combinations of policies."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from deqseq import (
     Either,
     FixedIterations,
     ImplicitSequenceLayer,
+    Phantom,
     Quantile,
     Residual,
     Status,
+    Unrolled,
 )
 from deqseq.policy import Judgement
 
@@ -150,6 +153,45 @@ def quantile_iterations(rates: Backbone, values: list[float], share: float) -> l
     layer = ImplicitSequenceLayer(rates, convergence=policy, causal=False)
     with torch.no_grad():
         return layer(x).solution.iterations[0].tolist()
+
+
+ENDLESS = Residual(rtol=1e-9, max_iter=5)
+
+
+@pytest.mark.passes_of_a_cpu
+@pytest.mark.filterwarnings("ignore:the backward system of ImplicitDifferentiation")
+@pytest.mark.parametrize(
+    ("options", "training", "evaluation"),
+    [
+        ({}, 5 + 4, 5 + 4),  # four steps with gradients
+        ({"gradient": Phantom(steps=1)}, 5 + 1, 5 + 1),
+        ({"gradient": "implicit"}, 5 + 1, 5 + 1),
+        ({"gradient": Unrolled(2, before=3)}, 3 + 2, 3 + 2),
+        ({"window": 3}, 3 * 5 + 4, 3 * 5 + 4),
+        ({"window": 1}, 8 * 5 + 4, 8 * 5 + 4),
+        ({"convergence": (ENDLESS, Residual(rtol=1e-9, max_iter=7))}, 5 + 4, 7 + 4),
+        ({"convergence": ENDLESS & FixedIterations(6)}, 6 + 4, 6 + 4),
+        ({"convergence": ENDLESS | FixedIterations(2)}, 2 + 4, 2 + 4),
+    ],
+)
+def test_the_limits_in_the_guide(
+    pointwise: Callable[[Tensor], Backbone],
+    count_calls: Callable[[Backbone], list[tuple[int, ...]]],
+    options: dict[str, Any],
+    training: int,
+    evaluation: int,
+) -> None:
+    """A search that never converges makes as many evaluations as docs/guide/convergence.md allows."""
+    layer = ImplicitSequenceLayer(pointwise(torch.tensor(-1.0)), **{"convergence": ENDLESS, **options})
+    x = torch.randn(2, 8, 3, requires_grad=True)
+    calls = count_calls(layer.backbone)
+    for mode, expected in ((True, training), (False, evaluation)):
+        calls.clear()
+        out = layer.train(mode)(x)
+        assert out.solution.nfe == len(calls) == expected
+        if options.get("gradient") == "implicit":
+            out.z.sum().backward()
+            assert out.solution.adjoint is not None and out.solution.adjoint.nfe == 64
 
 
 def test_quantile_does_not_wait_for_the_slow(rates: Backbone) -> None:

@@ -17,9 +17,11 @@ from deqseq import (
     Phantom,
     Quantile,
     Residual,
+    SolveOptions,
     Status,
     Unrolled,
 )
+from deqseq.backbones import ModuleBackbone
 from deqseq.policy import Judgement
 
 
@@ -153,6 +155,20 @@ def quantile_iterations(rates: Backbone, values: list[float], share: float) -> l
     layer = ImplicitSequenceLayer(rates, convergence=policy, causal=False)
     with torch.no_grad():
         return layer(x).solution.iterations[0].tolist()
+
+
+def test_a_map_without_a_fixed_point_can_meet_a_relative_tolerance() -> None:
+    """For f(z) = z + x, the relative residual is 1/n. An absolute tolerance in addition detects this."""
+    relative, absolute = Residual(rtol=0.0505, max_iter=64), Residual(atol=0.1, max_iter=64)
+    layer = ImplicitSequenceLayer(ModuleBackbone(torch.nn.Identity())).eval()
+    for policy, status, iterations in (
+        (relative, Status.CONVERGED, 20),
+        (relative & absolute, Status.BUDGET_EXHAUSTED, 64),
+    ):
+        with torch.no_grad():
+            found = layer(torch.ones(2, 3, 4), solve=SolveOptions(convergence=policy)).solution
+        assert (found.status == status).all() and (found.iterations == iterations).all()
+        torch.testing.assert_close(found.residual, torch.full((2, 3), 1 / iterations))
 
 
 ENDLESS = Residual(rtol=1e-9, max_iter=5)

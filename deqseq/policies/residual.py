@@ -14,6 +14,11 @@ from deqseq.policy import ConvergencePolicy, Judgement
 class Residual(ConvergencePolicy):
     """A token has converged when ``||f(z) - z|| <= atol + rtol * ||f(z)||``.
 
+    A relative tolerance is for bounded maps, such as all backbones with a final norm. If z grows without
+    bound, the relative residual may fall although f has no fixed point. For f(z) = z + c it is 1/n after n
+    iterations. For such a map, require an absolute tolerance too:
+    ``Residual(rtol=0.05) & Residual(atol=0.1)``.
+
     Args:
         rtol: relative tolerance.
         atol: absolute tolerance. At least one of the two tolerances must be positive.

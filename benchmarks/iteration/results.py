@@ -17,10 +17,10 @@ FILE = "result.json"
 """The file with the result, in the folder of a run."""
 
 _COLUMNS: tuple[Column, ...] = (
-    column("form"), column("learning_rate", "g"), column("seeds"), column("steps", ","),
+    column("form"), column("learning_rate", "g"), column("seeds"),
     column("tokens", ".2f", "tokens, M"), column("seconds", ".1f"),
     column("run_seconds", ".1f", "seconds in the run"), column("iterations", ".2f"),
-    column("perplexity", ".3f"),
+    column("perplexity", ".3f"), column("to_control", "+.1%", "to the control"),
 )  # fmt: skip
 
 
@@ -64,7 +64,12 @@ class Result:
     @property
     def key(self) -> tuple[Any, ...]:
         """The fields that distinguish the run from all others of the study."""
-        return (self.model, self.unit, self.amount, self.form, self.learning_rate, self.seed)
+        return (*self.comparable, self.unit, self.amount, self.form, self.learning_rate, self.seed)
+
+    @property
+    def comparable(self) -> tuple[str, str]:
+        """The model and the data. Only runs for which both are equal may be compared."""
+        return (self.model, self.data)
 
 
 def read(file: Path) -> Result:
@@ -76,37 +81,52 @@ def read(file: Path) -> Result:
 
 
 def collect(folders: Sequence[Path]) -> list[Result]:
-    """The results of all finished runs in the folders of studies, sorted by model and budget.
+    """The results of all finished runs in the folders of studies, sorted by model, data and budget.
+
+    The data of the earliest run comes first.
 
     Raises:
-        ValueError: there is no result; two results are of the same run; or runs of one model have different
-            data.
+        ValueError: there is no result; or two results are of the same run.
     """
     files = sorted({file for folder in folders for file in folder.rglob(FILE)})
     if not files:
         raise ValueError(f"no finished run in {', '.join(map(str, folders))}")
     found: dict[tuple[Any, ...], tuple[Path, Result]] = {}
-    fingerprints: dict[str, tuple[Path, str]] = {}
     for file in files:
         result = read(file)
-        other, data = fingerprints.setdefault(result.model, (file, result.data))
-        if data != result.data:
-            raise ValueError(f"{other.parent} and {file.parent} were trained on different data")
         if result.key in found:
             raise ValueError(
                 f"{found[result.key][0].parent} and {file.parent} hold the same run: name one of them"
             )
         found[result.key] = file, result
-    return sorted((result for _, result in found.values()), key=lambda r: (r.model, r.unit, r.amount))
+    runs = [result for _, result in found.values()]
+    since = {
+        group: min(r.date for r in runs if r.comparable == group) for group in {r.comparable for r in runs}
+    }
+    return sorted(runs, key=lambda r: (r.model, since[r.comparable], r.unit, r.amount))
+
+
+def titles(results: Sequence[Result]) -> dict[tuple[str, str], str]:
+    """A title for each model and data. It names the data if the model has runs with other data."""
+    groups = list(dict.fromkeys(r.comparable for r in results))
+    models = [model for model, _ in groups]
+    return {
+        (model, data): f"{model}, data {data[:8]}" if models.count(model) > 1 else model
+        for model, data in groups
+    }
 
 
 def tables(results: Sequence[Result]) -> dict[str, str]:
-    """A Markdown table for each model and budget, by its title. A row is a mean over the seeds."""
+    """A Markdown table for each model, data and budget, by its title. A row is a mean over the seeds.
+
+    The column "to the control" compares every run with the control of the same seed and learning rate.
+    """
     found: dict[str, str] = {}
-    for budget in dict.fromkeys((r.model, r.unit, r.amount) for r in results):
-        model, unit, amount = budget
-        rows = [r for r in results if (r.model, r.unit, r.amount) == budget]
-        title = f"{model}, {amount:,.10g} {unit}"
+    names = titles(results)
+    for budget in dict.fromkeys((r.comparable, r.unit, r.amount) for r in results):
+        group, unit, amount = budget
+        rows = [r for r in results if (r.comparable, r.unit, r.amount) == budget]
+        title = f"{names[group]}, {amount:,.10g} {unit}"
         lines = _rows(rows)
         several = any(line.seeds > 1 for line in lines)
         found[title] = table([*_COLUMNS, column("range")] if several else _COLUMNS, lines, "github")
@@ -115,18 +135,22 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
 
 def _rows(results: Sequence[Result]) -> list[SimpleNamespace]:
     """The rows of a table, one for each form and learning rate, with the lowest perplexity last."""
+    control = {(r.learning_rate, r.seed): r.perplexity for r in results if r.form == "injected"}
     rows = []
     for form, rate in dict.fromkeys((r.form, r.learning_rate) for r in results):
         runs = [r for r in results if (r.form, r.learning_rate) == (form, rate)]
         perplexities = [r.perplexity for r in runs]
         iterations = [1.0 if r.iterations is None else r.iterations for r in runs]
         timed = [r.run_seconds for r in runs if r.run_seconds is not None]
+        pairs = [(r.perplexity, control.get((r.learning_rate, r.seed))) for r in runs]
+        changes = [own / other - 1 for own, other in pairs if other is not None]
+        complete = len(changes) == len(runs) and form != "injected"
         several = f"{min(perplexities):.3f} to {max(perplexities):.3f}" if len(runs) > 1 else None
         rows.append(SimpleNamespace(
-            form=form, learning_rate=rate, seeds=len(runs), steps=round(fmean(r.steps for r in runs)),
+            form=form, learning_rate=rate, seeds=len(runs),
             tokens=fmean(r.tokens for r in runs) / 1e6, seconds=fmean(r.seconds for r in runs),
             run_seconds=fmean(timed) if timed else None, iterations=fmean(iterations),
-            perplexity=fmean(perplexities), range=several,
+            perplexity=fmean(perplexities), range=several, to_control=fmean(changes) if complete else None,
         ))  # fmt: skip
     return sorted(rows, key=lambda row: -row.perplexity)
 
@@ -137,20 +161,20 @@ def save(results: Sequence[Result], output: Path) -> list[Path]:
     file, figure = (output.with_name(output.name + suffix) for suffix in (".json", ".png"))
     content = {"tables": tables(results), "runs": [asdict(result) for result in results]}
     write_json(file, content)
-    models = list(dict.fromkeys(r.model for r in results))
-    drawn = save_figure(figure, partial(_draw, results, models), len(models), 2, (11, 4.2 * len(models)))
+    rows = len(titles(results))
+    drawn = save_figure(figure, partial(_draw, results), rows, 2, (11, 4.2 * rows))
     return [file, figure] if drawn else [file]
 
 
-def _draw(results: Sequence[Result], models: Sequence[str], axes: list[Any]) -> None:
-    """For each model, draw perplexity against tokens or seconds, whichever is the unit of the budget.
+def _draw(results: Sequence[Result], axes: list[Any]) -> None:
+    """For each model and data, draw perplexity against tokens or seconds, the unit of the budget.
 
     Curves are means over the seeds, with the best learning rate of every form and budget.
     """
     forms = list(dict.fromkeys(r.form for r in results))
-    for number, model in enumerate(models):
+    for number, (group, title) in enumerate(titles(results).items()):
         for axis, unit in zip(axes[2 * number :], ("tokens", "seconds"), strict=False):
-            mine = [r for r in results if (r.model, r.unit) == (model, unit)]
+            mine = [r for r in results if (r.comparable, r.unit) == (group, unit)]
             for form, amount in dict.fromkeys((r.form, r.amount) for r in mine):
                 runs = [r for r in mine if (r.form, r.amount) == (form, amount)]
                 rates = {r.learning_rate for r in runs}
@@ -164,7 +188,8 @@ def _draw(results: Sequence[Result], models: Sequence[str], axes: list[Any]) -> 
                 label = form if amount == max(r.amount for r in mine) else None
                 axis.plot(x, y, "o-", color=f"C{forms.index(form)}", label=label, markersize=3, linewidth=1)
             name = "tokens, millions" if unit == "tokens" else unit
-            axis.set(xlabel=f"{name} ({model})", ylabel="held-out perplexity")
+            axis.set(xlabel=f"{name} ({title})", ylabel="held-out perplexity")
             log_scale(axis.yaxis)
+            axis.set_visible(bool(mine))
             if mine:
                 axis.legend()

@@ -325,6 +325,22 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "study", tmp_path / "copy")
     done = run("what_iteration_buys.py", "report", str(tmp_path / "study"), str(tmp_path / "copy"))
     assert done.returncode == 2 and "hold the same run" in done.stderr
+    # With other data, these are other runs. Every run is compared with the control of its own data.
+    changed = {
+        "growth": {"form": "2+1", "perplexity": 9.0},
+        "transformers": {"form": "injected", "perplexity": 10.0},
+    }
+    for file in (tmp_path / "copy").rglob("result.json"):
+        result = json.loads(file.read_text())
+        file.write_text(json.dumps({**result, "data": "f00dcafe", **changed[result["form"]]}))
+    two = [str(tmp_path / "study"), str(tmp_path / "copy"), "--output", str(tmp_path / "two")]
+    done = run("what_iteration_buys.py", "report", *two)
+    assert done.returncode == 0, done.stderr
+    both = json.loads((tmp_path / "two.json").read_text())["tables"]
+    assert len(both) == 2 * len(found["tables"])
+    assert [text for title, text in both.items() if "f00dcafe" not in title] == list(found["tables"].values())
+    (compared,) = (text for title, text in both.items() if "f00dcafe, 5,120 tokens" in title)
+    assert "-10.0%" in compared and "-10.0%" not in "".join(found["tables"].values())
 
 
 def test_scaling(text_folder: Path, tmp_path: Path) -> None:

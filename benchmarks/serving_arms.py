@@ -3,7 +3,6 @@
 Times are in seconds since serving began.
 """
 
-import importlib
 import os
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
+from deqseq import iteration
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.loop import Runner
 from deqseq.solution import Solution
@@ -65,8 +65,7 @@ class Evaluations:
 
     def __init__(self) -> None:
         self.reset()
-        module = importlib.import_module("deqseq.search")  # deqseq.search is also a function
-        proceed, drive = Runner.proceed, module.drive
+        proceed, drive = Runner.proceed, iteration.drive
 
         def counting(runner: Runner) -> None:
             self.counted += int(runner.problem.sequence_lengths.sum())
@@ -80,7 +79,7 @@ class Evaluations:
             self.most = max(self.most, int(iterations.max()))
             return solution
 
-        Runner.proceed, module.drive = counting, solve
+        Runner.proceed, iteration.drive = counting, solve
 
     def reset(self) -> None:
         self.counted = self.needed = self.most = 0

@@ -9,6 +9,7 @@ from deqseq.breadth import solve_many, solve_with_restarts
 from deqseq.gradient import GradientStrategy
 from deqseq.gradients import ImplicitDifferentiation, Phantom, Unrolled
 from deqseq.guess import Guess
+from deqseq.iteration import search, steps
 from deqseq.layer import ExplicitSequenceLayer, ImplicitSequenceLayer
 from deqseq.outputs import LayerOutput
 from deqseq.policies import Both, Either, Quantile, Residual
@@ -16,7 +17,6 @@ from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
 from deqseq.problem import Problem, SolveOptions
 from deqseq.registry import register
 from deqseq.regularisation import jacobian_penalty, spectral_radius
-from deqseq.search import search, steps
 from deqseq.solution import Solution, Status
 from deqseq.solver import Progress, Solver
 

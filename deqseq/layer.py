@@ -18,12 +18,12 @@ from deqseq.checks import check_flag, check_instance, check_not_sharded, check_t
 from deqseq.gradient import GradientStrategy, gradients, solve_with_gradient
 from deqseq.guess import Guess, guesses, modules_of, propose
 from deqseq.inputs import Inputs, check_causal, finite_guess, take_inputs
+from deqseq.iteration import search
 from deqseq.loop import evaluate
 from deqseq.outputs import LayerOutput, mark_unsolvable, state_after
 from deqseq.policy import FixedIterations, policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
-from deqseq.search import search
 from deqseq.solution import Status
 from deqseq.solver import Solver, solvers
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from deqseq import graphs, kernels
 from deqseq.backbone import State
 from deqseq.inputs import Inputs
+from deqseq.iteration import search
 from deqseq.loop import Carry, Runner, begin, drive, finish, one_pass
 from deqseq.problem import Problem, SolveOptions
-from deqseq.search import search
 from deqseq.solution import PER_TOKEN, Solution
 from deqseq.trees import Copier, copied, overwrite
 

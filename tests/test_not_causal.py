@@ -12,10 +12,10 @@ from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone
 from deqseq.backbones.llama import rotate
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.gradients import ImplicitDifferentiation, Phantom
+from deqseq.iteration import search
 from deqseq.layer import ExplicitSequenceLayer
 from deqseq.policies import Quantile
 from deqseq.problem import Problem
-from deqseq.search import search
 from deqseq.solution import Status
 from deqseq.solvers import Anderson
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from deqseq import kernels
 from deqseq.backbone import Context, State, Trace
 from deqseq.gradient import GradientStrategy
+from deqseq.iteration import search, steps
 from deqseq.policies.residual import Residual
 from deqseq.policy import policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
-from deqseq.search import search, steps
 from deqseq.solution import Solution, Status
 from deqseq.solver import Solver, solvers
 from deqseq.trees import tensors

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from deqseq.checks import check_count, check_flag
 from deqseq.gradient import GradientStrategy
+from deqseq.iteration import search, steps
 from deqseq.problem import Problem
-from deqseq.search import search, steps
 from deqseq.solution import Solution
 from deqseq.solver import Solver, solvers
 

@@ -6,8 +6,8 @@ import torch
 
 from deqseq.checks import check_count, check_flag, shown
 from deqseq.gradient import GradientStrategy
+from deqseq.iteration import steps
 from deqseq.problem import Problem
-from deqseq.search import steps
 from deqseq.solution import Solution
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from deqseq.backbone import Context, State, Trace
 from deqseq.guess import propose
 from deqseq.inputs import Packing
+from deqseq.iteration import search
 from deqseq.problem import Problem, SolveOptions
-from deqseq.search import search
 from deqseq.solution import Solution
 
 

@@ -29,6 +29,7 @@ from deqseq.tasks.common.files import locked
 from deqseq.tasks.common.models import load_model
 from deqseq.tasks.common.runs import RunFolder, check_model
 from deqseq.tasks.common.seals import checkpoints, fault, rotate, seal
+from deqseq.tasks.pretraining.data import TrainingOrder
 from deqseq.tasks.pretraining.run_files import load_run
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.shards import _load, wait_for
@@ -328,8 +329,25 @@ def test_a_run_that_has_saved_nothing_does_not_block_its_folder(tmp_path: Path) 
         RunFolder(tmp_path / "other", {"seed": 3})
     shutil.rmtree(tmp_path / "other")
     (tmp_path / "checkpoint-1").mkdir()
-    with pytest.raises(ValueError, match="seed: 2 there, 3 asked for"):
-        RunFolder(tmp_path, {"seed": 3, "length": 8})
+    (tmp_path / "checkpoint-1" / "weights").write_text("a part")
+    RunFolder(tmp_path, {"seed": 3, "length": 8}).start()
+    seal(tmp_path / "checkpoint-1")
+    with pytest.raises(ValueError, match="seed: 3 there, 4 asked for"):
+        RunFolder(tmp_path, {"seed": 4, "length": 8})
+
+
+def test_a_kill_in_the_first_checkpoint_does_not_block_the_folder(
+    settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(settings, learning_rate=2 * settings.learning_rate)
+    with monkeypatch.context() as patch:
+        patch.setattr("deqseq.tasks.common.trainer.seal", dies("seal", lambda path: True))
+        # The order of the rows has changed too since the run began.
+        patch.setattr(TrainingOrder, "version", 1)
+        with pytest.raises(KillError):
+            pretrain(settings, tmp_path / "run", progress=False)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    assert train(other, tmp_path / "run") == train(other, tmp_path / "new")
 
 
 def test_a_folder_is_trained_in_once_at_a_time(settings: RunSettings, tmp_path: Path) -> None:

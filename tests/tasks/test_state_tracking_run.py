@@ -12,8 +12,9 @@ import torch.nn.functional as F
 import yaml
 
 from deqseq.causal_lm import ImplicitForCausalLM
+from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.runs import RunFolder
-from deqseq.tasks.common.seals import seal
+from deqseq.tasks.common.seals import SEAL, seal
 from deqseq.tasks.common.settings import build, read_yaml
 from deqseq.tasks.common.trainer import AlignedTrainer
 from deqseq.tasks.state_tracking import __main__ as command_line
@@ -151,6 +152,7 @@ def test_finished_run_is_loaded_not_repeated(tmp_path: Path, monkeypatch: pytest
 def test_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run", asdict(small())).start()
     (tmp_path / "run" / "checkpoint-1").mkdir()
+    write_json(tmp_path / "run" / "checkpoint-1" / SEAL, {})
     before = (tmp_path / "run" / "settings.json").read_text()
     with pytest.raises(ValueError, match=r"other settings \(seed: 1 there, 2 asked for; group: S3"):
         RunFolder(tmp_path / "run", asdict(small(group="A5", seed=2)))

@@ -27,7 +27,7 @@ _FOLDERS = re.compile(r"model|stage-\d+|checkpoint-\d+")  # names of folders tha
 class RunFolder:
     """The folder of one run, with its settings in ``settings.json``. Nothing is written before :meth:`start`.
 
-    A run that has saved nothing but its settings may be replaced by a run with other settings.
+    A run that has saved nothing of use (see :func:`has_saved`) may be replaced by a run with other settings.
 
     Args:
         settings: settings of the run as JSON types; may be nested.
@@ -59,10 +59,8 @@ class RunFolder:
             if entry.name in (_SETTINGS, _RECORD, SEAL) and entry.is_dir():
                 raise ValueError(f"{entry} is a folder, and training writes a file of this name: remove it")
         self._is_old = (self.path / _SETTINGS).exists()
-        # A run that has only settings, such as one that diverged early, has nothing to lose or to resume.
-        # Settings without a common name are those of another program.
-        self._has_saved = any(e.name != _SETTINGS and not e.name.endswith(PART) for e in self.path.glob("*"))
-        if self._is_old and not self._has_saved:
+        self._has_saved = has_saved(self.path)
+        if self._is_old and not self._has_saved:  # settings without a common name are another program's
             self._has_saved = not self._settings.keys() & read_json(self.path / _SETTINGS).keys()
         if self._is_old and self._has_saved:
             self._check_same(
@@ -159,6 +157,19 @@ class RunFolder:
             raise ValueError(
                 f"{file.parent} holds a run with other settings ({'; '.join(different)}): {advice}"
             )
+
+
+def has_saved(run: Path) -> bool:
+    """Whether a run has saved more than its settings and checkpoints that were not written to their end.
+
+    Otherwise the run has nothing to lose or to resume. One example is a run that diverged early. Another is a
+    run that was killed while it wrote its first checkpoint.
+    """
+    incomplete = [path for path in checkpoints(run) if not (path / SEAL).exists()]
+    return any(
+        path.name != _SETTINGS and not path.name.endswith(PART) and path not in incomplete
+        for path in run.glob("*")
+    )
 
 
 def copy_settings(checkpoint: Path) -> None:

@@ -19,7 +19,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.tasks.common.files import PART, locked
 from deqseq.tasks.common.processes import everywhere, on_every_node, on_first
-from deqseq.tasks.common.runs import RunFolder, check_model, read_settings
+from deqseq.tasks.common.runs import RunFolder, check_model, has_saved, read_settings
 from deqseq.tasks.common.settings import defaults
 from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
@@ -98,7 +98,7 @@ def pretrain(
 
 def _check_order(output: Path, data: Data) -> None:
     """Raise ``ValueError`` if the run in ``output`` began with another version of the shuffling method."""
-    if data.order is None or not (output / "settings.json").exists():
+    if data.order is None or not (output / "settings.json").exists() or not has_saved(output):
         return
     before = read_settings(output).get("order") or 1  # runs with order version 1 did not record the version
     if before != data.order:

@@ -173,7 +173,7 @@ def generate(
     from transformers.generation.streamers import TextStreamer
 
     from deqseq.tasks.common import models
-    from deqseq.tasks.common.tokenizer import load_tokenizer
+    from deqseq.tasks.common.tokenizer import load_for_model
 
     models.quiet_transformers()
     # Remove the line break that `echo PROMPT |` adds to a piped prompt.
@@ -183,7 +183,7 @@ def generate(
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt must be UTF-8: {error.reason} at character {error.start}") from error
     network: Any = models.load_model(model, device)
-    vocabulary = load_tokenizer(model, tokenizer)
+    vocabulary = load_for_model(model, tokenizer)
     solve = models.solve_options(network, rtol=rtol, max_iter=max_iter)
     if solve is None and (guess or show_iterations or plot):
         raise ValueError(f"{model} is explicit: it has no iterations to set or to show")

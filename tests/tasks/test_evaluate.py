@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from deqseq import FixedIterations, Residual, SolveOptions
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+from deqseq.tasks import generate
 from deqseq.tasks.common.figures import log_scale
 from deqseq.tasks.common.models import load_model, read_tokens, solve_options
 from deqseq.tasks.common.results import ResultFolder
@@ -526,7 +527,7 @@ def test_tokens_of_texts(tokenizer: Any, saved: Path, tmp_path: Path) -> None:
     assert torch.equal(read_tokens([text, text], tokenizer, limit=10), whole[:11])
     for limit in range(1, 200, 7):
         assert torch.equal(read_tokens([text, text], tokenizer, limit), whole[: limit + 1])
-    alone = load_tokenizer("unused", str(saved / "model" / "tokenizer.json"))
+    alone = load_tokenizer(str(saved / "model" / "tokenizer.json"))
     assert torch.equal(read_tokens([text], alone), encode(tokenizer, TEXT[:400]))
     assert alone.eos_token == "<|endoftext|>"
     alone.eos_token = None
@@ -733,6 +734,36 @@ def test_errors_end_with_a_sentence_and_status_2(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "error: " in last and message in last
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("program", ["evaluate", "generate"])
+def test_the_tokenizer_must_be_the_models(
+    program: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(folder: str, tokenizer: str) -> int:
+        if program == "generate":
+            options = ["--tokenizer", str(tmp_path / tokenizer), "--max-new-tokens", "1", "--rtol", "0.1"]
+            return generate.main([str(saved / folder), "The cat", *options])
+        return run_main(
+            ["perplexity", f"{{saved}}/{folder}", "--tokenizer", f"{{tmp}}/{tokenizer}", *TEXT_FLAGS],
+            saved,
+            tmp_path,
+        )
+
+    form = json.loads((saved / "model" / "tokenizer.json").read_text())
+    (tmp_path / "same.json").write_text(json.dumps(form))
+    known = form["model"]["vocab"]
+    form["model"]["vocab"] = {**known, "further": len(known)}
+    (tmp_path / "more.json").write_text(json.dumps(form))
+    form["model"]["vocab"] = {**known, "a": known["b"], "b": known["a"]}
+    (tmp_path / "other.json").write_text(json.dumps(form))
+    assert run("model", "same.json") == run("model", "more.json") == run("bare", "other.json") == 0
+    capsys.readouterr()
+    assert run("model", "other.json") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    other = tmp_path / "other.json"
+    assert f"the model in {saved / 'model'} has another tokenizer than {other}: token" in line
+    assert f"is 'a' in the model and 'b' in {other}; leave out --tokenizer" in line
 
 
 def test_force_writes_beside_other_files(saved: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Runs start from the models of runs with other forms, or refuse and say what to do."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,32 @@ def test_a_model_with_another_tokenizer_is_refused(token_folder: Path, tmp_path:
     known = tokenizer["model"]["vocab"]
     known["a"], known["b"] = known["b"], known["a"]
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match=r"another tokenizer.*token \d+ is 'a' in the data and 'b' in"):
+    with pytest.raises(
+        ValueError,
+        match=r"another tokenizer than the data: token \d+ is 'b' in the model and 'a' in the data",
+    ):
         check_start(run, None, open_data(run))
     check_start(run, Path("checkpoint-1"), open_data(run))  # a run that resumes does not start from a model
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"cannot be loaded.*copy it again") as error:
+        check_start(run, None, open_data(run))
+    assert "--tokenizer" not in str(error.value)
+
+
+def test_the_data_may_have_more_tokens_up_to_the_models_embeddings(
+    token_folder: Path, tmp_path: Path
+) -> None:
+    made("injected", token_folder).save_pretrained(tmp_path)  # with 300 embeddings
+    run = settings("injected", token_folder, start_from=str(tmp_path), report_to="none")
+    data = open_data(run)
+    form = json.loads(data.tokenizer.backend_tokenizer.to_str())
+    known = form["model"]["vocab"]
+    del known[max(known, key=known.__getitem__)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(form))
+    check_start(run, None, data)
+    make_model(run, data)
+    narrow = {**run.model, "vocab_size": data.vocab_size - 1}  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"the data's tokenizer has 257 tokens, the model 256"):
+        make_model(replace(run, model=narrow), data)
+    with pytest.raises(ValueError, match="cannot be loaded"):  # 300 embeddings do not fit a run with 257
+        make_model(replace(run, model={**narrow, "vocab_size": data.vocab_size}), data)

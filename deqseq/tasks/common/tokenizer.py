@@ -15,19 +15,19 @@ _MOST_TOKENS = 10_000_000
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
-def load_tokenizer(model: str, source: str | None = None) -> Any:
+def load_tokenizer(source: str, advice: str = "") -> Any:
     """Load a tokenizer. Raises ``ValueError`` if it cannot be loaded.
 
     Args:
-        model: folder of a model or of a pretraining run, or a name on the hub.
-        source: file, folder or hub name of the tokenizer; by default the tokenizer of ``model``.
+        source: file or folder of the tokenizer, folder of a model or of a pretraining run, or a name on the
+            hub.
+        advice: what to do if there is no tokenizer, for the error message.
     """
-    named = place = model_folder(source or model)
-    hint = "name one with --tokenizer PATH"
+    named = place = model_folder(source)
     if place.is_dir() and not (place / "tokenizer_config.json").is_file():
         place = place / "tokenizer.json"
     if is_local(str(named)) and not place.exists():
-        raise ValueError(f"no tokenizer in {named}: {hint}")
+        raise ValueError(f"no tokenizer in {named}{advice}")
     if (place / "config.json").is_file():  # the folder of a model
         import deqseq.causal_lm  # noqa: F401 - registers our models; else transformers asks to run their code
     try:
@@ -37,13 +37,53 @@ def load_tokenizer(model: str, source: str | None = None) -> Any:
             else AutoTokenizer.from_pretrained(str(place))
         )
     except Exception as error:
-        raise ValueError(f"the tokenizer {place} cannot be loaded: {first_line(error)}; {hint}") from error
+        if place.exists():
+            advice = "; copy it again, or name another one"
+        raise ValueError(f"the tokenizer {place} cannot be loaded: {first_line(error)}{advice}") from error
     # If no end-of-text token is set, as in a bare tokenizer.json, take a common one from the vocabulary.
     # lm-eval needs this token for empty contexts.
     if tokenizer.eos_token is None:
         known = tokenizer.get_vocab()
         tokenizer.eos_token = next((token for token in _END_OF_TEXT if token in known), None)
     return tokenizer
+
+
+def load_for_model(model: str, source: str | None) -> Any:
+    """Load the tokenizer ``source`` of a command's option ``--tokenizer``; by default that of ``model``.
+
+    Raises:
+        ValueError: the tokenizer cannot be loaded; it is not the tokenizer of the model.
+    """
+    if source is None:
+        return load_tokenizer(model, "; name one with --tokenizer PATH")
+    found = load_tokenizer(source)
+    check_same_tokens(model, found, source, "leave out --tokenizer")
+    return found
+
+
+def check_same_tokens(model: str | Path, tokenizer: Any, name: str, advice: str) -> None:
+    """Raise ``ValueError`` if a number means another token in ``tokenizer`` than in the folder ``model``.
+
+    One of the two vocabularies may have further tokens. A folder without a tokenizer passes. A model on the
+    hub passes too.
+
+    Args:
+        name: what has ``tokenizer``, for the error message.
+        advice: what to do, for the error message.
+    """
+    folder = model_folder(model)
+    if not (folder / "tokenizer.json").is_file():
+        return
+    there, here = (
+        {number: token for token, number in one.get_vocab().items()}
+        for one in (load_tokenizer(str(folder)), tokenizer)
+    )
+    for number in sorted(there.keys() & here.keys()):
+        if there[number] != here[number]:
+            raise ValueError(
+                f"the model in {folder} has another tokenizer than {name}: token {number} is "
+                f"{there[number]!r} in the model and {here[number]!r} in {name}; {advice}"
+            )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -9,7 +9,7 @@ from deqseq.problem import SolveOptions
 from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.common.models import implicit_layer, load_model, local_model, read_tokens, solve_options
 from deqseq.tasks.common.results import Column, ResultFolder, column, table
-from deqseq.tasks.common.tokenizer import load_tokenizer
+from deqseq.tasks.common.tokenizer import load_for_model
 from deqseq.tasks.evaluate import plots
 from deqseq.tasks.evaluate.downstream import evaluate_tasks, other_prompts
 from deqseq.tasks.evaluate.duality import compare_windows, describe_worst, unconverged
@@ -62,7 +62,7 @@ class _Found:
 def report(options: Any) -> None:
     """Make a report. ``options`` is an instance of one of the command line's report classes."""
     name = type(options).__name__.lower()
-    tokenizer = load_tokenizer(local_model(options.model), options.tokenizer)
+    tokenizer = load_for_model(local_model(options.model), options.tokenizer)
     tokens = read_tokens(options.text, tokenizer, options.limit) if hasattr(options, "text") else None
     model = load_model(options.model, options.device, options.dtype)
     window: Any = "model" if isinstance(options.window, list) else options.window

@@ -10,7 +10,6 @@ from transformers import set_seed
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.causal_lm.conversion import inject_nothing
 from deqseq.tasks.common.models import check_fits
-from deqseq.tasks.common.tokenizer import load_tokenizer
 from deqseq.tasks.pretraining.data import Data
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.shards import is_sharded, load_weights
@@ -65,26 +64,6 @@ def config_to_start_from(source: str | Path, config: ImplicitConfig) -> Implicit
     except (OSError, ValueError) as error:
         raise ValueError(f"the model in {source} cannot be loaded: {error}") from error
     return before
-
-
-def check_tokenizer(source: str | Path, data: Data) -> None:
-    """Raise ``ValueError`` if a number means another token in the model in ``source`` than in the data.
-
-    The larger of both vocabularies may have more tokens. A model without a tokenizer passes.
-    """
-    if not (Path(source) / "tokenizer.json").is_file():
-        return
-    there, here = (
-        {number: token for token, number in tokenizer.get_vocab().items()}
-        for tokenizer in (load_tokenizer(str(source)), data.tokenizer)
-    )
-    for number in sorted(there.keys() & here.keys()):
-        if there[number] != here[number]:
-            raise ValueError(
-                f"the data has another tokenizer than the model to start from: token {number} is "
-                f"{here[number]!r} in the data and {there[number]!r} in {source}. Prepare the data with the "
-                "tokenizer of the model"
-            )
 
 
 def _injects(config: ImplicitConfig) -> bool:

@@ -21,11 +21,12 @@ from deqseq.tasks.common.files import PART, locked
 from deqseq.tasks.common.processes import everywhere, on_every_node, on_first
 from deqseq.tasks.common.runs import RunFolder, check_model, has_saved, read_settings
 from deqseq.tasks.common.settings import defaults
+from deqseq.tasks.common.tokenizer import check_same_tokens
 from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings
-from deqseq.tasks.pretraining.start import check_tokenizer, config_to_start_from, make_model
+from deqseq.tasks.pretraining.start import config_to_start_from, make_model
 from deqseq.tasks.pretraining.trainer import PretrainTrainer, Progress
 from deqseq.tasks.pretraining.watch import Flops, Speed, peak_flops
 
@@ -156,14 +157,16 @@ def make_trainer(
 def check_start(settings: RunSettings, checkpoint: Path | None, data: Data | None = None) -> None:
     """Check what a run needs besides its data: the model to start from, and the tracker.
 
-    Raises ``ValueError`` if one of them is missing, or if the model has another tokenizer than ``data``. A
+    Raises ``ValueError`` if one of them is missing, or if the model has another tokenizer than ``data``. The
+    data may have further tokens if the model has an embedding for each: the run trains these embeddings. A
     run that resumes from ``checkpoint`` does not need the model in ``start_from``.
     """
     if settings.start_from is not None and checkpoint is None:
         config_to_start_from(settings.start_from, settings.config())
         check_model(settings.start_from)
         if data is not None:
-            check_tokenizer(settings.start_from, data)
+            advice = "prepare the data with the tokenizer of the model"
+            check_same_tokens(settings.start_from, data.tokenizer, "the data", advice)
     installed = get_available_reporting_integrations()
     if settings.report_to not in ("all", "none", "flyte", *installed):  # transformers does not list flyte
         raise ValueError(

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from deqseq.tasks.common import command_line, seals
-from deqseq.tasks.common.files import locked
+from deqseq.tasks.common.files import PART, locked
 from deqseq.tasks.common.models import load_model
 from deqseq.tasks.common.runs import RunFolder, check_model
 from deqseq.tasks.common.seals import checkpoints, fault, rotate, seal
@@ -127,6 +127,13 @@ def test_a_kill_while_removing_and_one_before_sealing_lose_nothing(
         "checkpoint-6",
         "checkpoint-8",
     ]  # incomplete checkpoints are gone
+
+
+def test_a_kill_while_the_seal_is_written_does_not_spoil_the_next_seal(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("1")
+    (tmp_path / f"{seals.SEAL}{PART}").write_text("{")
+    seal(tmp_path)
+    assert fault(tmp_path) is None
 
 
 def test_rotation_counts_whole_checkpoints_by_number(tmp_path: Path) -> None:

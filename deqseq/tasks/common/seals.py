@@ -19,7 +19,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
-from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.files import PART, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,12 @@ _THREADS = min(8, os.cpu_count() or 1)  # for hashing in parallel; xxhash releas
 
 
 def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
-    """Sync ``files`` to the disk, and write the seal. By default, ``files`` are all files in ``folder``."""
-    found = sorted(path for path in files or folder.rglob("*") if path.is_file() and path.name != SEAL)
+    """Sync ``files`` to the disk, and write the seal.
+
+    By default, ``files`` are all files in ``folder``, except the seal and what an interrupted write has left.
+    """
+    found = sorted(path for path in files or folder.rglob("*") if path.is_file())
+    found = [path for path in found if path.name != SEAL and path.suffix != PART]
     with ThreadPoolExecutor(1) as disk:  # compute checksums while the disk writes
         synced = disk.map(_sync, found)
         listed = {

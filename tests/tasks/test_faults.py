@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -423,8 +424,34 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
         patch.setattr(PretrainTrainer, "_save_optimizer_and_scheduler", full)
         assert run_command(lambda: pretrain(settings, tmp_path, progress=False) and None) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if "error" in line or "Traceback" in line]
-    assert len(said) == 1 and said[0].startswith("error: ")
+    assert len(said) == 1 and said[0].startswith("error: ") and str(tmp_path / "checkpoint-6") in said[0]
     assert train(settings, tmp_path) == weights(whole)
+
+
+def test_the_error_of_a_full_disk_names_the_file(
+    settings: RunSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every sync of a run fails once. Each new start goes on after the last checkpoint."""
+    sync, left = os.fsync, 0
+
+    def full(handle: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0 and stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(28, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    named = set()
+    for syncs in range(0, 200, 7):
+        left = syncs
+        try:
+            pretrain(settings, tmp_path, progress=False)
+            break
+        except OSError as error:
+            assert "No space left on device" in str(error) and str(tmp_path) in str(error)
+            named.add(Path(error.filename).name)
+    assert {"settings.json", "checkpoint-2"} <= named and (tmp_path / "training.json").exists()
 
 
 class Harm:

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from deqseq.tasks import pretrain
 from deqseq.tasks.common import command_line, processes
-from deqseq.tasks.common.trainer import writing
+from deqseq.tasks.common.files import writing
 from deqseq.tasks.pretraining import train
 
 PROGRAM = str(Path(pretrain.__file__))

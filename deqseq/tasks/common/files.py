@@ -1,4 +1,4 @@
-"""Atomic writes of files (write under another name, sync, rename), and locks on folders."""
+"""Atomic writes of files (write under another name, sync, rename), their errors, and locks on folders."""
 
 import fcntl
 import json
@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from deqseq.tasks.common.processes import lost
+
 PART = ".part"
 """The suffix of files that are still being written."""
 
@@ -16,8 +18,9 @@ PART = ".part"
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON, atomically. NaN and infinity become null: JSON has no such numbers."""
     part = path.with_name(f"{path.name}{PART}")  # replaces the leftover of a killed process
-    with part.open("w") as file:
-        file.write(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+    text = json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
+    with writing(path), part.open("w") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     rename(part, path)
@@ -33,6 +36,27 @@ def rename(part: Path, path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Context in which to write the file or folder ``path``.
+
+    It names ``path`` in errors that name no file, such as that of a full disk. It turns errors of other
+    packages, such as safetensors, into ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    except ValueError:
+        raise
+    except Exception as error:  # safetensors, tokenizers and torch.save have error classes of their own
+        if lost(error):
+            raise
+        raise OSError(f"{path} cannot be written: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
-from deqseq.tasks.common.files import PART, write_json
+from deqseq.tasks.common.files import PART, write_json, writing
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def seal(folder: Path, files: Iterable[Path] | None = None) -> None:
     """
     found = sorted(path for path in files or folder.rglob("*") if path.is_file())
     found = [path for path in found if path.name != SEAL and path.suffix != PART]
-    with ThreadPoolExecutor(1) as disk:  # compute checksums while the disk writes
+    with writing(folder), ThreadPoolExecutor(1) as disk:  # compute checksums while the disk writes
         synced = disk.map(_sync, found)
         listed = {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "xxh3_128": checksum}

@@ -9,7 +9,6 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +25,7 @@ from deqseq.curriculum import Curriculum, Stage
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.solution import Solution
 from deqseq.statistics import SolveStatistics
-from deqseq.tasks.common.processes import lost
+from deqseq.tasks.common.files import writing
 from deqseq.tasks.common.runs import RunFolder, copy_settings
 from deqseq.tasks.common.seals import rotate, seal, step_of, unseal
 
@@ -347,22 +346,6 @@ class AlignedTrainer(CurriculumTrainer):
             self.save_model(str(folder.path))
         files = [folder.path / "config.json", *folder.path.glob("*.safetensors")]
         folder.finish({"threads": torch.get_num_threads(), **record}, files)
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Context in which to write to ``folder``.
-
-    It turns errors of other packages, such as safetensors, into ``OSError``.
-    """
-    try:
-        yield
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # safetensors, tokenizers and torch.save have error classes of their own
-        if lost(error):
-            raise
-        raise OSError(f"{folder} cannot be written: {str(error).splitlines()[0]}") from error
 
 
 def check_one_process() -> None:

@@ -17,12 +17,11 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.tasks.common.files import PART, locked
+from deqseq.tasks.common.files import PART, locked, writing
 from deqseq.tasks.common.processes import everywhere, on_every_node, on_first
 from deqseq.tasks.common.runs import RunFolder, check_model, has_saved, read_settings
 from deqseq.tasks.common.settings import defaults
 from deqseq.tasks.common.tokenizer import check_same_tokens
-from deqseq.tasks.common.trainer import writing
 from deqseq.tasks.pretraining.card import write_card
 from deqseq.tasks.pretraining.data import Data, open_data
 from deqseq.tasks.pretraining.settings import RESUMES, RunSettings

@@ -22,10 +22,11 @@ from deqseq.policies import Residual
 from deqseq.policy import ConvergencePolicy
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common.corpus.rows import Row
+from deqseq.tasks.common.files import writing
 from deqseq.tasks.common.models import implicit_layer
 from deqseq.tasks.common.processes import everywhere
 from deqseq.tasks.common.seals import seal, unseal
-from deqseq.tasks.common.trainer import CurriculumTrainer, writing
+from deqseq.tasks.common.trainer import CurriculumTrainer
 from deqseq.tasks.pretraining import shards
 from deqseq.tasks.pretraining.faults import Faults
 from deqseq.tasks.pretraining.plan import evaluation_budget

@@ -598,6 +598,7 @@ def with_stage(**options: Any) -> dict[str, Any]:
         (with_model(vocab_size="many"), "vocab_size"),
         (with_model(vocab_size=10**30), "the model cannot be built"),
         (with_model(backbone={**LLAMA, "d_model": True}), "backbone needs a d_model, a whole number"),
+        (with_model(backbone="nosuch"), r"unknown backbone 'nosuch'; known: llama, mamba2"),
         (with_model(backbone={**LLAMA, "weight_norm": "no"}), "weight_norm must be true or false, got 'no'"),
         (with_model(backbone={**LLAMA, "rope_theta": [1]}), r"rope_theta must be .*got \[1\]"),
         (with_model(pad_token_id=V), "pad_token_id must be below"),

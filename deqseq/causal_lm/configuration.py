@@ -127,6 +127,7 @@ class ImplicitConfig(PreTrainedConfig):
             self.convergence = {"name": "residual", "rtol": 0.05, "max_iter": 32}
         own = self.eval_convergence is not None
         self.eval_convergence = deepcopy(self.eval_convergence if own else self.convergence)
+        backbones.takes(self.backbone, "d_model")  # raises the error about an unknown name, which comes first
         if type(self.backbone.get("d_model")) is not int:
             raise ValueError(f"backbone needs a d_model, a whole number, got {self.backbone}")
         if "injection" in self.backbone:

@@ -12,13 +12,21 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from deqseq import FixedIterations, Residual, SolveOptions
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
@@ -690,6 +698,26 @@ def test_names_in_a_folder_that_exists_are_paths(tmp_path: Path, monkeypatch: py
     Path("runs/begun/settings.json").write_text("{}")
     with pytest.raises(ValueError, match="the run in runs/begun has no model yet: repeat its command"):
         load_model("runs/begun")
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_a_name_is_not_looked_for_on_a_hub_that_does_not_answer(
+    load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (AutoModelForCausalLM, AutoTokenizer):
+        monkeypatch.setattr(kind, "from_pretrained", Mock(side_effect=OSError("not in the cache")))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(
+        ValueError, match=r"there is no folder nosuch, and http://127\.0\.0\.1:1 cannot be re"
+    ):
+        load("nosuch")
+    folder = tmp_path / "models--nosuch"
+    (folder / "snapshots" / "1").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("1")
+    with pytest.raises(ValueError, match="nosuch cannot be loaded: not in the cache"):
+        load("nosuch")
 
 
 @pytest.mark.parametrize(

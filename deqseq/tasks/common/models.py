@@ -19,7 +19,7 @@ from deqseq.policies import Residual
 from deqseq.problem import SolveOptions
 from deqseq.solvers import Picard
 from deqseq.tasks.common.runs import check_model, model_folder
-from deqseq.tasks.common.tokenizer import first_line, is_local
+from deqseq.tasks.common.tokenizer import check_reachable, first_line, is_local
 
 Window = int | None | Literal["model"]
 """Number of tokens solved at a time. ``None``: all tokens. ``"model"``: the window of the model's evaluation
@@ -63,6 +63,7 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
             damaged; the device does not exist.
     """
     name = local_model(name)
+    check_reachable(name)
     if is_local(name):
         check_model(name)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

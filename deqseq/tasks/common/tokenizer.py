@@ -1,9 +1,11 @@
 """Loads tokenizers from a file, a folder or the Hugging Face Hub, and trains new ones."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants, get_session, snapshot_download
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -12,6 +14,7 @@ from deqseq.tasks.common.runs import model_folder
 # The largest vocabulary to train. Training reserves memory for all tokens at once, and Python aborts if there
 # is too little.
 _MOST_TOKENS = 10_000_000
+_TIMEOUT = 10  # seconds in which the hub must answer
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "[EOS]")
 
 
@@ -28,6 +31,7 @@ def load_tokenizer(source: str, advice: str = "") -> Any:
         place = place / "tokenizer.json"
     if is_local(str(named)) and not place.exists():
         raise ValueError(f"no tokenizer in {named}{advice}")
+    check_reachable(str(named))
     if (place / "config.json").is_file():  # the folder of a model
         import deqseq.causal_lm  # noqa: F401 - registers our models; else transformers asks to run their code
     try:
@@ -128,6 +132,25 @@ def is_local(name: str) -> bool:
     path = Path(name)
     looks = name.startswith(("/", ".", "~")) or name.count("/") > 1
     return looks or path.exists() or (path.parent != Path() and path.parent.is_dir())
+
+
+def check_reachable(name: str) -> None:
+    """Raise ``ValueError`` if ``name`` can only come from the hub, and the hub does not answer.
+
+    Local paths and names in the hub's cache pass. Without this check, transformers would try to reach the hub
+    for a minute.
+    """
+    if is_local(name):
+        return
+    with suppress(Exception):  # the hub raises many classes of errors
+        snapshot_download(name, local_files_only=True)
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
+    except Exception as error:
+        raise ValueError(
+            f"there is no folder {name}, and {constants.ENDPOINT} cannot be reached: {first_line(error)}"
+        ) from error
 
 
 def first_line(error: Exception) -> str:

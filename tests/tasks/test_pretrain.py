@@ -229,6 +229,18 @@ def test_a_base_is_named_relative_to_the_run_file(tmp_path: Path, monkeypatch: p
         load_run("mine/run.yaml")
 
 
+def test_a_tilde_in_a_run_file_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "below.yaml").write_text("base: llama-tiny\nstart_from: ~/model\nseed: 5")
+    run = tmp_path / "mine" / "run.yaml"
+    run.parent.mkdir()
+    run.write_text("base: ~/below.yaml\ndata: ~/shards")
+    found = load_run(str(run))
+    assert (found.data, found.start_from) == (str(tmp_path / "shards"), str(tmp_path / "model"))
+    run.write_text("base: ~/below.yaml\ndata: ~")  # the null of YAML
+    assert load_run(str(run)).data is None and found.seed == 5
+
+
 def test_rows_divide_among_processes_or_it_says_what_would() -> None:
     settings = load_run("llama-1.3b")
     assert [settings.accumulation(n) for n in (1, 2, 8)] == [128, 64, 16]

@@ -7,6 +7,7 @@ command line shows these descriptions as help.
 import difflib
 import inspect
 import math
+import os
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,7 +176,7 @@ def _check_keys(root: yaml.Node | None, what: str) -> None:
 
 
 def read_yaml(source: str, shipped: Path) -> Tree:
-    """Read the mapping in a YAML file.
+    """Read the mapping in a YAML file. A ``~`` at the start of a value becomes the home folder.
 
     Args:
         source: a path that ends in .yaml or .yml, or the name of a file in ``shipped`` without its suffix.
@@ -199,7 +200,9 @@ def read_yaml(source: str, shipped: Path) -> Tree:
         raise ValueError(f"the file {path} cannot be read: {error.strerror}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"the file {path} must be a mapping of fields, got {tree!r}")
-    return tree
+    return {
+        name: os.path.expanduser(value) if isinstance(value, str) else value for name, value in tree.items()
+    }
 
 
 def add_parameters(

@@ -166,9 +166,7 @@ def generate(
     if plot is not None:
         if plot.suffix.lower() != ".png":
             raise ValueError(f"--plot must end in .png, got {plot}")
-        if plot.is_dir():
-            raise ValueError(f"{plot} is a folder, name a file")
-        command_line.check_folder(plot.parent)
+        command_line.check_folder(plot.parent, plot.name)
     # Import transformers only now, after the arguments are checked, because the import takes seconds.
     from transformers.generation.streamers import TextStreamer
 

@@ -794,7 +794,9 @@ def test_the_tokenizer_must_be_the_models(
     assert f"is 'a' in the model and 'b' in {other}; leave out --tokenizer" in line
 
 
-def test_force_writes_beside_other_files(saved: Path, tmp_path: Path) -> None:
+def test_force_writes_beside_other_files(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "notes.txt").write_text("precious")
     command = ["perplexity", "{saved}/model", *TEXT_FLAGS, "--output", "{tmp}"]
     assert run_main(command, saved, tmp_path) == 2
@@ -802,6 +804,12 @@ def test_force_writes_beside_other_files(saved: Path, tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "precious"
     assert (tmp_path / "perplexity.json").is_file()
     assert run_main(["length", *command[1:]], saved, tmp_path) == 2  # the folder holds other files
+    (tmp_path / "perplexity.json").unlink()
+    (tmp_path / "perplexity.json").mkdir()
+    capsys.readouterr()
+    assert run_main([*command, "--force"], saved, tmp_path) == 2
+    said = capsys.readouterr()
+    assert "perplexity.json is a folder, and this command" in said.err and not said.out
 
 
 def test_a_result_of_other_settings_is_not_overwritten(

@@ -147,7 +147,7 @@ def test_a_figure_of_iterations(model: str, tmp_path: Path) -> None:
     ("path", "said"),
     [
         ("text.txt/x.png", "is not a folder"),
-        ("folder.png", "is a folder, name a file"),
+        ("folder.png", "is a folder, and this command writes a file"),
         ("x.pdf", "must end in .png"),
         ("x", "must end in .png"),
     ],

@@ -368,14 +368,30 @@ def test_errors_end_with_a_sentence_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [["evaluate", "{run}"], ["jacobian"]])
+@pytest.mark.parametrize("command", [["train"], ["study", "words"], ["evaluate", "{run}"], ["jacobian"]])
 def test_an_output_that_is_a_file_is_named_before_any_work(
     command: list[str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [part.format(run=run) for part in command]
-    assert main([*words, "--output", str(run / "settings.json")]) == 2
+    for name in ("settings.json", "settings.json/a/b"):
+        assert main([*words, "--output", str(run / name)]) == 2
+        said = capsys.readouterr()
+        assert said.err == f"error: {run / 'settings.json'} is not a folder\n" and not said.out
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(["evaluate", "{run}"], "evaluation.json"), (["jacobian"], "jacobian.json"),
+     (["study", "words"], "study.json")],
+)  # fmt: skip
+def test_a_folder_with_the_name_of_a_result_is_named_before_any_work(
+    command: list[str], name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    assert main([*(part.format(run=run) for part in command), "--output", str(tmp_path)]) == 2
     said = capsys.readouterr()
-    assert "settings.json is not a folder" in said.err and not said.out
+    assert not said.out
+    assert said.err == f"error: {tmp_path / name} is a folder, and this command writes a file of this name\n"
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "data", "demo"])

@@ -113,7 +113,7 @@ def _evaluate(
         window: number of tokens solved at a time; the model's by default. It does not change the answers
     """
     trained = load_run(run)
-    command_line.check_folder(run / "evaluation")
+    command_line.check_folder(run / "evaluation", *(f"{name}.json" for name in split))
     model, settings, _ = trained
     stories = load(data or settings.data)
     size: Window = "model" if window is None else window
@@ -141,7 +141,7 @@ def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("ru
         split: split that the runs were evaluated on
         output: folder for results
     """
-    command_line.check_folder(output)
+    command_line.check_folder(output, "compare.json", "compare.png")
     rows = [(name, compare.read(run, split)) for name, run in zip(names_of(runs), runs, strict=True)]
     compare.check_comparable(rows)
     above = compare.better(rows)

@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import os
 import pickle
 import re
 import signal
@@ -17,6 +16,7 @@ import docstring_parser
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from deqseq.tasks.common import processes
+from deqseq.tasks.common.files import nearest_folder
 from deqseq.tasks.common.settings import add_parameters, one_line, plain, unknown_field, yaml_value
 from deqseq.tasks.common.termination import Terminated, terminable
 
@@ -191,11 +191,15 @@ def _choice(prog: str, about: str, commands: Mapping[str, Command]) -> ArgumentP
     return made
 
 
-def check_folder(path: Path) -> None:
-    """Raise ``ValueError`` if the folder ``path`` cannot be made, or no files can be written to it."""
-    nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    if not nearest.is_dir():
-        raise ValueError(f"{nearest} is not a folder")
+def check_folder(path: Path, *names: str) -> None:
+    """Raise ``ValueError`` if the folder ``path`` cannot be made, or no files can be written to it.
+
+    Also if it has a folder with one of the ``names``, which are the names of the files to write.
+    """
+    nearest = nearest_folder(path)
+    for file in (path / name for name in names):
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder, and this command writes a file of this name")
     try:
         with tempfile.TemporaryFile(dir=nearest):  # write a file, because root passes every permission check
             pass

@@ -38,6 +38,14 @@ def rename(part: Path, path: Path) -> None:
         os.close(folder)
 
 
+def nearest_folder(path: Path) -> Path:
+    """``path``, or the nearest folder above it that exists. Raises ``ValueError`` if it is a file."""
+    nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not nearest.is_dir():
+        raise ValueError(f"{nearest} is not a folder")
+    return nearest
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Context in which to write the file or folder ``path``.

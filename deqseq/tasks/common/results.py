@@ -13,6 +13,7 @@ import torch
 from tabulate import tabulate
 
 import deqseq
+from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.files import PART, write_json
 
 Column = tuple[str, Callable[[Any], str]]
@@ -56,7 +57,8 @@ class ResultFolder:
             overwritten).
 
     Raises:
-        ValueError: without ``force``, the folder holds other files or a result with other settings.
+        ValueError: the files cannot be written; without ``force``, the folder holds other files or a result
+            with other settings.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class ResultFolder:
         self.json = self.path / f"{report}.json"
         self.figure = self.path / f"{report}.png"
         self._head: dict[str, Any] = {"report": report, "model": model, "settings": settings}
+        check_folder(self.path, self.json.name, self.figure.name)
         if not force:
             self._check()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from deqseq.tasks.common.files import PART, locked, write_json
+from deqseq.tasks.common.files import PART, locked, nearest_folder, write_json
 from deqseq.tasks.common.seals import SEAL, checkpoints, fault, seal, unseal
 from deqseq.tasks.common.settings import flat
 
@@ -51,8 +51,7 @@ class RunFolder:
         self._check()
 
     def _check(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file, not a folder")
+        nearest_folder(self.path)
         for entry in self.path.glob("*"):
             if _FOLDERS.fullmatch(entry.name) and not entry.is_dir():
                 raise ValueError(f"{entry} is a file, and training writes a folder of this name: remove it")

@@ -134,7 +134,6 @@ def _evaluate(
     solve = solve_options(model, rtol=rtol, max_iter=max_iter)
     if compile:
         model.compile_map(model.device)
-    command_line.check_folder(output or run / "evaluation")
     folder = ResultFolder(output or run / "evaluation", "evaluation", str(run), asked, force)
     found = evaluate(model, tests, depth, starts, batch_size, progress=True)
     print(table(COLUMNS, found))

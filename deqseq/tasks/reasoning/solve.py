@@ -94,9 +94,7 @@ def solve(
         raise ValueError(f"--figure must end in .png, got {figure}")
     for path in (output, figure, None if figure is None else figure.with_suffix(".gif")):
         if path is not None:
-            check_folder(path.parent)
-            if path.is_dir():
-                raise ValueError(f"{path} is a folder: name a file")
+            check_folder(path.parent, path.name)
     if output is not None and output.resolve() in [file.resolve() for file in _files(puzzle)]:
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
     network, settings = load(model, solver)

@@ -119,7 +119,7 @@ def _evaluate(
     """
     folder = output or run / "evaluation"
     model, settings = load(run)
-    command_line.check_folder(folder)
+    command_line.check_folder(folder, "evaluation.json", "by_position.png")
     search = {"tolerance": tolerance, "max_iter": max_iter, "damping": damping}
     if settings.explicit and any(value is not None for value in search.values()):
         raise ValueError("an explicit model has no solver: it takes no tolerance, max-iter or damping")

@@ -231,7 +231,7 @@ def check(
         ValueError: the two Jacobians differ by more than 1e-6. :func:`cases` and :func:`inspect` may raise it
             too.
     """
-    check_folder(output)
+    check_folder(output, "jacobian.json", "jacobian.png")
     rows, last = [], {}
     for name, layer, x in cases(runs, length, seed):
         found = list(inspect(name, layer, x))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 
 from deqseq.checks import check_damping
+from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, column, table
 from deqseq.tasks.common.runs import RunFolder
@@ -186,6 +187,7 @@ def conduct(
         for name in plan.variants
         for seed in plan.seeds
     ]
+    check_folder(output, _RESULTS)
     for _, _, settings, folder in runs:  # check all folders before any training
         RunFolder(folder, asdict(settings), defaults=defaults(type(settings)))
     results = []

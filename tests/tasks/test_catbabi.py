@@ -104,7 +104,7 @@ def test_built_twice_is_equal_and_damage_is_found(tmp_path: Path) -> None:
     first, again = (build(lambda split, task: STORIES, tmp_path / "data") for _ in range(2))
     assert first == again
     (tmp_path / "data" / "vocabulary.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"damaged: vocabulary\.json changed"):
+    with pytest.raises(ValueError, match=r"damaged: vocabulary\.json changed.*: build it again"):
         load(tmp_path / "data")
     with pytest.raises(ValueError, match="CatbAbI made from other stories"):
         build(lambda split, task: STORIES, tmp_path / "data", drop_last=True)
@@ -374,6 +374,20 @@ def test_from_the_command_line(
 
 
 # ---- errors ----
+
+
+def test_a_damaged_manifest_is_named_with_advice(tmp_path: Path) -> None:
+    build(lambda split, task: STORIES, tmp_path)
+    file = tmp_path / "manifest.json"
+    whole = file.read_text().rstrip()
+    for size in range(0, len(whole), 97):
+        file.write_text(whole[:size])
+        with pytest.raises(ValueError, match="holds no CatbAbI"):
+            load(tmp_path)
+        with pytest.raises(
+            ValueError, match=r"manifest\.json cannot be read: .*; remove the folder, or name"
+        ):
+            build(lambda split, task: STORIES, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -161,10 +161,14 @@ def build(
             "questions": int((encoded.tokens == number[QUESTION]).sum()),
             "sha256": hashlib.sha256(content).hexdigest(),
         }
-    if (output / "manifest.json").exists() and read_json(output / "manifest.json").get("splits") != counts:
-        raise ValueError(
-            f"{output} holds CatbAbI made from other stories: remove the folder, or name another one"
-        )
+    again = "remove the folder, or name another one"
+    if (output / "manifest.json").exists():
+        try:
+            former = read_json(output / "manifest.json")
+        except ValueError as error:
+            raise ValueError(f"{error}; {again}") from error
+        if former.get("splits") != counts:
+            raise ValueError(f"{output} holds CatbAbI made from other stories: {again}")
     output.mkdir(parents=True, exist_ok=True)
     for file, content in files.items():
         file.write_bytes(content)
@@ -192,7 +196,9 @@ def load(folder: str | Path) -> CatBabi:
             f"{folder} holds no CatbAbI ({error}): python -m deqseq.tasks.catbabi build --help"
         ) from error
     if changed:
-        raise ValueError(f"{folder} is damaged: {', '.join(changed)} changed since it was built")
+        raise ValueError(
+            f"{folder} is damaged: {', '.join(changed)} changed since it was built: build it again"
+        )
     splits = {split: Stories(**load_file(folder / f"{split}.safetensors")) for split in SPLITS}
     return CatBabi(vocabulary, splits, manifest)
 

@@ -253,10 +253,14 @@ def take_times(study: Study, stages: Collection[str], folders: Sequence[Path]) -
             raise ValueError(
                 f"the runs must be of this study and machine: {file.parent} ({'; '.join(different)})"
             )
-        settings = build(
-            RunSettings, {f.name: recorded[f.name] for f in fields(RunSettings) if f.name in recorded}
-        )
-        for name, seconds in zip(names, _run_times(read_record(file.parent)["log"], settings), strict=True):
+        known = {f.name: recorded[f.name] for f in fields(RunSettings) if f.name in recorded}
+        try:
+            times = _run_times(read_record(file.parent)["log"], build(RunSettings, known))
+        except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+            raise ValueError(
+                f"the settings or the log of the run in {file.parent} are damaged ({error!r}): train it again"
+            ) from error
+        for name, seconds in zip(names, times, strict=True):
             if name in found:
                 found[name].append(seconds)
     if missing := [stage for stage, times in found.items() if not times]:

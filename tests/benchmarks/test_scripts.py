@@ -280,6 +280,14 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     assert all(len(one["runs"]) == 1 and one["seconds"] > 0 for one in again.values())
     done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "again"), "--forms", "4+1")
     assert done.returncode == 2 and "has the stage 4+1" in done.stderr
+    record = next((tmp_path / "study").rglob("training.json"))
+    whole = record.read_text()
+    line = {"step": 1, "tokens_per_second": 9.0}
+    for log in ([], [{}], [3], [{**line, "tokens_per_second": "x"}], [{**line, "tokens_per_second": 0}]):
+        record.write_text(json.dumps({**json.loads(whole), "log": log}))
+        done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "other"))
+        assert done.returncode == 2 and f"the run in {record.parent} are damaged" in done.stderr
+    record.write_text(whole)
     for other in (["--model", "mamba2"], ["--rows", "1"]):
         done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "other"), *other)
         assert done.returncode == 2 and "of this study and machine" in done.stderr

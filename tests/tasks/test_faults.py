@@ -275,6 +275,8 @@ def test_a_run_that_another_process_has_begun_is_seen(tmp_path: Path) -> None:
     with other.locked():
         other.start()
         (tmp_path / "checkpoint-1").mkdir()
+        (tmp_path / "checkpoint-1" / "weights").write_text("1")
+        seal(tmp_path / "checkpoint-1")
     with pytest.raises(ValueError, match="seed: 5 there, 1 asked for"), mine.locked():
         pass
 

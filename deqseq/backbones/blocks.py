@@ -23,6 +23,7 @@ from deqseq.backbones.weights import (
     check_merged,
     is_adapter,
     is_quantised,
+    kept,
     projection,
 )
 from deqseq.checks import check_count, check_flag, check_not_sharded, check_positive
@@ -195,7 +196,8 @@ class Stack(Backbone):
         check_not_sharded(self._parts())
         check_dtype(x, self.layers)
         blocks: Any = self.layers
-        shared = Prepared(kernels.choose(x), [block.weights(x) for block in blocks])
+        weights = kept(self, x, lambda: [block.weights(x) for block in blocks])
+        shared = Prepared(kernels.choose(x), weights)
         return self.prepare_next(x, position_ids, Context(shared=shared))
 
     def prepare_next(self, x: Tensor, position_ids: Tensor | None, context: Context) -> Context:
@@ -281,6 +283,9 @@ class Injection(LinearMaps):
         # Do not call quantised maps: bitsandbytes' forward rounds inputs too, and repacks weights in place.
         if is_quantised(base):
             return F.linear(linear_input(u), projection(self.linear, x), base.bias.to(u.dtype))
+        hooks = self.linear._forward_hooks or self.linear._forward_pre_hooks
+        if is_parametrized(self.linear) and not hooks:  # as the map computes it, with kept weights
+            return F.linear(u, kept(self.linear, x, lambda: self.linear.weight), self.linear.bias)
         out: Tensor = self.linear(u)
         return out
 

@@ -6,7 +6,10 @@ maps. So this module computes the weight of a linear map, dequantised and includ
 recognises the classes of these packages by names and attributes, and does not need the packages.
 """
 
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +19,38 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from deqseq import kernels
+
+Weights = TypeVar("Weights")
+_kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("kept weights", default=None)
+
+
+@contextmanager
+def keep_weights() -> Iterator[None]:
+    """Context in which backbones compute their effective weights once, and keep them for later calls.
+
+    It applies to the current thread, and to calls without gradients. No parameter or adapter may change.
+    """
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def kept(owner: nn.Module, x: Tensor, compute: Callable[[], Weights]) -> Weights:
+    """``compute()``, the weights of ``owner`` for the input ``x``. In :func:`keep_weights`, only once.
+
+    A CUDA graph that is being recorded computes the weights itself, because it outlives the kept weights.
+    """
+    if torch.compiler.is_compiling() or (found := _kept.get()) is None or torch.is_grad_enabled():
+        return compute()
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return compute()
+    key = owner, x.dtype, x.device, kernels.autocast_dtype(x)
+    if key not in found:
+        found[key] = compute()
+    weights: Weights = found[key]
+    return weights
 
 
 def effective_weight(module: nn.Module) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationMixin
 
+from deqseq.backbones.weights import keep_weights
 from deqseq.causal_lm.body import ImplicitModel
 from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.causal_lm.wavefront import wavefront_generate
@@ -41,7 +42,8 @@ class ImplicitGenerationMixin(GenerationMixin):
             if options.get("custom_generate") is not None:
                 raise ValueError("give either wavefront or custom_generate")
             options["custom_generate"] = partial(wavefront_generate, wavefront=wavefront)
-        return super().generate(*args, **options)  # type: ignore[misc]
+        with keep_weights():
+            return super().generate(*args, **options)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **options: Any) -> Any:
         """Raise ``ValueError``: ``generate_batch`` of transformers needs paged attention.

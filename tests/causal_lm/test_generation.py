@@ -2,16 +2,19 @@
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import ParametrizationList
 from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer
 
 from deqseq import Backbone, Context, State
 from deqseq.backbone import backbones
+from deqseq.backbones.weights import keep_weights
 from deqseq.causal_lm import EquilibriumCache, ImplicitConfig, ImplicitForCausalLM, fast_generate
 from deqseq.guesses import Previous
 
@@ -169,6 +172,48 @@ class _Ids:
 
     def decode(self, ids: Any, **options: Any) -> str:
         return "".join(f"{int(i)} " for i in ids)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_generation_computes_the_weights_once(make: Make, body: str) -> None:
+    """The tokens are those of a loop over the model. Later changes of the weights take effect."""
+    model, ids = make(body), prompts(2)
+    backbone, computed = model.model.layer.backbone, list[Any]()
+    maps = [part for part in backbone.modules() if isinstance(part, ParametrizationList)]
+    for part in maps:
+        part.register_forward_hook(lambda part, *_: computed.append(part))
+    for _ in range(2):
+        computed.clear()
+        found = greedy(model, ids, 6)
+        assert len(computed) == len(maps) == len({*computed})
+        computed.clear()
+        assert torch.equal(found, by_full_forward(model, ids, 6)) and len(computed) == 6 * len(maps)
+        for parameter in backbone.parameters():
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        assert not torch.equal(found, by_full_forward(model, ids, 6))
+    called: list[Any] = []
+    backbone.injection.linear.register_forward_hook(lambda *_: called.append(1))
+    greedy(model, ids, 6)
+    assert len(called) == 6
+
+
+def test_kept_weights_have_gradients_and_belong_to_one_thread(make: Make) -> None:
+    model, ids = make("llama"), prompts(2)
+    backbone = model.model.layer.backbone
+    with keep_weights():
+        with torch.no_grad():
+            before = model(ids).logits
+            backbone.layers[0].mixer.out_proj.parametrizations.weight.original0.mul_(0.5)
+            assert torch.equal(model(ids).logits, before)
+            with ThreadPoolExecutor(1) as other:
+                after = other.submit(torch.no_grad()(lambda: model(ids).logits)).result()
+            assert not torch.equal(after, before)
+        loss = model(ids).logits.sum()
+        loss.backward()
+    gain = backbone.layers[0].mixer.out_proj.parametrizations.weight.original0
+    assert gain.grad is not None and gain.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, after)
 
 
 def test_streaming(make: Make) -> None:

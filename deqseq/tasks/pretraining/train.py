@@ -185,7 +185,7 @@ def _compile_blocks(model: ImplicitForCausalLM, budget: float) -> None:
 
     # Allow more compilations of a block than by default. A block is compiled again for each stage, for calls
     # without an autograd graph, and for a smaller last batch of an evaluation. Above the limit, PyTorch
-    # silently runs the block uncompiled.
+    # runs the block uncompiled.
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.activation_memory_budget = budget
     body: Any = model.model.layer.backbone

@@ -137,7 +137,7 @@ class BoardModel(PreTrainedModel):
         """
         if device.type != "cpu":
             # The map is compiled again for other batch sizes, and in evaluation. After more compilations than
-            # the limit, PyTorch silently runs it uncompiled.
+            # the limit, PyTorch runs it uncompiled.
             torch._dynamo.config.recompile_limit = 64
             # Implicit differentiation goes backward several times through one evaluation. Compiled code then
             # must not reuse the memory of saved tensors.

@@ -164,9 +164,7 @@ def generate(
     if top_p is not None and temperature == 0:
         raise ValueError("--top-p is for sampling only: also give a --temperature above 0")
     if plot is not None:
-        if plot.suffix.lower() != ".png":
-            raise ValueError(f"--plot must end in .png, got {plot}")
-        command_line.check_folder(plot.parent, plot.name)
+        command_line.check_png("--plot", plot)
     # Import transformers only now, after the arguments are checked, because the import takes seconds.
     from transformers.generation.streamers import TextStreamer
 

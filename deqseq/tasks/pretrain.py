@@ -74,6 +74,8 @@ def _pretrain(
         plot: PNG file to which a dry run draws the schedule; beside the output folder by default
         processes: number of processes that a dry run assumes
     """
+    if plot is not None:
+        command_line.check_png("--plot", plot)
     # Import these modules late, so that wrong arguments are reported at once. The imports take seconds.
     from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.common.seals import checkpoints

@@ -332,6 +332,19 @@ def test_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "sharded over 2" in describe(small(), 2)
 
 
+@pytest.mark.parametrize(
+    "command", [["llama-tiny", "--dry-run", "--data", "null", "--plot"], ["compare", "run", "--output"]]
+)
+def test_a_figure_never_replaces_another_kind_of_file(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("precious")
+    assert main([*command, str(text)]) == 2
+    assert f"{command[-1]} must end in .png, got {text}" in capsys.readouterr().err
+    assert text.read_text() == "precious"
+
+
 def test_the_schedule_of_a_run_in_the_working_directory_lies_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

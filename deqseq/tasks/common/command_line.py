@@ -191,6 +191,13 @@ def _choice(prog: str, about: str, commands: Mapping[str, Command]) -> ArgumentP
     return made
 
 
+def check_png(option: str, path: Path) -> None:
+    """Raise ``ValueError`` unless the PNG file ``path``, the value of ``option``, can be written."""
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"{option} must end in .png, got {path}")
+    check_folder(path.parent, path.name)
+
+
 def check_folder(path: Path, *names: str) -> None:
     """Raise ``ValueError`` if the folder ``path`` cannot be made, or no files can be written to it.
 

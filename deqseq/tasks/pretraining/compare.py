@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+from deqseq.tasks.common.command_line import check_png
 from deqseq.tasks.common.results import column, table
 from deqseq.tasks.common.runs import names_of, read_record, read_settings
 from deqseq.tasks.common.settings import build
@@ -29,6 +30,7 @@ def compare(runs: list[Path], *, output: Path = Path("runs/compare.png")) -> Non
         runs: folders of finished runs
         output: PNG file of the plot
     """
+    check_png("--output", output)
     lines, curves, held_out = [], [], set()
     for name_of_run, folder in zip(names_of(runs), runs, strict=True):
         given = read_settings(folder)

@@ -1,5 +1,6 @@
 """The configuration of implicit, injected and explicit causal language models."""
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ _TRANSFORMERS = {
     "output_attentions", "quantization_config", "torch_dtype", "_attn_implementation_internal",
     "_commit_hash", "_experts_implementation_internal", "_name_or_path",
 }  # fmt: skip
+# The settings that describe a part by a name or a mapping.
+_PARTS = ("backbone", "solver", "gradient", "convergence", "eval_convergence", "guess")
 # Sizes of the backbone under the names of transformers. They are properties of the configuration. to_dict()
 # contains them too, because tools such as PEFT read them there.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -85,9 +88,9 @@ class ImplicitConfig(PreTrainedConfig):
         tie_word_embeddings: true: the output layer uses the embeddings as its weights.
 
     Raises:
-        ValueError: unknown settings, names or options; a part given as an object, which ``config.json``
-            cannot store; a window below 1; a backbone without ``d_model``; a size, such as ``hidden_size``,
-            that contradicts the backbone.
+        ValueError: unknown settings, names or options; a part or an option given as an object, which
+            ``config.json`` cannot store; a window below 1; a backbone without ``d_model``; a size, such as
+            ``hidden_size``, that contradicts the backbone.
     """
 
     model_type = "implicit_lm"
@@ -114,7 +117,7 @@ class ImplicitConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_names(kwargs)
-        for name in ("backbone", "solver", "gradient", "convergence", "eval_convergence", "guess"):
+        for name in _PARTS:
             if not isinstance(value := getattr(self, name), str | Mapping | None):
                 raise ValueError(
                     f'{name} must be a name or a mapping such as {{"name": "...", "option": 1}}, which '
@@ -127,6 +130,14 @@ class ImplicitConfig(PreTrainedConfig):
             self.convergence = {"name": "residual", "rtol": 0.05, "max_iter": 32}
         own = self.eval_convergence is not None
         self.eval_convergence = deepcopy(self.eval_convergence if own else self.convergence)
+        for name in _PARTS:
+            try:
+                json.dumps(value := getattr(self, name))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"config.json cannot store {name} {shown(value)}: {error}; give a part as a name or a "
+                    "mapping, and options as numbers, text, lists or mappings"
+                ) from error
         backbones.takes(self.backbone, "d_model")  # raises the error about an unknown name, which comes first
         if type(self.backbone.get("d_model")) is not int:
             raise ValueError(f"backbone needs a d_model, a whole number, got {self.backbone}")

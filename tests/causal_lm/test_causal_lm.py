@@ -122,6 +122,11 @@ def test_the_configuration_reaches_the_layer(make: Make) -> None:
         ({"solvr": "anderson"}, "solvr"),
         ({"d_model": 64}, "backbone="),
         ({"convergence": Residual(rtol=0.1)}, "mapping"),
+        (
+            {"convergence": {"name": "both", "first": Residual(rtol=0.1), "second": {"name": "fixed:4"}}},
+            r"cannot store convergence .*first.*Residual is not JSON",
+        ),
+        ({"solver": {"name": "picard", "damping": torch.tensor(0.5)}}, r"solver .*tensor\(0.5.*as numbers"),
     ],
 )
 def test_wrong_configurations(wrong: dict[str, Any], said: str) -> None:

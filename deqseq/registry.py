@@ -192,14 +192,17 @@ def register(name: str, part: type) -> None:
             :class:`~deqseq.GradientStrategy` or :class:`~deqseq.ConvergencePolicy`.
 
     Raises:
-        ValueError: ``part`` is something else; ``name`` is no identifier, or belongs to this library or to an
-            installed package.
+        ValueError: ``part`` is something else, is of two kinds, or is abstract; ``name`` is no identifier, or
+            belongs to this library or to an installed package.
     """
-    for registry in _registries:
-        if isinstance(part, type) and issubclass(part, registry.base):
-            return registry.register(name, part)
-    bases = ", ".join(registry.base.__name__ for registry in _registries)
-    raise ValueError(f"a part must be a subclass of one of {bases}, got {shown(part)}")
+    fitting = [one for one in _registries if isinstance(part, type) and issubclass(part, one.base)]
+    if len(fitting) != 1:
+        bases = ", ".join(registry.base.__name__ for registry in _registries)
+        several = f", which is {len(fitting)} of them: split it" if fitting else ""
+        raise ValueError(f"a part must be a subclass of one of {bases}, got {shown(part)}{several}")
+    if missing := sorted(getattr(part, "__abstractmethods__", ())):
+        raise ValueError(f"{part.__name__} cannot be built, because it does not define {', '.join(missing)}")
+    fitting[0].register(name, part)
 
 
 def _value(text: str) -> Any:

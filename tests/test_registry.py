@@ -16,7 +16,7 @@ from deqseq import (
     Unrolled,
     register,
 )
-from deqseq.backbone import backbones
+from deqseq.backbone import Backbone, Context, backbones
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone, ModuleBackbone, RecursionBackbone
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.gradient import gradients
@@ -115,6 +115,17 @@ class Slow(Picard):
         super().__init__(damping)
 
 
+class Both(Picard, Residual):
+    """A solver and a policy at once."""
+
+
+class Half(Backbone):
+    """A backbone without ``evaluate``."""
+
+    def prepare(self, x: torch.Tensor, position_ids: torch.Tensor | None = None) -> Context:
+        return Context((x,))
+
+
 class Tanh(ModuleBackbone):
     def __init__(self, d_model: int) -> None:
         super().__init__(
@@ -171,14 +182,16 @@ def test_a_model_of_registered_parts_is_saved_and_loaded(tmp_path: Path) -> None
         ("slow:1", Slow, "the name of a solver must be a Python identifier, got 'slow:1'"),
         (Slow, Slow, "must be a Python identifier, got <class"),
         ("slow", Slow(), r"must be a subclass of one of .*Solver.*, got Slow\(damping=0.25\)"),
+        ("both", Both, r"must be a subclass of one of .*Both'>, which is 2 of them"),
+        ("half", Half, "Half cannot be built, because it does not define evaluate"),
         ("slow", torch.nn.Tanh, "got <class 'torch.nn.modules.activation.Tanh'>"),
     ],
 )
 def test_registrations_that_are_refused(name: str, part: type, said: str) -> None:
-    before = solvers.names()
+    before = [registry.names() for registry in (solvers, policies, backbones)]
     with pytest.raises(ValueError, match=said):
         register(name, part)
-    assert solvers.names() == before
+    assert [registry.names() for registry in (solvers, policies, backbones)] == before
 
 
 @pytest.fixture

@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import Column, column, table
 from deqseq.tasks.common.runs import read_json
+from deqseq.tasks.common.settings import PositiveFinite, check_types
 
 FILE = "result.json"
 """The file with the result, in the folder of a run."""
@@ -44,22 +45,25 @@ class Result:
 
     model: str
     form: str
-    unit: str
-    amount: float
-    learning_rate: float
+    unit: Literal["tokens", "seconds"]
+    amount: PositiveFinite
+    learning_rate: PositiveFinite
     seed: int
     parameters: int
     steps: int
     tokens: int
     seconds: float
     run_seconds: float | None
-    perplexity: float
+    perplexity: PositiveFinite
     iterations: float | None
     curve: list[dict[str, float]]
     data: str
     versions: dict[str, str]
     machine: str
     date: str
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -74,9 +78,10 @@ class Result:
 
 def read(file: Path) -> Result:
     """Read the result of a run. Raises ``ValueError`` if the file holds no result."""
+    found = read_json(file)
     try:
-        return Result(**read_json(file))
-    except TypeError as error:
+        return Result(**found)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{file} is not a result of this study: {error}") from error
 
 
@@ -86,11 +91,11 @@ def collect(folders: Sequence[Path]) -> list[Result]:
     The data of the earliest run comes first.
 
     Raises:
-        ValueError: there is no result; or two results are of the same run.
+        ValueError: a folder has no result; or two results are of the same run.
     """
+    if empty := [str(folder) for folder in folders if not any(folder.rglob(FILE))]:
+        raise ValueError(f"no finished run in {', '.join(empty)}")
     files = sorted({file for folder in folders for file in folder.rglob(FILE)})
-    if not files:
-        raise ValueError(f"no finished run in {', '.join(map(str, folders))}")
     found: dict[tuple[Any, ...], tuple[Path, Result]] = {}
     for file in files:
         result = read(file)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import runpy
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -262,6 +264,32 @@ def text_folder(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder / "data"
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"perplexity": "6"}, "perplexity must be 6.0, got '6'"),
+        ({"perplexity": float("nan")}, "perplexity must be a positive, finite number, got nan"),
+        ({"unit": "hours"}, "unit must be one of 'tokens', 'seconds', got hours"),
+        ({"form": ["free"]}, "form must be text"),
+        ({"curve": None}, "curve must not be null"),
+    ],
+)
+def test_a_damaged_result_names_its_file(
+    changed: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from iteration.results import read
+
+    file = tmp_path / "result.json"
+    study = BENCHMARKS.parent / "docs" / "results" / "what-iteration-buys.json"
+    one = json.loads(study.read_text())["runs"][0]
+    file.write_text(json.dumps(one))
+    assert read(file).perplexity == one["perplexity"]
+    file.write_text(json.dumps({**one, **changed}))
+    with pytest.raises(ValueError, match=re.escape(f"{file} is not a result of this study: {said}")):
+        read(file)
+
+
 def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     study = ["--data", str(text_folder), "--output", str(tmp_path / "study"), "--size", "tiny"]
     train = ["train", *study, "--timed-steps", "1", "--eval-rows", "1", "--points", "2"]
@@ -333,6 +361,8 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "study", tmp_path / "copy")
     done = run("what_iteration_buys.py", "report", str(tmp_path / "study"), str(tmp_path / "copy"))
     assert done.returncode == 2 and "hold the same run" in done.stderr
+    done = run("what_iteration_buys.py", "report", str(tmp_path / "study"), str(tmp_path / "stduy"))
+    assert done.returncode == 2 and f"no finished run in {tmp_path / 'stduy'}\n" in done.stderr
     # With other data, these are other runs. Every run is compared with the control of its own data.
     changed = {
         "growth": {"form": "2+1", "perplexity": 9.0},

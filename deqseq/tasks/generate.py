@@ -16,7 +16,7 @@ from deqseq.guess import guesses
 from deqseq.solution import Status
 from deqseq.tasks.common import command_line
 from deqseq.tasks.common.figures import log_scale, save_figure
-from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, PositiveInt
+from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, PositiveInt, Seed
 
 # ANSI 256-colour codes, from few to many iterations: green, yellow, orange, red.
 SHADES = (34, 70, 106, 142, 178, 208, 196)
@@ -129,7 +129,7 @@ def generate(
     max_new_tokens: PositiveInt = 100,
     temperature: NonNegativeFinite = 0.0,
     top_p: float | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
     guess: str | None = None,

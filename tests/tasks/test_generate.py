@@ -239,6 +239,7 @@ def test_wrong_input(model: str, arguments: list[str], said: str, capsys: pytest
         (["--max-new-tokens", "0"], "max_new_tokens must be a whole number >= 1"),
         (["--rtol", "-1"], "rtol must be a positive, finite number"),
         (["--temperature", "-1"], "temperature must be a finite number >= 0"),
+        (["--seed", "99999999999999999999"], "seed must be a whole number in [0, 2**32), got 9999"),
         (["--temperature", "nan"], "temperature must be a finite number >= 0"),
         (["--temperature", "inf"], "temperature must be a finite number >= 0"),
         (["--temperature", "1", "--top-p", "nan"], "top_p"),

@@ -283,8 +283,9 @@ class Injection(LinearMaps):
         # Do not call quantised maps: bitsandbytes' forward rounds inputs too, and repacks weights in place.
         if is_quantised(base):
             return F.linear(linear_input(u), projection(self.linear, x), base.bias.to(u.dtype))
+        # Compute the map here, with kept weights, unless a hook or accelerate changes its call.
         hooks = self.linear._forward_hooks or self.linear._forward_pre_hooks
-        if is_parametrized(self.linear) and not hooks:  # as the map computes it, with kept weights
+        if is_parametrized(self.linear) and not hooks and "forward" not in vars(self.linear):
             return F.linear(u, kept(self.linear, x, lambda: self.linear.weight), self.linear.bias)
         out: Tensor = self.linear(u)
         return out

@@ -1,7 +1,7 @@
 """Results of benchmarks/what_iteration_buys.py: the result of a run, tables and the figure."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -167,34 +167,79 @@ def save(results: Sequence[Result], output: Path) -> list[Path]:
     content = {"tables": tables(results), "runs": [asdict(result) for result in results]}
     write_json(file, content)
     rows = len(titles(results))
-    drawn = save_figure(figure, partial(_draw, results), rows, 2, (11, 4.2 * rows))
+    drawn = save_figure(figure, partial(_draw, results), rows, 3, (15, 4.2 * rows))
     return [file, figure] if drawn else [file]
 
 
 def _draw(results: Sequence[Result], axes: list[Any]) -> None:
-    """For each model and data, draw perplexity against tokens or seconds, the unit of the budget.
+    """Draw three panels for each model and data.
 
-    Curves are means over the seeds, with the best learning rate of every form and budget.
+    They show perplexity against tokens for budgets of tokens, the difference to the control for the same
+    runs, and perplexity against seconds for budgets of seconds.
     """
-    forms = list(dict.fromkeys(r.form for r in results))
+    colours = {form: f"C{i}" for i, form in enumerate(dict.fromkeys(r.form for r in results))}
     for number, (group, title) in enumerate(titles(results).items()):
-        for axis, unit in zip(axes[2 * number :], ("tokens", "seconds"), strict=False):
-            mine = [r for r in results if (r.comparable, r.unit) == (group, unit)]
-            for form, amount in dict.fromkeys((r.form, r.amount) for r in mine):
-                runs = [r for r in mine if (r.form, r.amount) == (form, amount)]
-                rates = {r.learning_rate for r in runs}
-                best = min(
-                    rates, key=lambda rate: fmean(r.perplexity for r in runs if r.learning_rate == rate)
-                )
-                curves = [r.curve for r in runs if r.learning_rate == best]
-                points = list(zip(*curves, strict=False))
-                x = [fmean(p[unit] for p in point) / (1e6 if unit == "tokens" else 1) for point in points]
-                y = [fmean(p["perplexity"] for p in point) for point in points]
-                label = form if amount == max(r.amount for r in mine) else None
-                axis.plot(x, y, "o-", color=f"C{forms.index(form)}", label=label, markersize=3, linewidth=1)
-            name = "tokens, millions" if unit == "tokens" else unit
-            axis.set(xlabel=f"{name} ({title})", ylabel="held-out perplexity")
-            log_scale(axis.yaxis)
-            axis.set_visible(bool(mine))
-            if mine:
+        tokens, change, seconds = axes[3 * number : 3 * number + 3]
+        of_tokens, of_seconds = (
+            [r for r in results if (r.comparable, r.unit) == (group, unit)] for unit in ("tokens", "seconds")
+        )
+        _draw_perplexities(tokens, of_tokens, colours)
+        _draw_changes(change, of_tokens, colours)
+        _draw_perplexities(seconds, of_seconds, colours)
+        tokens.set(xlabel=f"tokens, millions ({title})", ylabel="held-out perplexity")
+        change.set(xlabel=f"tokens, millions ({title})", ylabel="to the control, %")
+        seconds.set(xlabel=f"seconds ({title})", ylabel="held-out perplexity")
+        for axis in (tokens, change, seconds):
+            axis.set_visible(bool(axis.lines))
+            if axis.lines:
                 axis.legend()
+
+
+def _draw_perplexities(axis: Any, results: Sequence[Result], colours: dict[str, str]) -> None:
+    """Draw perplexity against the unit of the budget: for each form and budget, the best learning rate.
+
+    All curves have the same seed, the smallest one.
+    """
+    first = min((r.seed for r in results), default=0)
+    for form, amount in dict.fromkeys((r.form, r.amount) for r in results):
+        runs = [r for r in results if (r.form, r.amount, r.seed) == (form, amount, first)]
+        if runs:
+            best = min(runs, key=lambda r: r.perplexity)
+            x = [p[best.unit] / (1e6 if best.unit == "tokens" else 1) for p in best.curve]
+            label = form if amount == max(r.amount for r in results) else None
+            axis.plot(x, [p["perplexity"] for p in best.curve], "o-", color=colours[form], label=label,
+                      markersize=3, linewidth=1)  # fmt: skip
+    log_scale(axis.yaxis)
+
+
+def _draw_changes(axis: Any, results: Sequence[Result], colours: dict[str, str]) -> None:
+    """Draw how much every form differs from the control, in percent: a mean over pairs of equal seeds.
+
+    Forms that end more than 10 % away from the control are left out. Dashed lines have another learning rate
+    than the first.
+    """
+    lines = dict.fromkeys((r.form, r.amount, r.learning_rate) for r in results)
+    rates = list(dict.fromkeys(rate for _, _, rate in lines))
+    for form, amount, rate in lines:
+        pairs = [
+            (r, control) for r in results for control in results
+            if (r.form, r.amount, r.learning_rate) == (form, amount, rate) and r.form != "injected"
+            and control.key == replace(r, form="injected").key
+        ]  # fmt: skip
+        changes: dict[float, list[float]] = {}
+        for run, control in pairs:
+            base = {p["tokens"]: p["perplexity"] for p in control.curve}
+            for p in run.curve:
+                if p["tokens"] in base:
+                    changes.setdefault(p["tokens"], []).append(
+                        100 * (p["perplexity"] / base[p["tokens"]] - 1)
+                    )
+        points = sorted((tokens / 1e6, fmean(found)) for tokens, found in changes.items())
+        if points and abs(points[-1][1]) <= 10:
+            style = "o-" if rate == rates[0] else "o--"
+            label = form if amount == max(r.amount for r in results) else None
+            axis.plot(
+                *zip(*points, strict=True), style, color=colours[form], label=label, markersize=3, linewidth=1
+            )
+    if axis.lines:
+        axis.axhline(0, color="grey", linewidth=1)

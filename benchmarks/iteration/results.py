@@ -213,33 +213,40 @@ def _draw_perplexities(axis: Any, results: Sequence[Result], colours: dict[str, 
 
 
 def _draw_changes(axis: Any, results: Sequence[Result], colours: dict[str, str]) -> None:
-    """Draw how much every form differs from the control, in percent: a mean over pairs of equal seeds.
+    """Draw how much every form differs from the control, in percent.
 
     Forms that end more than 10 % away from the control are left out. Dashed lines have another learning rate
     than the first.
     """
-    lines = dict.fromkeys((r.form, r.amount, r.learning_rate) for r in results)
-    rates = list(dict.fromkeys(rate for _, _, rate in lines))
-    for form, amount, rate in lines:
-        pairs = [
-            (r, control) for r in results for control in results
-            if (r.form, r.amount, r.learning_rate) == (form, amount, rate) and r.form != "injected"
-            and control.key == replace(r, form="injected").key
-        ]  # fmt: skip
-        changes: dict[float, list[float]] = {}
-        for run, control in pairs:
-            base = {p["tokens"]: p["perplexity"] for p in control.curve}
-            for p in run.curve:
-                if p["tokens"] in base:
-                    changes.setdefault(p["tokens"], []).append(
-                        100 * (p["perplexity"] / base[p["tokens"]] - 1)
-                    )
-        points = sorted((tokens / 1e6, fmean(found)) for tokens, found in changes.items())
-        if points and abs(points[-1][1]) <= 10:
-            style = "o-" if rate == rates[0] else "o--"
-            label = form if amount == max(r.amount for r in results) else None
-            axis.plot(
-                *zip(*points, strict=True), style, color=colours[form], label=label, markersize=3, linewidth=1
-            )
+    labelled = set[str]()
+    rates = list(dict.fromkeys(r.learning_rate for r in results))
+    for (form, _, rate), points in changes(results).items():
+        if abs(points[-1][1]) <= 0.1:
+            x, y = [tokens / 1e6 for tokens, _ in points], [100 * change for _, change in points]
+            style, label = "o-" if rate == rates[0] else "o--", None if form in labelled else form
+            axis.plot(x, y, style, color=colours[form], label=label, markersize=3, linewidth=1)
+            labelled.add(form)
     if axis.lines:
         axis.axhline(0, color="grey", linewidth=1)
+
+
+def changes(results: Sequence[Result]) -> dict[tuple[str, float, float], list[tuple[float, float]]]:
+    """How much each form differs from the control: a curve for each form, budget and learning rate.
+
+    A point is a number of tokens, and the relative difference of the perplexity there: a mean over the runs
+    that have a control with the same data, budget, learning rate and seed.
+    """
+    controls = {
+        r.key: {p["tokens"]: p["perplexity"] for p in r.curve} for r in results if r.form == "injected"
+    }
+    found: dict[tuple[str, float, float], dict[float, list[float]]] = {}
+    for r in results:
+        control = controls.get(replace(r, form="injected").key, {})
+        for p in r.curve if r.form != "injected" else []:
+            if p["tokens"] in control:
+                curve = found.setdefault((r.form, r.amount, r.learning_rate), {})
+                curve.setdefault(p["tokens"], []).append(p["perplexity"] / control[p["tokens"]] - 1)
+    return {
+        line: sorted((tokens, fmean(ratios)) for tokens, ratios in curve.items())
+        for line, curve in found.items()
+    }

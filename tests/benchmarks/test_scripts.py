@@ -434,6 +434,26 @@ def test_speeds_of_steps_with_other_evaluations_have_no_ratio(monkeypatch: pytes
     assert _ratios({1: rows(10, 5, 5), 2: rows(19, 4, 6)}) == {1: [1, 1]}  # their mean is 5
 
 
+def test_forms_are_compared_with_the_control_of_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from iteration.results import Result, changes
+
+    def run_of(form: str, seed: int, *perplexities: float, rate: float = 1e-3) -> Result:
+        curve = [{"tokens": 10.0 * i, "seconds": 1.0, "perplexity": p} for i, p in enumerate(perplexities, 1)]
+        return Result(
+            model="llama", form=form, unit="tokens", amount=20, learning_rate=rate, seed=seed, parameters=1,
+            steps=1, tokens=20, seconds=1.0, run_seconds=None, perplexity=perplexities[-1], iterations=None,
+            curve=curve, data="d", versions={}, machine="m", date="2026-01-01",
+        )  # fmt: skip
+
+    runs = [run_of("injected", 1, 10, 8), run_of("injected", 2, 20, 16), run_of("4+1", 1, 11, 6)]
+    runs += [run_of("4+1", 2, 24, 16), run_of("4+1", 3, 1, 1), run_of("4+1", 1, 1, 1, rate=2e-3)]
+    found = changes(runs)
+    assert list(found) == [("4+1", 20, 1e-3)]  # seed 3 and the other learning rate have no control
+    assert [tokens for tokens, _ in found["4+1", 20, 1e-3]] == [10, 20]
+    assert [change for _, change in found["4+1", 20, 1e-3]] == pytest.approx([0.15, -0.125])
+
+
 def test_times_of_a_step_that_differ_are_not_steady(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from iteration.training import steady

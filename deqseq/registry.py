@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from keyword import iskeyword
 from typing import Any, Generic, TypeVar
 
 from deqseq.checks import shown
@@ -51,8 +52,9 @@ class Registry(Generic[Part]):
 
     def register(self, name: str, part: type[Part]) -> None:
         """Let ``name`` mean the class ``part`` in this process, as :func:`register` describes."""
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"the name of a {self.kind} must be a Python identifier, got {shown(name)}")
+        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
+            rule = "must be a Python identifier and no keyword"
+            raise ValueError(f"the name of a {self.kind} {rule}, got {shown(name)}")
         if name in self._builtin or name in self._installed():
             raise ValueError(f"{self.kind} {name!r} exists already: choose another name")
         self._registered[name] = part
@@ -187,13 +189,13 @@ def register(name: str, part: type) -> None:
     commands of this library know only the names of this library and of installed packages (entry points).
 
     Args:
-        name: a Python identifier, such as ``"momentum"``.
+        name: a Python identifier that is no keyword, such as ``"momentum"``.
         part: a subclass of :class:`~deqseq.Solver`, :class:`~deqseq.Guess`, :class:`~deqseq.Backbone`,
             :class:`~deqseq.GradientStrategy` or :class:`~deqseq.ConvergencePolicy`.
 
     Raises:
-        ValueError: ``part`` is something else, is of two kinds, or is abstract; ``name`` is no identifier, or
-            belongs to this library or to an installed package.
+        ValueError: ``part`` is something else, is of two kinds, or is abstract; ``name`` is no identifier or
+            a keyword, or belongs to this library or to an installed package.
     """
     fitting = [one for one in _registries if isinstance(part, type) and issubclass(part, one.base)]
     if len(fitting) != 1:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from keyword import kwlist
 from pathlib import Path
 
 import pytest
@@ -179,8 +180,9 @@ def test_a_model_of_registered_parts_is_saved_and_loaded(tmp_path: Path) -> None
     [
         ("anderson", Slow, "solver 'anderson' exists already: choose another name"),
         ("mann", Slow, "solver 'mann' exists already"),
-        ("slow:1", Slow, "the name of a solver must be a Python identifier, got 'slow:1'"),
-        (Slow, Slow, "must be a Python identifier, got <class"),
+        ("slow:1", Slow, "the name of a solver must be a Python identifier and no keyword, got 'slow:1'"),
+        (Slow, Slow, "must be a Python identifier and no keyword, got <class"),
+        *((word, Slow, f"must be a Python identifier and no keyword, got '{word}'") for word in kwlist),
         ("slow", Slow(), r"must be a subclass of one of .*Solver.*, got Slow\(damping=0.25\)"),
         ("both", Both, r"must be a subclass of one of .*Both'>, which is 2 of them"),
         ("half", Half, "Half cannot be built, because it does not define evaluate"),

@@ -734,6 +734,7 @@ def test_a_name_is_not_looked_for_on_a_hub_that_does_not_answer(
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--rtol", "-1"], "rtol must be a positive"),
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--limit", "x"], "limit must be a whole number >= 1"),
         (["perplexity", "{saved}/model", *TEXT_FLAGS, "--device", "nowhere"], "device nowhere cannot"),
+        (["perplexity", "{saved}/model", *TEXT_FLAGS, "--device", "meta"], "device meta cannot"),
         (["length", "{saved}/model", *TEXT_FLAGS, "100000"], "one sequence of length 100000"),
         (["iterations", "{saved}/model", *TEXT_FLAGS, "--iterations", "0"], "must be a whole number >= 1"),
         (["duality", "{saved}/model", *TEXT_FLAGS, "--window", "all"], "at least two"),

@@ -222,6 +222,8 @@ def test_a_tokenizer_may_know_more_than_the_model_but_not_say_it(
     [
         (["{model}/nowhere", "the"], "nowhere"),
         (["{model}", ""], "no tokens"),
+        (["{model}", "the", "--device", "meta"], "the device meta cannot be used: "),
+        (["{model}", "the", "--device", "hpu"], "the device hpu cannot be used: "),
         (["{model}/../explicit", "the"], "name one with --tokenizer PATH"),
         (["{model}/../explicit", "the", "--tokenizer", "{model}", "--rtol", "0.1"], "is explicit"),
         (["{model}/../explicit", "the", "--tokenizer", "{model}", "--show-iterations"], "explicit"),

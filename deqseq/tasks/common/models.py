@@ -60,7 +60,7 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
 
     Raises:
         ValueError: transformers cannot load the model; the model belongs to a run and is incomplete or
-            damaged; the device does not exist.
+            damaged; the device cannot be used.
     """
     name = local_model(name)
     check_reachable(name)
@@ -69,8 +69,8 @@ def load_model(name: str, device: str | None = None, dtype: str = "auto") -> Pre
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=place).item()  # tensors on the device "meta" have no values
+    except (RuntimeError, AssertionError, ImportError) as error:  # ImportError: "hpu"
         raise ValueError(f"the device {device} cannot be used: {first_line(error)}") from error
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)

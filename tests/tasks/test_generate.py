@@ -190,6 +190,15 @@ def test_sampling_is_seeded(model: str, capsys: pytest.CaptureFixture[str]) -> N
     assert said[0] == said[1] and len(set(said)) > 1
 
 
+def test_the_lowest_temperature_takes_the_likeliest_token(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for temperature in ("0", "1e-30"):
+        assert main([model, "the", "--temperature", temperature, "--max-new-tokens", "8"]) == 0
+    greedy, lowest = capsys.readouterr().out.splitlines()
+    assert greedy == lowest
+
+
 def test_sampling_is_from_all_tokens_or_the_likeliest_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +253,7 @@ def test_wrong_input(model: str, arguments: list[str], said: str, capsys: pytest
         (["--seed", "99999999999999999999"], "seed must be a whole number in [0, 2**32), got 9999"),
         (["--temperature", "nan"], "temperature must be a finite number >= 0"),
         (["--temperature", "inf"], "temperature must be a finite number >= 0"),
+        (["--temperature", "1e-40"], "--temperature must be 0 or at least 1e-30, got 1e-40"),
         (["--temperature", "1", "--top-p", "nan"], "top_p"),
         (["--temperature", "1", "--top-p", "1.5"], "--top-p must be in (0, 1]"),
         (["--top-p", "0.5"], "--top-p is for sampling only: also give a --temperature"),

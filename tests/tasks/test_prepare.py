@@ -1,11 +1,15 @@
 """Tests of the program that writes token shards: interruptions, settings and wrong arguments."""
 
+import errno
 import gzip
+import io
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,13 +17,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from deqseq.tasks.common.corpus import TokenFolder, pipeline, shards, storage
+from deqseq.tasks.common.corpus import TokenFolder, pipeline, shards, storage, vocabulary
 from deqseq.tasks.common.corpus.holdout import SPLITS
 from deqseq.tasks.common.files import locked
 from deqseq.tasks.prepare import main
@@ -532,6 +537,57 @@ def test_a_full_disk_while_the_tokenizer_is_saved(
         said = capsys.readouterr().err
         assert "the tokenizer cannot be saved" in said and "No space left" in said and said.count("\n") == 1
     assert contents(tmp_path) == before
+
+
+class FullDisk(io.BytesIO):
+    """A file that cannot grow."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_error_of_a_full_disk_names_the_shard(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, *how: FullDisk() if ".bin" in path.suffixes else real(path, *how)
+    )
+    assert run(tmp_path / "out", "text.txt") == 2
+    said = capsys.readouterr().err
+    assert "No space left" in said and f"{tmp_path}/out/train-00000.bin" in said and said.count("\n") == 1
+
+
+def test_the_error_of_a_full_disk_names_the_file_at_every_sync(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, left = os.fsync, 0
+
+    def full(handle: int) -> None:
+        nonlocal left
+        left -= stat.S_ISREG(os.fstat(handle).st_mode)
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    named = set()
+    for syncs in range(100):
+        left = syncs
+        if run(tmp_path / "out", "text.txt") == 0:
+            break
+        (name,) = re.findall(rf"No space left on device: '{tmp_path}/out/(.+)'", capsys.readouterr().err)
+        named.add(name)
+    assert {"manifest.json", "train-00000.bin"} <= named and shards.Manifest.finished(tmp_path / "out")
+
+
+def test_a_full_disk_while_a_trained_tokenizer_is_saved(
+    tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Mock(**{"save.side_effect": Exception("No space left on device (os error 28)")})
+    monkeypatch.setattr(vocabulary, "train_bpe", lambda texts, size: trained)
+    assert run(tmp_path / "out", "text.txt", tokenizer="train:300") == 2
+    assert "tokenizer.json cannot be written: No space left on device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("finished", [True, False])

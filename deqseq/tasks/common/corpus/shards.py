@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from deqseq.tasks.common.corpus.holdout import SPLITS, Split
-from deqseq.tasks.common.files import PART, rename, write_json
+from deqseq.tasks.common.files import PART, rename, write_json, writing
 from deqseq.tasks.common.results import changes
 from deqseq.tasks.common.settings import flat
 from deqseq.tasks.common.tokenizer import first_line
@@ -296,14 +296,15 @@ class ShardWriter:
     def add(self, tokens: np.ndarray, documents: int) -> None:
         """Append tokens. ``documents``: the number of documents that end in these tokens."""
         data = tokens.astype(self._dtype, copy=False).tobytes()
-        self._file.write(data)
+        with writing(self.path):
+            self._file.write(data)
         self._sha256.update(data)
         self.tokens += len(tokens)
         self.documents += documents
 
     def finish(self) -> Shard | None:
         """Sync the file and give it its final name. If it has no tokens, remove it and return ``None``."""
-        with self._file as file:
+        with writing(self.path), self._file as file:
             file.flush()
             os.fsync(file.fileno())
         if not self.tokens:

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from deqseq.tasks.common.corpus.holdout import HoldOut
 from deqseq.tasks.common.corpus.shards import TOKENIZER, Manifest
 from deqseq.tasks.common.corpus.sources import Source
+from deqseq.tasks.common.files import writing
 from deqseq.tasks.common.tokenizer import load_tokenizer, train_bpe
 
 _SAMPLE = 50_000_000  # bytes of text for the training of a tokenizer
@@ -40,7 +41,8 @@ def trained_tokenizer(
     trained = train_bpe(sample(sources, hold_out), size)
     with TemporaryDirectory() as folder:
         file = Path(folder, "tokenizer.json")
-        trained.save(str(file))
+        with writing(file):
+            trained.save(str(file))
         return load_tokenizer(str(file))
 
 

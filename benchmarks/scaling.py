@@ -244,6 +244,7 @@ def report(folder: Path = _OUTPUT, *, output: Path = Path("runs/scaling/report")
         folder: folder of the results
         output: path of the JSON file and the figure, without a suffix
     """
+    command_line.check_stem("--output", output)
     found = results.collect(folder)
     for title, text in results.tables(found).items():
         print(f"{title}\n\n{text}\n")

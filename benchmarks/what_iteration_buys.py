@@ -120,6 +120,7 @@ def report(folders: list[Path], *, output: Path = Path("runs/what-iteration-buys
         folders: folders of studies
         output: path of the JSON file and the figure, without a suffix
     """
+    command_line.check_stem("--output", output)
     results = collect(folders)
     for title, text in tables(results).items():
         print(f"{title}\n\n{text}\n")

@@ -17,6 +17,8 @@ from deqseq.tasks.common.settings import PositiveFinite, check_types
 FILE = "result.json"
 """The file with the result, in the folder of a run."""
 
+_POINT = ("tokens", "seconds", "perplexity")
+
 _COLUMNS: tuple[Column, ...] = (
     column("form"), column("learning_rate", "g"), column("seeds"),
     column("tokens", ".2f", "tokens, M"), column("seconds", ".1f"),
@@ -39,7 +41,7 @@ class Result:
             programs on the machine would change it.
         perplexity: per token, on all held-out rows, after training.
         iterations: mean number of evaluations of f per token in evaluation; ``None`` if f is evaluated once.
-        curve: tokens, seconds and perplexity of the evaluations during training.
+        curve: the evaluations during training, each with its tokens, seconds and perplexity.
         data: fingerprint of the data.
     """
 
@@ -64,6 +66,9 @@ class Result:
 
     def __post_init__(self) -> None:
         check_types(self)
+        for point in self.curve:
+            if missing := [name for name in _POINT if name not in point]:
+                raise ValueError(f"a point of the curve has no {', '.join(missing)}: {point}")
 
     @property
     def key(self) -> tuple[Any, ...]:

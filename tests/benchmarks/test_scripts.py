@@ -272,6 +272,10 @@ def text_folder(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
         ({"unit": "hours"}, "unit must be one of 'tokens', 'seconds', got hours"),
         ({"form": ["free"]}, "form must be text"),
         ({"curve": None}, "curve must not be null"),
+        (
+            {"curve": [{"tokens": 1, "perplexity": 2.0}]},
+            "a point of the curve has no seconds: {'tokens': 1, ",
+        ),
     ],
 )
 def test_a_damaged_result_names_its_file(
@@ -288,6 +292,27 @@ def test_a_damaged_result_names_its_file(
     file.write_text(json.dumps({**one, **changed}))
     with pytest.raises(ValueError, match=re.escape(f"{file} is not a result of this study: {said}")):
         read(file)
+
+
+@pytest.mark.parametrize("script", ["what_iteration_buys.py", "scaling.py"])
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("x.json", "--output must be the path of files without .json and .png, got x.json"),
+        ("x.PNG", "--output must be the path of files without .json and .png, got x.PNG"),
+        (".", "--output must be the path of files without .json and .png, got ."),
+        ("a/..", "--output must be the path of files without .json and .png, got a/.."),
+        ("folder", "folder.json is a folder"),
+    ],
+)
+def test_the_output_of_a_report_is_checked_before_the_results_are_read(
+    script: str, output: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.json").mkdir()
+    done = run(script, "report", "nowhere", "--output", output)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {said}")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]
 
 
 def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:

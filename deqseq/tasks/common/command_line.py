@@ -198,6 +198,13 @@ def check_png(option: str, path: Path) -> None:
     check_folder(path.parent, path.name)
 
 
+def check_stem(option: str, path: Path) -> None:
+    """Raise ``ValueError`` unless the files ``path``.json and ``path``.png of ``option`` can be written."""
+    if path.name in ("", "..") or path.suffix.lower() in (".json", ".png"):
+        raise ValueError(f"{option} must be the path of files without .json and .png, got {path}")
+    check_folder(path.parent, f"{path.name}.json", f"{path.name}.png")
+
+
 def check_folder(path: Path, *names: str) -> None:
     """Raise ``ValueError`` if the folder ``path`` cannot be made, or no files can be written to it.
 

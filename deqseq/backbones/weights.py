@@ -28,7 +28,8 @@ _kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("kept weights", defau
 def keep_weights() -> Iterator[None]:
     """Context in which backbones compute their effective weights once, and keep them for later calls.
 
-    It applies to the current thread, and to calls without gradients. No parameter or adapter may change.
+    It applies to the current thread, and to calls without gradients. A changed parameter makes the weights
+    be computed again, but not a change through ``parameter.data``, which PyTorch does not record.
     """
     token = _kept.set({})
     try:
@@ -40,17 +41,21 @@ def keep_weights() -> Iterator[None]:
 def kept(owner: nn.Module, x: Tensor, compute: Callable[[], Weights]) -> Weights:
     """``compute()``, the weights of ``owner`` for the input ``x``. In :func:`keep_weights`, only once.
 
-    A CUDA graph that is being recorded computes the weights itself, because it outlives the kept weights.
+    Weights with adapters are computed in every call, because adapters can be switched. A CUDA graph that is
+    being recorded computes the weights itself, because it outlives the kept weights.
     """
     if torch.compiler.is_compiling() or (found := _kept.get()) is None or torch.is_grad_enabled():
         return compute()
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return compute()
     key = owner, x.dtype, x.device, kernels.autocast_dtype(x)
-    if key not in found:
-        found[key] = compute()
-    weights: Weights = found[key]
-    return weights
+    weights, versions = found.get(key, (None, None))
+    if versions is None or any(parameter._version != version for parameter, version in versions):
+        weights = compute()
+        if not any(is_adapter(module) for module in owner.modules()):
+            versions = [(p, p._version) for p in owner.parameters() if not p.is_inference()]
+            found[key] = weights, versions
+    return cast(Weights, weights)
 
 
 def effective_weight(module: nn.Module) -> Tensor:

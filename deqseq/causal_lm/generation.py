@@ -27,6 +27,9 @@ class ImplicitGenerationMixin(GenerationMixin):
         It calls the model for every new token. So a forward hook of the model gets ``out.solution`` with the
         iterations, residual and status of every token, except the last one, which the model does not read.
 
+        Normalised and dequantised weights are computed once, unless the model has adapters. They are computed
+        again if a parameter changes meanwhile, but not after a change through ``parameter.data``.
+
         Args:
             wavefront: solve up to this number of new tokens at once. Only for greedy decoding with implicit
                 models. The tokens are those of ordinary greedy decoding, up to the tolerance of the search.

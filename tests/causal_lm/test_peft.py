@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers import LogitsProcessorList
 
 from deqseq.backbones import fold_weight_norm
 from deqseq.causal_lm import ImplicitForCausalLM
@@ -76,6 +77,27 @@ class Delta(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.scale * (self.b @ self.a)
+
+
+@pytest.mark.parametrize(("body", "implicit"), MODELS)
+def test_adapters_can_be_switched_in_generate(make: Make, body: str, implicit: bool) -> None:
+    """Contrastive decoding compares the model with and without its adapter in a logits processor."""
+    model, seen = adapted(make(body, implicit)), list[Tensor]()
+
+    @torch.no_grad()
+    def contrast(tokens: Tensor, scores: Tensor) -> Tensor:
+        with model.disable_adapter():
+            seen.append(model(input_ids=ids()).logits)
+        seen.append(model(input_ids=ids()).logits)
+        return scores
+
+    contrast(ids(), ids())
+    base, tuned = seen
+    assert (base - tuned).abs().max() > 1e-2
+    model.generate(input_ids=ids(), max_new_tokens=2, min_new_tokens=2, do_sample=False,
+                   logits_processor=LogitsProcessorList([contrast]))  # fmt: skip
+    assert len(seen) == 6
+    assert all(torch.equal(logits, (base, tuned)[i % 2]) for i, logits in enumerate(seen))
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -55,7 +55,7 @@ def steps(
             its gradient is that of the last iterate.
 
             If a token in ``start`` is not finite, this token and all later tokens of its sequence are not
-            iterated. In the result, they keep their z from ``start``. During the iteration, their z and
+            iterated. (After a search with ``FixedIterations`` and without a window, this is not checked.) In the result, they keep their z from ``start``. During the iteration, their z and
             their context are set to zero, because NaN would spread to earlier tokens through matrix products,
             and to the gradients of parameters. So f must be differentiable there.
         solver: proposes the iterates; the problem's solver by default.
@@ -66,7 +66,8 @@ def steps(
     if start is None:
         options = SolveOptions(solver, FixedIterations(count))
         return drive(Runner(replace(problem, options=options, checkpoint=checkpoint)))
-    z0, excluded = start.z, None if problem.fixed else _excluded(start)
+    unchecked = problem.fixed and problem.window is None  # the check would make the host wait
+    z0, excluded = start.z, None if unchecked else _excluded(start)
     if excluded is not None:
         z0, solver = _zeroed(z0, excluded), _ZeroAt(solver, excluded)
         problem = replace(problem, context=_without(problem.context, excluded))

@@ -388,8 +388,13 @@ def test_a_token_that_is_not_finite_does_not_delay_the_backward_system() -> None
 
 
 @pytest.mark.parametrize("gradient", ["phantom", "implicit"])
-def test_a_token_at_which_f_overflows_leaves_the_gradients_of_parameters_correct(gradient: str) -> None:
-    layer = ImplicitSequenceLayer(ModuleBackbone(Exponential()), gradient=gradient)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_token_at_which_f_overflows_leaves_the_gradients_of_parameters_correct(
+    gradient: str, fixed: bool
+) -> None:
+    """A fixed number of iterations is checked too if there is a window."""
+    options: dict[str, Any] = {"convergence": FixedIterations(8), "window": 2} if fixed else {}
+    layer = ImplicitSequenceLayer(ModuleBackbone(Exponential()), gradient=gradient, **options)
     x = torch.randn(2, 5, 4)
     found = []
     for large in (False, True):

@@ -55,9 +55,10 @@ def steps(
             its gradient is that of the last iterate.
 
             If a token in ``start`` is not finite, this token and all later tokens of its sequence are not
-            iterated. (After a search with ``FixedIterations`` and without a window, this is not checked.) In the result, they keep their z from ``start``. During the iteration, their z and
+            iterated. In the result, they keep their z from ``start``. During the iteration, their z and
             their context are set to zero, because NaN would spread to earlier tokens through matrix products,
-            and to the gradients of parameters. So f must be differentiable there.
+            and to the gradients of parameters. So f must be differentiable there. After a search with
+            ``FixedIterations`` and without a window, tokens are not checked.
         solver: proposes the iterates; the problem's solver by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
     """

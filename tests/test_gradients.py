@@ -393,8 +393,10 @@ def test_a_token_at_which_f_overflows_leaves_the_gradients_of_parameters_correct
     gradient: str, fixed: bool
 ) -> None:
     """A fixed number of iterations is checked too if there is a window."""
-    options: dict[str, Any] = {"convergence": FixedIterations(8), "window": 2} if fixed else {}
-    layer = ImplicitSequenceLayer(ModuleBackbone(Exponential()), gradient=gradient, **options)
+    convergence, window = (FixedIterations(8), 2) if fixed else (Residual(1e-2), None)
+    layer = ImplicitSequenceLayer(
+        ModuleBackbone(Exponential()), gradient=gradient, convergence=convergence, window=window
+    )
     x = torch.randn(2, 5, 4)
     found = []
     for large in (False, True):

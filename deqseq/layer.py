@@ -60,6 +60,19 @@ class SequenceLayer(nn.Module):
         self.backbone = backbones.create(backbone)
         self.gradient_checkpointing = False
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. ``backbone`` is checked as in the constructor."""
+        super().__setattr__(name, self._checked_backbone(value) if name == "backbone" else value)
+
+    def _checked_backbone(self, value: Any) -> Any:
+        """The backbone for ``value``. Raises ``ValueError`` if it is none.
+
+        PEFT and FSDP wrap a backbone in a module that passes attributes on to it: such a module is accepted.
+        The module of ``torch.compile`` is not, because it passes on the methods that are not compiled.
+        """
+        wraps = hasattr(value, "prepare") and not hasattr(value, "_orig_mod")
+        return value if wraps else backbones.create(value)
+
     def decode(
         self,
         x: Tensor,
@@ -145,8 +158,6 @@ class ImplicitSequenceLayer(SequenceLayer):
         guess: GuessSpec | tuple[GuessSpec, GuessSpec] = "zero",
     ) -> None:
         super().__init__(backbone)
-        if not self.backbone.injects:
-            raise ValueError("an implicit layer needs a backbone that injects x, got injection=False")
         parts = zip(solvers.pair(solver), policies.pair(convergence), guesses.pair(guess), strict=True)
         self.train_solve, self.eval_solve = (SolveOptions(s, p, window, g) for s, p, g in parts)
         self.gradient = gradients.create(gradient)
@@ -181,6 +192,12 @@ class ImplicitSequenceLayer(SequenceLayer):
             if modules is not None:
                 modules.training = self.training
             self.guess_modules = modules
+
+    def _checked_backbone(self, value: Any) -> Any:
+        backbone = super()._checked_backbone(value)
+        if not backbone.injects:
+            raise ValueError("an implicit layer needs a backbone that injects x, got injection=False")
+        return backbone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitSequenceLayer:
         """A deep copy. The copy shares the process group, because process groups cannot be copied."""

@@ -109,7 +109,9 @@ class Registry(Generic[Part]):
                 raise self._misfit(name, arguments, options, error) from error
         if not isinstance(spec, self.base):
             rule = f"must be a {self.base.__name__}, a name or a mapping"
-            raise ValueError(f"{self.kind} {rule}, got {shown(spec)}{self.hint}")
+            compiled = isinstance(getattr(spec, "_orig_mod", None), self.base)  # the result of torch.compile
+            hint = "; instead of torch.compile, use layer.backbone.compile()" if compiled else self.hint
+            raise ValueError(f"{self.kind} {rule}, got {shown(spec)}{hint}")
         return spec
 
     def pair(self, specs: Any) -> tuple[Part, Part]:

@@ -67,6 +67,28 @@ class Endless(ConvergencePolicy):
         raise AssertionError("no evaluation is made")
 
 
+@pytest.mark.parametrize("kind", [ImplicitSequenceLayer, ExplicitSequenceLayer])
+def test_a_replaced_backbone_is_checked_as_in_the_constructor(
+    make_backbone: MakeBackbone, kind: type[nn.Module]
+) -> None:
+    """A backbone made by ``torch.compile`` would run, but its evaluations would not be compiled."""
+    layer: Any = kind(make_backbone("llama"))
+    before, wrapped = layer.backbone, nn.Sequential(layer.backbone)
+    compiled: Any = torch.compile(before, backend="eager")
+    for value, said in (
+        (compiled, r"use layer\.backbone\.compile\(\)"),
+        (nn.Linear(16, 16), "ModuleBackbone"),
+        (wrapped, "must be a Backbone"),
+        (None, "must be a Backbone"),
+    ):
+        for make in (kind, lambda value: setattr(layer, "backbone", value)):
+            with pytest.raises(ValueError, match=said):
+                make(value)
+    assert layer.backbone is before
+    layer.backbone = other = make_backbone("module")
+    assert layer.backbone is other
+
+
 def test_a_policy_without_a_budget_is_refused_at_once(make_backbone: MakeBackbone) -> None:
     with pytest.raises(ValueError, match=r"max_iter of .*Endless.* must be a whole number"):
         ImplicitSequenceLayer(make_backbone("mamba2"), convergence=(Endless(), Residual(rtol=0.1)))
@@ -191,8 +213,11 @@ def test_wrong_arguments_of_a_layer(change: dict[str, Any], said: str) -> None:
 def test_an_implicit_layer_needs_an_injection(make_backbone: MakeBackbone) -> None:
     """Without an injection, the layer's output would not depend on x at all."""
     for name in ("mamba2", "llama"):
+        layer = ImplicitSequenceLayer(make_backbone(name))
         with pytest.raises(ValueError, match="injection"):
             ImplicitSequenceLayer(make_backbone(name, injection=False))
+        with pytest.raises(ValueError, match="injection"):
+            layer.backbone = make_backbone(name, injection=False)
 
 
 @pytest.mark.parametrize("name", ["mamba2", "llama"])

@@ -272,6 +272,17 @@ def test_norms(make: Make, assert_close: Callable[..., None], body: str, implici
             assert_close(merged(ids()).logits, logits, 1e-5)
 
 
+def test_a_whole_backbone_may_be_trained(make: Make) -> None:
+    """PEFT wraps the modules of ``modules_to_save``, so it replaces the layer's backbone by a wrapper."""
+    model = adapted(make("llama"), target_modules=["embed_tokens"], modules_to_save=["backbone"]).train()
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    layer = model.base_model.model.model.layer
+    assert all(p.grad is not None for p in layer.backbone.modules_to_save.default.parameters())
+    assert all(p.grad is None for p in layer.backbone.original_module.parameters())
+    model.unload()
+    assert type(layer.backbone).__name__ == "LlamaBackbone"
+
+
 def test_autocast_trains(make: Make) -> None:
     model = adapted(make("llama")).train()
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):

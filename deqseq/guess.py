@@ -4,6 +4,7 @@ Shapes: B sequences, L tokens, D width.
 """
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,7 +28,8 @@ class Guess(ABC):
         capturable: true if a CUDA graph can record :meth:`propose`, which must then never make the host wait
             for the device.
         module: a module that the guess uses, or ``None``. The layer registers the module as a submodule, so
-            that optimisers, ``layer.to`` and state dicts find its parameters.
+            that optimisers, ``layer.to`` and state dicts find its parameters. If a tool such as PEFT replaces
+            the submodule, this attribute becomes the new module.
     """
 
     varies: bool = False
@@ -72,10 +74,25 @@ def propose(guess: Guess, x: Tensor, number: int | None, previous: Tensor | None
     return z0
 
 
-def modules_of(*guesses: Guess) -> nn.ModuleList | None:
+class GuessModules(nn.ModuleList):
+    """The modules of ``guesses``. If one of them is replaced, as PEFT does, the guesses use the new one."""
+
+    guesses: tuple[Guess, ...] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = vars(self).get("_modules", {}).get(name)
+        super().__setattr__(name, value)
+        for guess in self.guesses:
+            if before is not None and guess.module is before:
+                guess.module = value
+
+
+def modules_of(*guesses: Guess) -> GuessModules | None:
     """The modules that the guesses use, without duplicates. ``None`` if no guess uses a module."""
     found = dict.fromkeys(guess.module for guess in guesses)
-    return nn.ModuleList(module for module in found if module is not None) or None
+    modules = GuessModules(module for module in found if module is not None)
+    modules.guesses = guesses
+    return modules or None
 
 
 guesses: Registry[Guess] = Registry(

@@ -4,6 +4,7 @@ import io
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,6 +214,30 @@ def test_replaced_options_register_their_proposal(make_layer: MakeLayer) -> None
     assert list(layer.guess_modules) == [two]
     layer.eval_solve = SolveOptions()
     assert layer.guess_modules is None and len(list(layer.children())) == 1
+
+
+def test_a_replaced_module_of_a_proposal_is_used(make_layer: MakeLayer) -> None:
+    """PEFT and other tools replace submodules. Copies of the layer use the modules of the copy."""
+    plain = make_layer("module", guess=(Proposal(nn.Linear(D, D)), "zero"), convergence=FixedIterations(1))
+    x, old = torch.randn(2, 5, D), plain.guess_modules[0]
+    for layer in (plain, deepcopy(plain)):
+        layer.eval_solve = replace(layer.eval_solve, guess=layer.train_solve.guess)
+        layer.guess_modules[0] = new = nn.Linear(D, D)
+        assert layer.train_solve.guess.module is new and layer.eval_solve.guess.module is new
+        with torch.no_grad():
+            expected = make_layer("module", convergence=FixedIterations(1))(x, z0=new(x)).z
+            close(layer(x).z, expected)
+    assert plain.guess_modules[0] not in (old, new)
+
+
+def test_peft_adapts_a_proposal(make_layer: MakeLayer) -> None:
+    peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'deqseq[dev]'")
+    layer = make_layer("module", guess=Proposal(nn.Linear(D, D)), gradient=Unrolled(2))
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, layer.guess_modules)
+    layer(torch.randn(1, 4, D)).z.sum().backward()
+    adapters = [p for name, p in layer.named_parameters() if "lora_" in name]
+    assert len(adapters) == 2 and all(p.grad.abs().max() > 0 for p in adapters)
 
 
 @pytest.mark.parametrize("gradient", [Unrolled(3), Unrolled(3, before=1), Phantom(2)], ids=repr)

@@ -20,6 +20,13 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def _shown_scalar(value: object) -> str:
+    """As :func:`shown`. For scalars of NumPy and torch, which look right, also say how to convert them."""
+    plain = isinstance(value, (int, float)) or getattr(value, "shape", None) != ()
+    kind = type(value)
+    return shown(value) if plain else f"{shown(value)}, a {kind.__module__}.{kind.__name__}: use .item()"
+
+
 def check_scope(scope: str) -> None:
     """Raise ``ValueError`` unless ``scope`` is ``"token"`` or ``"sequence"``."""
     if scope not in ("token", "sequence"):
@@ -30,25 +37,25 @@ def check_count(name: str, value: object, least: int = 1, most: float = math.inf
     """Raise ``ValueError`` unless ``value`` is a whole number from ``least`` to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         rule = f">= {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{name} must be a whole number {rule}, got {shown(value)}")
+        raise ValueError(f"{name} must be a whole number {rule}, got {_shown_scalar(value)}")
 
 
 def check_positive(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is a finite number above 0."""
     if not _is_number(value) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a finite number above 0, got {shown(value)}")
+        raise ValueError(f"{name} must be a finite number above 0, got {_shown_scalar(value)}")
 
 
 def check_not_negative(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is a finite number of at least 0."""
     if not _is_number(value) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number >= 0, got {shown(value)}")
+        raise ValueError(f"{name} must be a finite number >= 0, got {_shown_scalar(value)}")
 
 
 def check_share(name: str, value: object, hint: str = "") -> None:
     """Raise ``ValueError`` unless ``value`` is a number in (0, 1]. ``hint``: appended to the message."""
     if not _is_number(value) or not 0 < value <= 1:
-        raise ValueError(f"{name} must be in (0, 1], got {shown(value)}{hint}")
+        raise ValueError(f"{name} must be in (0, 1], got {_shown_scalar(value)}{hint}")
 
 
 def check_damping(damping: object) -> None:
@@ -59,7 +66,7 @@ def check_damping(damping: object) -> None:
 def check_flag(name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is true or false."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {shown(value)}")
+        raise ValueError(f"{name} must be true or false, got {_shown_scalar(value)}")
 
 
 def check_instance(name: str, value: object, kind: type | UnionType, what: str) -> None:

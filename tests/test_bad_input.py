@@ -328,6 +328,26 @@ PARTS: list[Case] = [
         if "None" not in case[0]
     ],
     *counts("FixedIterations.iterations", FixedIterations),
+    (
+        "FixedIterations.iterations, of NumPy",
+        lambda: FixedIterations(np.int64(5)),
+        r"a whole number >= 1, got np.int64\(5\), a numpy.int64: use .item\(\)",
+    ),
+    (
+        "Residual.rtol, of NumPy",
+        lambda: Residual(rtol=np.float32(0.25), max_iter=5),
+        r"got np.float32\(0.25\), a numpy.float32: use .item\(\)",
+    ),
+    (
+        "Picard.damping, of torch",
+        lambda: Picard(torch.tensor(0.5)),
+        r"got tensor\(0.5000\), a torch.Tensor: use .item\(\)",
+    ),
+    (
+        "Phantom.checkpoint, of NumPy",
+        lambda: Phantom(checkpoint=np.bool_(True)),
+        r"true or false, got np.True_, a numpy.bool: use .item\(\)",
+    ),
     *numbers("Quantile.share", quantile, [0, 1.5]),
     ("policy & 3", lambda: FEW & 3, "a policy combines only with another policy, got 3"),
     ("policy | None", lambda: FEW | None, "a policy combines only with another policy, got None"),

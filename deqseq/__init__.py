@@ -5,7 +5,7 @@ with :class:`ImplicitSequenceLayer`. Importing this package needs only torch and
 """
 
 from deqseq.backbone import Backbone, Context, State
-from deqseq.breadth import solve_many, solve_with_restarts
+from deqseq.breadth import solve_many, solve_starts, solve_with_restarts
 from deqseq.gradient import GradientStrategy
 from deqseq.gradients import ImplicitDifferentiation, Phantom, Unrolled
 from deqseq.guess import Guess
@@ -27,5 +27,5 @@ __all__ = [
     "FixedIterations", "GradientStrategy", "Guess", "ImplicitDifferentiation", "ImplicitSequenceLayer",
     "Judgement", "LayerOutput", "Phantom", "Problem", "Progress", "Quantile", "Residual", "Solution",
     "SolveOptions", "Solver", "State", "Status", "Unrolled", "jacobian_penalty", "register", "search",
-    "solve_many", "solve_with_restarts", "spectral_radius", "steps",
+    "solve_many", "solve_starts", "solve_with_restarts", "spectral_radius", "steps",
 ]  # fmt: skip

@@ -16,10 +16,10 @@ from deqseq import (
     SolveOptions,
     Status,
     solve_many,
+    solve_starts,
     solve_with_restarts,
 )
 from deqseq.backbones import LlamaBackbone, ModuleBackbone
-from deqseq.breadth import solve_starts
 from deqseq.guesses import Noise
 
 D = 4

@@ -17,8 +17,9 @@ from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
 from deqseq.problem import Problem, SolveOptions
 from deqseq.registry import register
 from deqseq.regularisation import jacobian_penalty, spectral_radius
-from deqseq.solution import Solution, Status
+from deqseq.solution import Solution
 from deqseq.solver import Progress, Solver
+from deqseq.status import Status
 
 __version__ = "0.2.0"
 

@@ -23,7 +23,8 @@ from deqseq.layer import ImplicitSequenceLayer
 from deqseq.outputs import LayerOutput
 from deqseq.policy import FixedIterations
 from deqseq.problem import SolveOptions
-from deqseq.solution import PER_TOKEN, Solution, Status
+from deqseq.solution import PER_TOKEN, Solution
+from deqseq.status import Status
 
 
 def solve_starts(

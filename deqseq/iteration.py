@@ -18,8 +18,9 @@ from deqseq.compact import CompactingRunner, compactable
 from deqseq.loop import Runner, drive
 from deqseq.policy import FixedIterations
 from deqseq.problem import Problem, SolveOptions
-from deqseq.solution import Solution, Status
+from deqseq.solution import Solution
 from deqseq.solver import Progress, Solver, SolverState, solvers
+from deqseq.status import Status
 
 
 def search(problem: Problem) -> Solution:

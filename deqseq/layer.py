@@ -24,8 +24,8 @@ from deqseq.outputs import LayerOutput, mark_unsolvable, state_after
 from deqseq.policy import FixedIterations, policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
 from deqseq.replay import Recordings
-from deqseq.solution import Status
 from deqseq.solver import Solver, solvers
+from deqseq.status import Status
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 SolverSpec = Solver | str | Mapping[str, Any]

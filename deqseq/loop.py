@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
 from deqseq.ops.residual import freeze
 from deqseq.problem import Map, Problem
-from deqseq.solution import Solution, Status
+from deqseq.solution import Solution
 from deqseq.solver import SolverState
+from deqseq.status import Status
 from deqseq.tokens import Tokens
 from deqseq.trees import map_tensors, tensors
 

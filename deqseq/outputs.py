@@ -12,7 +12,8 @@ from torch import Tensor
 
 from deqseq.backbone import State
 from deqseq.inputs import Inputs
-from deqseq.solution import Solution, Status
+from deqseq.solution import Solution
+from deqseq.status import Status
 
 
 @dataclass

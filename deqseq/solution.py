@@ -10,8 +10,6 @@ from torch import Tensor
 from deqseq.statistics import SolveStatistics
 from deqseq.status import Status
 
-__all__ = ["Solution", "Status"]
-
 if TYPE_CHECKING:
     from deqseq.backbone import State
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deqseq.ops.residual import settle
 from deqseq.policy import ConvergencePolicy, FixedIterations, Judgement
-from deqseq.solution import Status
 from deqseq.solver import Progress
+from deqseq.status import Status
 
 
 class Tokens(NamedTuple):

@@ -16,8 +16,8 @@ from deqseq.iteration import search
 from deqseq.layer import ExplicitSequenceLayer
 from deqseq.policies import Quantile
 from deqseq.problem import Problem
-from deqseq.solution import Status
 from deqseq.solvers import Anderson
+from deqseq.status import Status
 
 D = 8
 TIGHT = Residual(rtol=1e-5, max_iter=300)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deqseq import kernels
 from deqseq.backbone import Backbone, Context
-from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, check_hidden, check_sizes
+from deqseq.backbones.blocks import RMS_EPS, Block, Stack, SwiGLU, ValueGateMLP, check_hidden, check_sizes
 from deqseq.checks import check_flag
 from deqseq.ops.one_token import ValueGateWeights
 
@@ -21,13 +21,11 @@ from deqseq.ops.one_token import ValueGateWeights
 class ChannelMixer(SwiGLU):
     """A SwiGLU over the channels of each token. It computes value and gate with one matrix product."""
 
+    forward = ValueGateMLP.forward  # type: ignore[assignment]  # both have the same form of weights
+
     def weights(self, x: Tensor) -> ValueGateWeights:  # type: ignore[override]
         found = super().weights(x)
         return ValueGateWeights(torch.cat([found.value, found.gate]), found.out)
-
-    def forward(self, x: Tensor, weights: ValueGateWeights) -> Tensor:  # type: ignore[override]
-        value, gate = F.linear(x, weights.into).chunk(2, -1)
-        return F.linear(value * F.silu(gate), weights.out)
 
 
 class TokenMixer(SwiGLU):

@@ -20,8 +20,9 @@ from deqseq.iteration import search, steps
 from deqseq.policies.residual import Residual
 from deqseq.policy import policies
 from deqseq.problem import PolicySpec, Problem, SolveOptions
-from deqseq.solution import Solution, Status
+from deqseq.solution import Solution
 from deqseq.solver import Solver, solvers
+from deqseq.status import Status
 from deqseq.trees import tensors
 
 _UNSOLVED_SHARE = 0.5

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from deqseq.guess import guesses
-from deqseq.solution import Status
+from deqseq.status import Status
 from deqseq.tasks.common import command_line
 from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, PositiveInt, Seed

@@ -10,7 +10,8 @@ import torch
 from prometheus_client import Counter
 from vllm.config import VllmConfig
 
-from deqseq.solution import Solution, Status
+from deqseq.solution import Solution
+from deqseq.status import Status
 
 _COUNTERS = {
     "deqseq:steps": "Steps in which tokens were solved.",

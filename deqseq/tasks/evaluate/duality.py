@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from deqseq.policy import ConvergencePolicy
 from deqseq.problem import SolveOptions
-from deqseq.solution import Status
 from deqseq.statistics import SolveStatistics
+from deqseq.status import Status
 from deqseq.tasks.common.models import Window, check_tokens, needed_layer
 from deqseq.tasks.evaluate.perplexity import Search, batches, exponential, losses, run, search_fields
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deqseq.solution import Solution, Status
+from deqseq.solution import Solution
+from deqseq.status import Status
 
 
 class Diverged(FloatingPointError):

@@ -26,7 +26,7 @@ from deqseq.loop import Runner
 from deqseq.policies import Residual
 from deqseq.policy import FixedIterations
 from deqseq.problem import Problem, SolveOptions
-from deqseq.solution import Status
+from deqseq.status import Status
 from deqseq.tasks.common.models import needed_layer
 from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.common.runs import check_model, read_record, read_settings

@@ -29,8 +29,8 @@ from deqseq import ExplicitSequenceLayer, ImplicitSequenceLayer, Residual, Solve
 from deqseq.backbone import State
 from deqseq.backbones import Mamba2Backbone
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.solution import Status
 from deqseq.solvers import Broyden
+from deqseq.status import Status
 from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.figures import save_figure
 from deqseq.tasks.common.files import write_json

@@ -104,7 +104,8 @@ def solve_many(
         residual = _residual(found, attention_mask)
         better = residual < least
         least = torch.where(better, residual, least)
-        best = _with(best, {name: _where(better, found, best, name) for name in PER_TOKEN})
+        values: dict[str, Any] = {name: _where(better, found, best, name) for name in PER_TOKEN}
+        best = replace(best, **values)
     best.nfe = evaluations
     return LayerOutput(best.z, None, best)
 
@@ -165,10 +166,10 @@ def solve_with_restarts(
         residual = _residual(found, mask)
         better = (found.status == Status.CONVERGED).all(1) | (residual < least[rows])
         iterations = best.iterations.index_add(0, rows, found.iterations)
-        rows, found, residual = rows[better], _with(found, _rows(found, better)), residual[better]
+        rows, found, residual = rows[better], found[better], residual[better]
         least = least.index_copy(0, rows, residual)
         values = {n: getattr(best, n).index_copy(0, rows, getattr(found, n)) for n in PER_TOKEN}
-        best = _with(best, {**values, "iterations": iterations, "nfe": best.nfe + found.nfe})
+        best = replace(best, **{**values, "iterations": iterations, "nfe": best.nfe + found.nfe})
     return LayerOutput(best.z, None, best)
 
 
@@ -267,18 +268,8 @@ def _joined(parts: Sequence[Solution]) -> Solution:
     """Join the solutions ``parts`` into one solution with all their sequences, in order."""
     if len(parts) == 1:
         return parts[0]
-    whole = _with(parts[0], {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_TOKEN})
-    whole.nfe = sum(part.nfe for part in parts)
-    return whole
-
-
-def _rows(solution: Solution, rows: Tensor) -> dict[str, Any]:
-    """The values of the sequences ``rows``: indices, or (B,) bool."""
-    return {name: getattr(solution, name)[rows] for name in PER_TOKEN}
-
-
-def _with(solution: Solution, values: dict[str, Any]) -> Solution:
-    return replace(solution, **values)
+    values: dict[str, Any] = {n: torch.cat([getattr(part, n) for part in parts]) for n in PER_TOKEN}
+    return replace(parts[0], **values, nfe=sum(part.nfe for part in parts))
 
 
 def _residual(solution: Solution, attention_mask: Tensor | None) -> Tensor:

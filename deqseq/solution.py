@@ -65,8 +65,10 @@ class Solution:
         """(B, L) bool, false at padding."""
         return (self.iterations > 0) | (self.status == Status.NON_FINITE)
 
-    def __getitem__(self, row: int | slice) -> Solution:
-        """The solution of one sequence (an index) or of several (a slice), without state and adjoint.
+    def __getitem__(self, row: int | slice | Tensor) -> Solution:
+        """The solution of one sequence (an index) or of several (a slice, indices, or (B,) bool).
+
+        The result has no state and no adjoint.
 
         Pipelines of transformers need this method, because they index model outputs to split a batch.
         """

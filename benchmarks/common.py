@@ -8,7 +8,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -154,19 +153,11 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def write_results(
-    file: Path, options: argparse.Namespace, machine: Mapping[str, Any] | None = None, **results: Any
-) -> None:
-    """Write a JSON file with the settings, the machine, the versions, the date and ``results``.
-
-    ``machine``: more entries for the description of the machine.
-    """
+def write_results(file: Path, options: argparse.Namespace, **results: Any) -> None:
+    """Write a JSON file with the settings, the machine, the versions, the date and ``results``."""
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()}
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    described = {"device": machine_name(options.device), "threads": torch.get_num_threads(), **versions}
-    head = {"settings": settings, **provenance(torch.device(options.device))}
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {**head, "machine": {**described, **(machine or {})}, **results})
+    write_json(file, {"settings": settings, **provenance(torch.device(options.device)), **results})
     print(f"wrote {file}")
 
 

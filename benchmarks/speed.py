@@ -390,14 +390,14 @@ def main() -> None:
     bench = made.parse_args(namespace=Bench())
     if bench.compile is None:
         bench.compile = bench.device != "cpu"
-    machine = {"implementations": bench.implementations("mamba2")}
+    implementations = bench.implementations("mamba2")
     sections: dict[str, Tables] = {}
     for name in ("correctness", *bench.sections):
         sections[name] = section(bench, name)
         for title, rows in sections[name].items():
             size = ", tiny models: do not compare these times" if bench.quick else ""
             common.print_table(f"\n{title}, {common.machine_name(bench.device)}{size}", rows)
-        common.write_results(bench.output, bench, machine, sections=sections)
+        common.write_results(bench.output, bench, implementations=implementations, sections=sections)
         if not all(row.get("right", True) for row in sections["correctness"]["relative errors"]):
             sys.exit("an implementation is wrong: the run ends here")
 

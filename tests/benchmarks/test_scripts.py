@@ -88,6 +88,7 @@ def test_learning(tmp_path: Path) -> None:
     found = json.loads(output.read_text())
     assert list(found["curves"]) == ["torch, seed 1", "torch, seed 2"]
     assert found["distances"]["torch, seed 2"] > 0
+    assert "threads: " in found["machine"] and {"deqseq", "python", "torch"} <= set(found["versions"])
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +240,9 @@ def test_speed(tmp_path: Path) -> None:
     small = ["--quick", "--device", "cpu", "--repeats", "1", "--sections", *chosen]
     done = run("speed.py", *small, "--output", str(output))
     assert done.returncode == 0, done.stderr
-    sections = json.loads(output.read_text())["sections"]
-    assert list(sections) == ["correctness", *chosen]
+    found = json.loads(output.read_text())
+    sections = found["sections"]
+    assert list(sections) == ["correctness", *chosen] and found["implementations"] == ["torch"]
     assert all(row["right"] for row in sections["correctness"]["relative errors"])
     rows = [row for tables in sections.values() for table in tables.values() for row in table]
     assert all("failed" not in row for row in rows)

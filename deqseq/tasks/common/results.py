@@ -115,11 +115,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions of the loaded libraries, the machine and the date, to be stored with a result."""
+    """Versions of Python and the loaded libraries, the machine and the date, to be stored with a result."""
     libraries = {name: sys.modules.get(name) for name in ("torch", "transformers", "lm_eval")}
     versions = {name: found.__version__ for name, found in libraries.items() if found}
     return {
-        "versions": {"deqseq": deqseq.__version__, **versions},
+        "versions": {"deqseq": deqseq.__version__, "python": platform.python_version(), **versions},
         "machine": describe_machine(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -79,8 +79,8 @@ class ModuleBackbone(Backbone):
 
     def reserve(self, state: State, z: Tensor) -> State:
         past = state.layers[0][0]
-        room = z.new_zeros(z.shape)
-        return State(state.seen, ((torch.cat([past, room], 1) if past.shape[1] else room,),))
+        added = z.new_zeros(z.shape)
+        return State(state.seen, ((torch.cat([past, added], 1) if past.shape[1] else added,),))
 
     def keep_last(self, state: State, tokens: int) -> State:
         check_sizes(tokens=tokens)

@@ -1,4 +1,4 @@
-"""Decoding token by token: reserves room, records steps as CUDA graphs, and writes back to the cache.
+"""Decoding token by token: reserves capacity, records steps as CUDA graphs, and writes back to the cache.
 
 Shapes: B sequences, V vocabulary.
 """
@@ -13,10 +13,10 @@ from deqseq.causal_lm.support import check_layer
 from deqseq.causal_lm.token_step import Memory, TokenStep
 from deqseq.problem import SolveOptions
 
-LEAST_ROOM = 64
+LEAST_CAPACITY = 64
 """When the state is full, it gets capacity for more tokens: as many as have been fed so far, but at least
 this number. So its shapes rarely change."""
-LEAST_ROOM_RECORDED = 1024
+LEAST_CAPACITY_RECORDED = 1024
 """The same for recorded steps, because new shapes need a new recording."""
 LEAST_RECORDED = 4
 """A recording is made only if at least this number of tokens is left. Making it takes about as long as two
@@ -74,12 +74,12 @@ class Decoder:
 
     def _extend(self) -> None:
         """Give the state capacity for more tokens."""
-        least = LEAST_ROOM_RECORDED if self._records else LEAST_ROOM
-        room = min(max(least, self._count), self._most - self._count)
-        state = self._backbone.reserve(self.memory.state, self.step.x.expand(-1, room, -1))
+        least = LEAST_CAPACITY_RECORDED if self._records else LEAST_CAPACITY
+        added = min(max(least, self._count), self._most - self._count)
+        state = self._backbone.reserve(self.memory.state, self.step.x.expand(-1, added, -1))
         if state is not self.memory.state:  # new tensors, which the recording does not know
             self.memory, self._recorded = self.memory._replace(state=state), None
-        self._capacity += room
+        self._capacity += added
 
     def commit(self) -> None:
         """Write the memory of all tokens that have been fed to the cache.

@@ -256,7 +256,7 @@ def values(state: State) -> list[Tensor]:
 
 
 def test_a_state_that_grows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "LEAST_ROOM", 2)
+    monkeypatch.setattr(decoding, "LEAST_CAPACITY", 2)
     model, ids = make("llama", "explicit"), prompts(2, 60)  # a state with 64 slots
     expected = generated(model, ids, max_new_tokens=12)
     assert torch.equal(streamed(model, ids, max_new_tokens=12), expected)
@@ -319,8 +319,8 @@ def test_recorded_steps_give_the_same_logits_after_the_state_has_grown(
 ) -> None:
     """If the state moves to larger tensors, the step is recorded anew. Earlier logits do not change."""
     model, ids = make("llama", convergence=TIGHT), prompts(2, 60)  # a state with 64 slots
-    monkeypatch.setattr(decoding, "LEAST_ROOM", 4)
-    monkeypatch.setattr(decoding, "LEAST_ROOM_RECORDED", 4)
+    monkeypatch.setattr(decoding, "LEAST_CAPACITY", 4)
+    monkeypatch.setattr(decoding, "LEAST_CAPACITY_RECORDED", 4)
     runs = []
     for record in (False, True):
         made = allow_recordings(monkeypatch) if record else []

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, mode
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -192,8 +192,8 @@ def _draw(results: Sequence[Result], axes: list[Any]) -> None:
         _draw_changes(change, of_tokens, colours)
         _draw_perplexities(seconds, of_seconds, colours)
         tokens.set(xlabel=f"tokens, millions ({title})", ylabel="held-out perplexity")
-        change.set(xlabel=f"tokens, millions ({title})", ylabel="to the control, %")
-        seconds.set(xlabel=f"seconds ({title})", ylabel="held-out perplexity")
+        change.set(xlabel=f"tokens, millions ({title})", ylabel="difference to the control, %")
+        seconds.set(xlabel=f"planned seconds ({title})", ylabel="held-out perplexity")
         for axis in (tokens, change, seconds):
             axis.set_visible(bool(axis.lines))
             if axis.lines:
@@ -201,19 +201,19 @@ def _draw(results: Sequence[Result], axes: list[Any]) -> None:
 
 
 def _draw_perplexities(axis: Any, results: Sequence[Result], colours: dict[str, str]) -> None:
-    """Draw perplexity against the unit of the budget: for each form and budget, the best learning rate.
+    """Draw perplexity against the unit of the budget: a curve for each form and budget.
 
-    All curves have the same seed, the smallest one.
+    All curves have the same seed, the smallest one, and the learning rate that most runs have.
     """
     first = min((r.seed for r in results), default=0)
-    for form, amount in dict.fromkeys((r.form, r.amount) for r in results):
-        runs = [r for r in results if (r.form, r.amount, r.seed) == (form, amount, first)]
-        if runs:
-            best = min(runs, key=lambda r: r.perplexity)
-            x = [p[best.unit] / (1e6 if best.unit == "tokens" else 1) for p in best.curve]
-            label = form if amount == max(r.amount for r in results) else None
-            axis.plot(x, [p["perplexity"] for p in best.curve], "o-", color=colours[form], label=label,
-                      markersize=3, linewidth=1)  # fmt: skip
+    usual = mode(r.learning_rate for r in results) if results else 0
+    most = max((r.amount for r in results), default=0)
+    for r in results:
+        if (r.seed, r.learning_rate) == (first, usual):
+            x = [p[r.unit] / (1e6 if r.unit == "tokens" else 1) for p in r.curve]
+            y = [p["perplexity"] for p in r.curve]
+            label = r.form if r.amount == most else None
+            axis.plot(x, y, "o-", color=colours[r.form], label=label, markersize=3, linewidth=1)
     log_scale(axis.yaxis)
 
 

@@ -69,6 +69,8 @@ def available(name: str) -> bool:
 def use(name: str | None) -> Iterator[None]:
     """Within the block, use the implementation ``name``. ``None`` means ``DEQSEQ_KERNELS`` or the default.
 
+    This holds for all threads of the process.
+
     A backbone chooses its kernels in ``prepare``, so call ``prepare`` (or the whole layer) inside the block.
 
     Raises:

@@ -207,13 +207,14 @@ def _draw_perplexities(axis: Any, results: Sequence[Result], colours: dict[str, 
     """
     first = min((r.seed for r in results), default=0)
     usual = mode(r.learning_rate for r in results) if results else 0
-    most = max((r.amount for r in results), default=0)
+    labelled = set[str]()
     for r in results:
         if (r.seed, r.learning_rate) == (first, usual):
             x = [p[r.unit] / (1e6 if r.unit == "tokens" else 1) for p in r.curve]
             y = [p["perplexity"] for p in r.curve]
-            label = r.form if r.amount == most else None
+            label = None if r.form in labelled else r.form
             axis.plot(x, y, "o-", color=colours[r.form], label=label, markersize=3, linewidth=1)
+            labelled.add(r.form)
     log_scale(axis.yaxis)
 
 

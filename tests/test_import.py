@@ -7,6 +7,11 @@ import pytest
 
 HEAVY = ("transformers", "triton", "torchdeq", "matplotlib", "datasets", "mamba_ssm", "fla", "vllm")
 
+COMMANDS = (
+    "prepare", "pretrain", "generate", "evaluate.__main__", "reasoning.__main__", "state_tracking.__main__",
+    "text_tracking.__main__", "catbabi.__main__",
+)  # fmt: skip
+
 
 def modules_after(statement: str) -> set[str]:
     code = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
@@ -18,7 +23,11 @@ def modules_after(statement: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "statement",
-    ["import deqseq", "import deqseq.solvers, deqseq.backbones, deqseq.curriculum"],
+    [
+        "import deqseq",
+        "import deqseq.solvers, deqseq.backbones, deqseq.curriculum",
+        f"import {', '.join(f'deqseq.tasks.{name}' for name in COMMANDS)}",  # so that --help comes at once
+    ],
 )
 def test_imports(statement: str) -> None:
     found = modules_after(statement)

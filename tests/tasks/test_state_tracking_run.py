@@ -17,7 +17,7 @@ from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.common.seals import SEAL, seal
 from deqseq.tasks.common.settings import build, read_yaml
 from deqseq.tasks.common.trainer import AlignedTrainer
-from deqseq.tasks.state_tracking import __main__ as command_line
+from deqseq.tasks.state_tracking import evaluate as evaluation
 from deqseq.tasks.state_tracking import study as study_module
 from deqseq.tasks.state_tracking.__main__ import main
 from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, held_out, load
@@ -321,14 +321,14 @@ def test_an_interrupted_evaluation_keeps_the_tests_it_made(
 ) -> None:
     flags = [f"--{name}={value}" for name, value in {**SMALL, "steps": 2}.items()]
     assert main(["train", "--output", str(tmp_path), *flags]) == 0
-    whole = command_line.evaluate_fresh
+    whole = evaluation.evaluate_fresh
 
     def interrupted(model: Any, settings: Any, length: int, *rest: Any, **options: Any) -> Evaluation:
         if length == 12:
             raise KeyboardInterrupt
         return whole(model, settings, length, *rest, **options)
 
-    monkeypatch.setattr(command_line, "evaluate_fresh", interrupted)
+    monkeypatch.setattr(evaluation, "evaluate_fresh", interrupted)
     command = ["evaluate", str(tmp_path), "--length", "8", "12", "--window", "3", "--sequences", "4"]
     assert main(command) == 130
     (row,) = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())

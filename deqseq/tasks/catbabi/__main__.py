@@ -1,4 +1,7 @@
-"""The command line: ``python -m deqseq.tasks.catbabi {build,train,evaluate,compare}``."""
+"""The command line: ``python -m deqseq.tasks.catbabi {build,train,evaluate,compare}``.
+
+The program checks the arguments before it imports transformers, because the import takes seconds.
+"""
 
 import logging
 import sys
@@ -9,15 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
-from deqseq.tasks.catbabi import compare
 from deqseq.tasks.catbabi.data import build, load
-from deqseq.tasks.catbabi.evaluate import evaluate, load_run
 from deqseq.tasks.catbabi.settings import TrainSettings
 from deqseq.tasks.catbabi.stories import read_dataset, read_folder
-from deqseq.tasks.catbabi.train import train
 from deqseq.tasks.common import command_line
 from deqseq.tasks.common.files import write_json
-from deqseq.tasks.common.models import Window, quiet_transformers, solve_options
 from deqseq.tasks.common.results import column, table
 from deqseq.tasks.common.runs import names_of, read_record
 from deqseq.tasks.common.settings import PositiveFinite, PositiveInt, build_changed
@@ -31,7 +30,6 @@ tokens at a time and keeps its state. In qa mode it learns to predict the answer
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status."""
-    quiet_transformers()
     commands: dict[str, Any] = {"build": _build, "train": _train, "evaluate": _evaluate, "compare": _compare}
     return command_line.main(
         "python -m deqseq.tasks.catbabi", _ABOUT, commands, arguments,
@@ -83,7 +81,12 @@ def _train(
         output: folder of the run
         save_steps: steps between checkpoints
     """
-    train(build_changed(TrainSettings, {}, settings), output, save_steps=save_steps)
+    found = build_changed(TrainSettings, {}, settings)
+    from deqseq.tasks.catbabi.train import train
+    from deqseq.tasks.common.models import quiet_transformers
+
+    quiet_transformers()
+    train(found, output, save_steps=save_steps)
     record = read_record(output)
     print(f"trained in {record['seconds']:.0f} s; model and log in {output}")
 
@@ -112,6 +115,11 @@ def _evaluate(
         batch_size: number of streams that are read in parallel
         window: number of tokens solved at a time; the model's by default. It does not change the answers
     """
+    from deqseq.tasks.catbabi import compare
+    from deqseq.tasks.catbabi.evaluate import evaluate, load_run
+    from deqseq.tasks.common.models import Window, quiet_transformers, solve_options
+
+    quiet_transformers()
     trained = load_run(run)
     command_line.check_folder(run / "evaluation", *(f"{name}.json" for name in split))
     model, settings, _ = trained
@@ -142,6 +150,8 @@ def _compare(runs: list[Path], *, split: Split = "test", output: Path = Path("ru
         output: folder for results
     """
     command_line.check_folder(output, "compare.json", "compare.png")
+    from deqseq.tasks.catbabi import compare
+
     rows = [(name, compare.read(run, split)) for name, run in zip(names_of(runs), runs, strict=True)]
     compare.check_comparable(rows)
     above = compare.better(rows)

@@ -1,11 +1,10 @@
 """Settings of a CatbAbI run."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.curriculum import Curriculum
 from deqseq.tasks.catbabi.stories import TASKS
 from deqseq.tasks.common.settings import (
@@ -16,6 +15,9 @@ from deqseq.tasks.common.settings import (
     PositiveInt,
 )
 from deqseq.tasks.common.two_stages import TwoStageSettings
+
+if TYPE_CHECKING:  # transformers, which takes seconds to import
+    from deqseq.causal_lm import ImplicitConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,12 @@ class TrainSettings(TwoStageSettings):
         if unknown or self.tasks == []:
             raise ValueError(f"tasks must be numbers from 1 to 20, got {unknown or 'none'}")
         self.curriculum()
+        from deqseq.causal_lm import ImplicitForCausalLM
+
         with torch.device("meta"):  # raises an error if the sizes do not fit together
             ImplicitForCausalLM(self.config(vocab_size=2))
 
-    def config(self, vocab_size: int) -> ImplicitConfig:
+    def config(self, vocab_size: int) -> "ImplicitConfig":
         """The model's configuration."""
         return self._config(vocab_size, pad_token_id=0, eos_token_id=1)
 

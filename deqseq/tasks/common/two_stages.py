@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deqseq.backbone import backbones
-from deqseq.causal_lm import ImplicitConfig
 from deqseq.curriculum import Curriculum, Stage
 from deqseq.gradient import gradients
 from deqseq.policy import policies
@@ -24,6 +23,9 @@ from deqseq.tasks.common.settings import (
     build,
     check_types,
 )
+
+if TYPE_CHECKING:  # transformers, which takes seconds to import
+    from deqseq.causal_lm import ImplicitConfig
 
 Settings = TypeVar("Settings", bound="TwoStageSettings")
 
@@ -100,7 +102,9 @@ class TwoStageSettings:
     def __post_init__(self) -> None:
         check_types(self)
 
-    def _config(self, vocab_size: int, **options: Any) -> ImplicitConfig:
+    def _config(self, vocab_size: int, **options: Any) -> "ImplicitConfig":
+        from deqseq.causal_lm import ImplicitConfig
+
         return ImplicitConfig(
             vocab_size=vocab_size,
             backbone=self._backbone(),

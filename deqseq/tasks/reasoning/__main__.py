@@ -1,4 +1,7 @@
-"""The command line: ``python -m deqseq.tasks.reasoning {data,train,evaluate,solve,demo}``."""
+"""The command line: ``python -m deqseq.tasks.reasoning {data,train,evaluate,solve,demo}``.
+
+The program checks the arguments before it imports transformers, because the import takes seconds.
+"""
 
 import logging
 import sys
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from deqseq.tasks.common import command_line
-from deqseq.tasks.common.models import quiet_transformers, solve_options
 from deqseq.tasks.common.results import ResultFolder, table
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.common.settings import (
@@ -22,14 +24,9 @@ from deqseq.tasks.common.settings import (
 )
 from deqseq.tasks.reasoning import mazes, sudoku
 from deqseq.tasks.reasoning.data import read
-from deqseq.tasks.reasoning.demo import demo
-from deqseq.tasks.reasoning.evaluate import ADAPTIVE, COLUMNS, adaptive, breadths, evaluate, load, residuals
 from deqseq.tasks.reasoning.files import read_csv, write_csv
-from deqseq.tasks.reasoning.plots import plot_accuracy, plot_training
 from deqseq.tasks.reasoning.puzzles import Puzzles, Task
 from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
-from deqseq.tasks.reasoning.solve import solve
-from deqseq.tasks.reasoning.train import train
 from deqseq.tasks.reasoning.verify import verify
 
 _ABOUT = """\
@@ -39,9 +36,8 @@ the solution depends on cells all over the board."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
-    quiet_transformers()
     commands: dict[str, command_line.Command] = {
-        "data": _data, "train": _train, "evaluate": _evaluate, "solve": solve, "demo": demo,
+        "data": _data, "train": _train, "evaluate": _evaluate, "solve": _solve, "demo": _demo,
     }  # fmt: skip
     return command_line.main(
         "python -m deqseq.tasks.reasoning", _ABOUT, commands, arguments,
@@ -72,7 +68,13 @@ def _train(
         save_steps: number of steps between checkpoints; by default a quarter of the steps. The last two are
             kept. A checkpoint has the iterates of all batches: 2 GB with the file sudoku
     """
-    train(build_changed(TrainSettings, read_yaml(run, RUNS), settings), output, save_steps=save_steps)
+    found = build_changed(TrainSettings, read_yaml(run, RUNS), settings)
+    from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.reasoning.plots import plot_training
+    from deqseq.tasks.reasoning.train import train
+
+    quiet_transformers()
+    train(found, output, save_steps=save_steps)
     record = read_record(output)
     plot_training(record["log"], output / "training.png")
     kept = f", weights of step {record['kept_step']}" if "kept_step" in record else ""
@@ -122,6 +124,19 @@ def _evaluate(
         output: folder for results, by default RUN/evaluation
         force: overwrite an existing result that has other settings
     """
+    from deqseq.tasks.common.models import quiet_transformers, solve_options
+    from deqseq.tasks.reasoning.evaluate import (
+        ADAPTIVE,
+        COLUMNS,
+        adaptive,
+        breadths,
+        evaluate,
+        load,
+        residuals,
+    )  # fmt: skip
+    from deqseq.tasks.reasoning.plots import plot_accuracy
+
+    quiet_transformers()
     model, settings = load(run, solver)
     tests = Puzzles(*(column[:count] for column in read(puzzles, settings.task)))
     if tests.questions.shape[1] != settings.size**2:
@@ -147,6 +162,53 @@ def _evaluate(
     last = None if solve is None else (depth[-1], *residuals(model, tests, depth[-1], batch_size))
     plot_accuracy({"explicit" if solve is None else "implicit": found}, folder.figure, last)
     print(f"wrote {folder.json} and {folder.figure}")
+
+
+def _solve(
+    model: Path,
+    puzzle: str,
+    *,
+    output: Path | None = None,
+    starts: PositiveInt = 1,
+    rtol: PositiveFinite | None = None,
+    max_iter: PositiveInt | None = None,
+    solver: str | dict[str, Any] | None = None,
+    figure: Path | None = None,
+) -> None:
+    """Solve a puzzle, the puzzles in a CSV file, or the puzzles in a folder of CSV files.
+
+    The text of a puzzle has the characters of its board in reading order, with or without line breaks.
+    Sudokus have digits, and dots for empty cells. Mazes have # for walls, spaces for free cells, S for the
+    start and G for the goal. The answer to a maze marks the path with o. A CSV file (.csv or .csv.gz) has a
+    column question, as in the data set sapientinc/sudoku-extreme. Other columns are not used.
+
+    For every answer, the command says whether to trust the answer. The search must have converged, and the
+    answer must keep the rules. A Sudoku must keep its clues, and have every digit in every row, column and
+    box. In a maze, the marked cells must be a path from start to goal.
+
+    Args:
+        model: folder of a trained run
+        puzzle: text of a puzzle, or a .csv or .csv.gz file of puzzles, or a folder with .csv or .csv.gz files
+        output: CSV file for the answers; by default they are printed
+        starts: maximum number of random starts; the next start is tried until an answer can be trusted
+        rtol: relative residual of the board at which a search ends; by default as in the run
+        max_iter: maximum number of evaluations per start; by default as in the run
+        solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
+            mapping ("{name: anderson, memory: 1, scope: sequence}")
+        figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
+    """
+    if output is not None and output.suffix.lower() != ".csv":
+        raise ValueError(f"--output must end in .csv, got {output}")
+    if figure is not None and figure.suffix.lower() != ".png":
+        raise ValueError(f"--figure must end in .png, got {figure}")
+    for path in (output, figure, None if figure is None else figure.with_suffix(".gif")):
+        if path is not None:
+            command_line.check_folder(path.parent, path.name)
+    from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.reasoning.solve import solve
+
+    quiet_transformers()
+    solve(model, puzzle, output, figure, solver, starts=starts, rtol=rtol, max_iter=max_iter)
 
 
 def _data(
@@ -238,6 +300,24 @@ def _data(
         write_csv(file, task, part)
         low, high = int(part.ratings.min()), int(part.ratings.max())
         print(f"wrote {len(part.ratings)} {name} rated {low} to {high} to {file}")
+
+
+def _demo(*, task: Task = "maze", output: Path = Path("runs/reason-demo")) -> None:
+    """Train a small implicit model of puzzles and its explicit twin, compare them, and draw a GIF.
+
+    Makes 9 x 9 mazes or 4 x 4 Sudokus, trains for some minutes on two cores, and tests on 1,000 other
+    puzzles. The twin applies the same map only once, and trains for the same number of steps. A second call
+    loads both trained models and only tests them.
+
+    Args:
+        task: maze or sudoku
+        output: folder of the puzzles, runs and figures
+    """
+    from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.reasoning.demo import demo
+
+    quiet_transformers()
+    demo(task, output)
 
 
 if __name__ == "__main__":

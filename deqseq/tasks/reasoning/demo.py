@@ -18,17 +18,8 @@ _PUZZLES, _TESTS = 20_000, 1000
 _DEPTHS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def demo(*, task: Task = "maze", output: Path = Path("runs/reason-demo")) -> None:
-    """Train a small implicit model of puzzles and its explicit twin, compare them, and draw a GIF.
-
-    Makes 9 x 9 mazes or 4 x 4 Sudokus, trains for some minutes on two cores, and tests on 1,000 other
-    puzzles. The twin applies the same map only once, and trains for the same number of steps. A second call
-    loads both trained models and only tests them.
-
-    Args:
-        task: maze or sudoku
-        output: folder of the puzzles, runs and figures
-    """
+def demo(task: Task, output: Path) -> None:
+    """Train an implicit model and its explicit twin on small puzzles, compare them, and draw a GIF."""
     run = f"{task}-small"
     fields = read_yaml(run, RUNS)
     output.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -16,8 +16,10 @@ from deqseq.tasks.common.settings import (
     Seed,
     check_types,
 )
-from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
 from deqseq.tasks.reasoning.puzzles import Task, size_of
+
+if TYPE_CHECKING:  # transformers, which takes seconds to import
+    from deqseq.tasks.reasoning.model import BoardModel
 
 RUNS = Path(__file__).parent / "runs"
 
@@ -122,8 +124,10 @@ class TrainSettings:
         if self.explicit:  # checks the parts that only an implicit model uses
             replace(self, explicit=False)
 
-    def model(self) -> BoardModel:
+    def model(self) -> "BoardModel":
         """A new model with random weights."""
+        from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
+
         policies = [
             {"name": "residual", "rtol": self.tolerance, "max_iter": most, "scope": "sequence"}
             for most in (self.train_max_iter, self.max_iter)

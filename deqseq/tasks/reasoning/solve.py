@@ -14,10 +14,8 @@ from tqdm.auto import tqdm
 
 from deqseq.problem import SolveOptions
 from deqseq.status import Status
-from deqseq.tasks.common.command_line import check_folder
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.models import solve_options
-from deqseq.tasks.common.settings import PositiveFinite, PositiveInt
 from deqseq.tasks.reasoning.evaluate import by_depth, check_starts, compacting, load
 from deqseq.tasks.reasoning.files import BROKEN, open_csv
 from deqseq.tasks.reasoning.model import BoardModel
@@ -56,53 +54,24 @@ class Answer:
 
 
 def solve(
-    model: Path,
-    puzzle: str,
-    *,
-    output: Path | None = None,
-    starts: PositiveInt = 1,
-    rtol: PositiveFinite | None = None,
-    max_iter: PositiveInt | None = None,
-    solver: str | dict[str, Any] | None = None,
-    figure: Path | None = None,
-) -> None:
-    """Solve a puzzle, the puzzles in a CSV file, or the puzzles in a folder of CSV files.
-
-    The text of a puzzle has the characters of its board in reading order, with or without line breaks.
-    Sudokus have digits, and dots for empty cells. Mazes have # for walls, spaces for free cells, S for the
-    start and G for the goal. The answer to a maze marks the path with o. A CSV file (.csv or .csv.gz) has a
-    column question, as in the data set sapientinc/sudoku-extreme. Other columns are not used.
-
-    For every answer, the command says whether to trust the answer. The search must have converged, and the
-    answer must keep the rules. A Sudoku must keep its clues, and have every digit in every row, column and
-    box. In a maze, the marked cells must be a path from start to goal.
+    model: Path, puzzle: str, output: Path | None, figure: Path | None, solver: str | dict[str, Any] | None,
+    **search: Any,
+) -> None:  # fmt: skip
+    """Solve a puzzle or the puzzles in files. Prints the answers, or writes them to the CSV file ``output``.
 
     Args:
-        model: folder of a trained run
-        puzzle: text of a puzzle, or a .csv or .csv.gz file of puzzles, or a folder with .csv or .csv.gz files
-        output: CSV file for the answers; by default they are printed
-        starts: maximum number of random starts; the next start is tried until an answer can be trusted
-        rtol: relative residual of the board at which a search ends; by default as in the run
-        max_iter: maximum number of evaluations per start; by default as in the run
-        solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
-            mapping ("{name: anderson, memory: 1, scope: sequence}")
-        figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
+        figure: PNG file that shows the search for the first puzzle; a GIF is written beside it.
+        search: options of :func:`answer`.
+
+    Raises:
+        ValueError: as in :func:`questions` and :func:`answer`; there is no trained model; ``output`` is one
+            of the files with puzzles.
     """
-    if output is not None and output.suffix.lower() != ".csv":
-        raise ValueError(f"--output must end in .csv, got {output}")
-    if figure is not None and figure.suffix.lower() != ".png":
-        raise ValueError(f"--figure must end in .png, got {figure}")
-    for path in (output, figure, None if figure is None else figure.with_suffix(".gif")):
-        if path is not None:
-            check_folder(path.parent, path.name)
     if output is not None and output.resolve() in [file.resolve() for file in _files(puzzle)]:
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
     network, settings = load(model, solver)
     found = list(questions(puzzle, settings.task, settings.size))
-    answers = answer(
-        network, [question for _, question in found], starts=starts, rtol=rtol, max_iter=max_iter,
-        progress=True,
-    )  # fmt: skip
+    answers = answer(network, [question for _, question in found], progress=True, **search)
     if output is not None:
         _write(output, found, answers, settings.task)
         trusted = sum(a.fault is None for a in answers)

@@ -1,4 +1,7 @@
-"""The command line: ``python -m deqseq.tasks.state_tracking {train,evaluate,study,data,jacobian,demo}``."""
+"""The command line: ``python -m deqseq.tasks.state_tracking {train,evaluate,study,data,jacobian,demo}``.
+
+The program checks the arguments before it imports transformers, because the import takes seconds.
+"""
 
 import logging
 import sys
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from deqseq.tasks.common import command_line
-from deqseq.tasks.common.models import quiet_transformers
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.common.settings import (
     ClosedUnitInterval,
@@ -19,14 +21,8 @@ from deqseq.tasks.common.settings import (
     build_changed,
     read_yaml,
 )
-from deqseq.tasks.state_tracking import jacobian
 from deqseq.tasks.state_tracking.data import algebra_of_csv, generate, read_csv, write_csv
-from deqseq.tasks.state_tracking.demo import demo
-from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, evaluate_fresh, load, save, table
-from deqseq.tasks.state_tracking.plots import plot_by_position, plot_training
 from deqseq.tasks.state_tracking.settings import RUNS, TrainSettings
-from deqseq.tasks.state_tracking.study import conduct
-from deqseq.tasks.state_tracking.train import train
 
 _ABOUT = """\
 State tracking: read elements of a group and predict, after each one, the product so far. This task is called
@@ -39,10 +35,9 @@ of the tokens changes the product."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    quiet_transformers()
     commands: dict[str, command_line.Command] = {
-        "train": _train, "evaluate": _evaluate, "study": conduct, "data": _data, "jacobian": jacobian.check,
-        "demo": demo,
+        "train": _train, "evaluate": _evaluate, "study": _study, "data": _data, "jacobian": _jacobian,
+        "demo": _demo,
     }  # fmt: skip
     return command_line.main(
         "python -m deqseq.tasks.state_tracking", _ABOUT, commands, arguments,
@@ -75,7 +70,13 @@ def _train(
     if run is None and settings.get("group") == "S5":
         run = "s5-small"
     defaults = {} if run is None else read_yaml(run, RUNS)
-    train(build_changed(TrainSettings, defaults, settings), output, save_steps=save_steps)
+    found = build_changed(TrainSettings, defaults, settings)
+    from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.state_tracking.plots import plot_training
+    from deqseq.tasks.state_tracking.train import train
+
+    quiet_transformers()
+    train(found, output, save_steps=save_steps)
     record = read_record(output)
     plot_training(record["log"], output / "training.png")
     print(f"trained in {record['seconds']:.0f} s; model, log and figure in {output}")
@@ -117,6 +118,11 @@ def _evaluate(
         csv: CSV file to test on instead of new sequences
         output: folder for results, by default RUN/evaluation. Earlier results in the folder are overwritten
     """
+    from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, evaluate_fresh, load, save, table
+    from deqseq.tasks.state_tracking.plots import plot_by_position
+
+    quiet_transformers()
     folder = output or run / "evaluation"
     model, settings = load(run)
     command_line.check_folder(folder, "evaluation.json", "by_position.png")
@@ -146,6 +152,29 @@ def _evaluate(
     print(table(rows))
     plot_by_position(rows, folder / "by_position.png", settings.algebra.chance, settings.length)
     print(f"wrote {folder / 'evaluation.json'} and {folder / 'by_position.png'}")
+
+
+def _study(
+    study: str, *, output: Path, variants: list[str] | None = None, seeds: list[int] | None = None
+) -> None:
+    """Train variants of a run with several seeds, test them and compare the results.
+
+    To resume after an interruption, run the same command again. Finished parts are not repeated.
+
+    Args:
+        study: YAML file, or the name of a shipped study: a5xm, s5, s5xm, iterations,
+            words, forms
+        output: folder of the study
+        variants: train and test only these variants; by default all. The results of other variants are shown
+            if they are finished
+        seeds: train and test only these seeds; by default all. The results of other seeds are shown if they
+            are finished
+    """
+    from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.state_tracking.study import conduct
+
+    quiet_transformers()
+    conduct(study, output, variants, seeds)
 
 
 def _data(
@@ -181,6 +210,54 @@ def _data(
     fresh = generate(group, sequences=sequences, length=length, identity_probability=p, seed=seed)
     write_csv(file, *fresh, seed)
     print(f"wrote {sequences} sequences of {length} to {file}")
+
+
+def _jacobian(
+    runs: list[Path] = [],  # noqa: B006
+    *,
+    length: PositiveInt = 8,
+    seed: NonNegativeInt = 0,
+    output: Path = Path("runs/jacobian"),
+) -> None:
+    """Check Theorem 1 of the paper numerically.
+
+    The theorem says that an implicit layer mixes the entries of its state. This command checks an explicit
+    and an implicit layer with random weights, and the trained layers of finished runs. It computes the
+    Jacobian of the state from one token to the next in two ways: by the theorem's formula, and by finite
+    differences through the solver. It fails if the two Jacobians differ by more than 1e-6, relative to the
+    largest entry.
+
+    Args:
+        runs: folders of finished runs to check; each model must have one Mamba2 block
+        length: tokens of the sequence
+        seed: seed of weights and inputs
+        output: folder for results
+    """
+    from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.state_tracking.jacobian import check
+
+    quiet_transformers()
+    check(runs, length, seed, output)
+
+
+def _demo(*, output: Path = Path("runs/demo"), seeds: list[int] = [1]) -> None:  # noqa: B006
+    """Train an implicit Mamba2 and two models that apply its blocks once on the group A5, and compare them.
+
+    The injected model is the control: it evaluates the map of the implicit model once. It has as many
+    parameters, and its input goes into every block too. The explicit model is an ordinary Mamba2.
+
+    Trains on sequences of up to 16 tokens and tests on 16 and 64 tokens. This takes a few minutes on two
+    cores. A second call does not train again; it only tests.
+
+    Args:
+        output: folder of the runs
+        seeds: seeds of weights and data; each seed trains the three models
+    """
+    from deqseq.tasks.common.models import quiet_transformers
+    from deqseq.tasks.state_tracking.demo import demo
+
+    quiet_transformers()
+    demo(output, seeds)
 
 
 if __name__ == "__main__":

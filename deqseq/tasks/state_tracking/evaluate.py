@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.checks import check_count
 from deqseq.statistics import SolveStatistics
 from deqseq.tasks.common import results
@@ -22,7 +21,7 @@ from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.common.runs import check_model
 from deqseq.tasks.common.two_stages import load_settings
 from deqseq.tasks.state_tracking.data import WordProblems, generate
-from deqseq.tasks.state_tracking.settings import BASELINES, Model, TrainSettings
+from deqseq.tasks.state_tracking.settings import Model, TrainSettings
 
 
 @dataclass
@@ -71,7 +70,8 @@ def load(path: str | Path) -> tuple[Model, TrainSettings]:
     """
     settings, _ = load_settings(TrainSettings, path)
     check_model(path)
-    kind: Any = BASELINES[settings.baseline] if settings.baseline else ImplicitForCausalLM
+    with torch.device("meta"):
+        kind: Any = type(settings.model())
     try:
         model = kind.from_pretrained(path)
     except Exception as error:  # transformers and safetensors raise many classes of errors

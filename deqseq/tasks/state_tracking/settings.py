@@ -2,20 +2,23 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from deqseq.causal_lm import ImplicitForCausalLM
 from deqseq.curriculum import Curriculum
 from deqseq.tasks.common.settings import ClosedUnitInterval, PositiveFinite, PositiveInt
 from deqseq.tasks.common.two_stages import TwoStageSettings
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra
-from deqseq.tasks.state_tracking.linear_rnn import LinearRNN, LinearRNNConfig
-from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig
+
+if TYPE_CHECKING:  # transformers, which takes seconds to import
+    from deqseq.causal_lm import ImplicitForCausalLM
+    from deqseq.tasks.state_tracking.linear_rnn import LinearRNN
+    from deqseq.tasks.state_tracking.lstm import LSTM
 
 RUNS = Path(__file__).parent / "runs"
-Model = ImplicitForCausalLM | LSTM | LinearRNN
-BASELINES = {"lstm": LSTM, "deltaproduct": LinearRNN, "rwkv7": LinearRNN}
+Model: TypeAlias = "ImplicitForCausalLM | LSTM | LinearRNN"
+BASELINES = ("lstm", "deltaproduct", "rwkv7")
 """The explicit baselines by name. They are not backbones, but the setting ``backbone`` takes their names."""
 
 
@@ -111,7 +114,7 @@ class TrainSettings(TwoStageSettings):
 
     @property
     def baseline(self) -> str | None:
-        """The name of the baseline, a key of ``BASELINES``; ``None`` if the model has a backbone."""
+        """The name of the baseline, one of ``BASELINES``; ``None`` if the model has a backbone."""
         name = self.backbone.get("name") if isinstance(self.backbone, dict) else self.backbone
         return name if name in BASELINES else None
 
@@ -122,6 +125,10 @@ class TrainSettings(TwoStageSettings):
 
     def model(self) -> Model:
         """A new model with random weights."""
+        from deqseq.causal_lm import ImplicitForCausalLM
+        from deqseq.tasks.state_tracking.linear_rnn import LinearRNN, LinearRNNConfig
+        from deqseq.tasks.state_tracking.lstm import LSTM, LSTMConfig
+
         if not self.baseline:
             return ImplicitForCausalLM(self._config(len(self.algebra), window=self.train_window))
         options = {} if isinstance(self.backbone, str) else {**self.backbone}

@@ -158,20 +158,11 @@ class Result:
 
 
 def conduct(
-    study: str, *, output: Path, variants: list[str] | None = None, seeds: list[int] | None = None
+    study: str, output: Path, variants: list[str] | None = None, seeds: list[int] | None = None
 ) -> list[Result]:
     """Train variants of a run with several seeds, test them and compare the results.
 
-    To resume after an interruption, run the same command again. Finished parts are not repeated.
-
-    Args:
-        study: YAML file, or the name of a shipped study: a5xm, s5, s5xm, iterations,
-            words, forms
-        output: folder of the study
-        variants: train and test only these variants; by default all. The results of other variants are shown
-            if they are finished
-        seeds: train and test only these seeds; by default all. The results of other seeds are shown if they
-            are finished
+    Finished parts in the folder ``output`` are not repeated. By default, all variants and seeds are trained.
 
     Raises:
         ValueError: the study cannot be loaded, a variant or seed is unknown, or ``output`` holds runs with

@@ -52,8 +52,8 @@ def solve_starts(
         solve: solve options; by default ``layer.eval_solve``.
 
     Returns:
-        One output per start, of the same form as the output of ``layer(x)``. ``solution.nfe`` counts the
-        evaluations of all batches that contained sequences of this start.
+        One output per start, like the output of ``layer(x)``. ``solution.nfe`` counts the evaluations of all
+        batches that contained sequences of this start.
 
     Raises:
         ValueError: the layer is in training mode; there are several starts, and the guess does not vary;

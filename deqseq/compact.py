@@ -86,7 +86,7 @@ def _part(problem: Problem, carry: Carry, rows: Tensor) -> tuple[Problem, Carry]
     length, lengths = problem.z0.shape[1], None
     if problem.lengths is not None:
         lengths = problem.lengths[rows]
-        # The context of a map that is not causal may have tensors of another form than (B, L, ...).
+        # The context of a map that is not causal may have tensors of another shape than (B, L, ...).
         length = int(lengths.max()) if problem.causal else length
 
     def part(value: Any) -> Any:

@@ -112,7 +112,7 @@ def _without(context: Context, tokens: Tensor) -> Context:
     """The context with zeros where ``tokens`` (B, L) is true."""
 
     def zeroed(t: Tensor) -> Tensor:
-        # The context of a map that is not causal may have tensors of another form than (B, L, ...).
+        # The context of a map that is not causal may have tensors of another shape than (B, L, ...).
         if not t.is_floating_point() or t.shape[:2] != tokens.shape:
             return t
         return t.masked_fill(tokens.view(*tokens.shape, *[1] * (t.dim() - 2)), 0)

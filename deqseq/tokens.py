@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
         return self._replace(residual=residual, settled=settled, status=status, frozen=frozen)
 
     def progress(self, policy: ConvergencePolicy) -> Progress:
-        """The progress of the tokens, in the form that :meth:`Solver.step` takes."""
+        """The progress of the tokens, as :meth:`Solver.step` takes it."""
         residual = None if isinstance(policy, FixedIterations) else self.residual
         return Progress(residual, self.active, self.iterations, self.settled, policy.max_iter)
 

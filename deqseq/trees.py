@@ -67,15 +67,15 @@ class Copier:
             # Offsets in the buffer are multiples of 64 elements, because kernels need aligned tensors.
             starts = accumulate((-(-originals[i].numel() // 64) * 64 for i in group), initial=0)
             shapes = [originals[i].shape for i in group]
-            forms = [(shape, torch.empty(shape, device="meta").stride()) for shape in shapes]
-            self._groups.append((group, forms, list(starts)))
+            layouts = [(shape, torch.empty(shape, device="meta").stride()) for shape in shapes]
+            self._groups.append((group, layouts, list(starts)))
 
     def copy(self) -> list[Tensor]:
         """Contiguous copies, in the order of the originals. Copies of the same dtype share one buffer."""
         copies = list(self.originals)
-        for group, forms, starts in self._groups:
+        for group, layouts, starts in self._groups:
             flat = copies[group[0]].new_empty(starts[-1])
-            for i, (shape, strides), start in zip(group, forms, starts, strict=False):
+            for i, (shape, strides), start in zip(group, layouts, starts, strict=False):
                 copies[i] = flat.as_strided(shape, strides, start)
         self._copy(copies, self.originals)
         return copies

@@ -54,11 +54,11 @@ class StackTrace(NamedTuple):
     """The data from which a stack's ``advance`` computes the next state.
 
     Attributes:
-        form: name of the kernels that ``advance`` uses.
+        implementation: that of ``advance``, a name in :mod:`deqseq.kernels`.
         blocks: the trace of every block.
     """
 
-    form: str
+    implementation: str
     blocks: list[Any]
 
 
@@ -94,8 +94,9 @@ class Block(nn.Module):
         return (first.weight, first.eps), None if second is None else (second.weight, second.eps)
 
     def by_parts(
-        self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], form: str, *inputs: Any
-    ) -> tuple[Tensor, Tensor | None, Any]:
+        self, stream: Tensor, added: Tensor | None, weights: tuple[Any, Any], implementation: str,
+        *inputs: Any,
+    ) -> tuple[Tensor, Tensor | None, Any]:  # fmt: skip
         """Compute the block with several kernels, one for each operation.
 
         Args:
@@ -110,15 +111,15 @@ class Block(nn.Module):
         """
         if self.post_norm:
             added, trace = self.mixer(linear_input(stream), weights[0], *inputs)
-            stream = add_norm(stream, added, active_norm(self.norm), form, last=True)[1]
+            stream = add_norm(stream, added, active_norm(self.norm), implementation, last=True)[1]
             if self.norm2 is not None:
                 added = self.mlp(linear_input(stream), weights[1])
-                stream = add_norm(stream, added, active_norm(self.norm2), form, last=True)[1]
+                stream = add_norm(stream, added, active_norm(self.norm2), implementation, last=True)[1]
             return stream, None, trace
-        stream, u = add_norm(stream, added, active_norm(self.norm), form)
+        stream, u = add_norm(stream, added, active_norm(self.norm), implementation)
         added, trace = self.mixer(u, weights[0], *inputs)
         if self.norm2 is not None:
-            stream, u = add_norm(stream, added, active_norm(self.norm2), form)
+            stream, u = add_norm(stream, added, active_norm(self.norm2), implementation)
             added = self.mlp(u, weights[1])
         return stream, added, trace
 

@@ -281,5 +281,5 @@ class LlamaBackbone(Stack):
         return State(state.seen - gone, layers)
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
-        layers = advance.keys_values(state.layers, trace.blocks, state.seen, count, trace.form)
+        layers = advance.keys_values(state.layers, trace.blocks, state.seen, count, trace.implementation)
         return State(state.seen + count, layers)

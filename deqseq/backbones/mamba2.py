@@ -57,9 +57,9 @@ class Mamba2Mixer(LinearMaps):
         )
 
     def forward(
-        self, u: Tensor, weights: MixerWeights, injection: Tensor | None, state: Any, form: str
+        self, u: Tensor, weights: MixerWeights, injection: Tensor | None, state: Any, implementation: str
     ) -> tuple[Tensor, LayerTrace | None]:
-        return mix(u, weights, injection, state, self.sizes, form)
+        return mix(u, weights, injection, state, self.sizes, implementation)
 
 
 class Mamba2Block(Block):
@@ -152,5 +152,5 @@ class Mamba2Backbone(Stack):
         return x.new_zeros(1, 1, self.d_model)
 
     def advance(self, trace: Trace, state: State, count: Tensor) -> State:
-        layers = advance.recurrent(state.layers, trace.blocks, count, trace.form)
+        layers = advance.recurrent(state.layers, trace.blocks, count, trace.implementation)
         return State(state.seen + count, layers)

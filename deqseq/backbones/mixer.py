@@ -21,7 +21,7 @@ from deqseq.ops.one_token import ValueGateWeights
 class ChannelMixer(SwiGLU):
     """A SwiGLU over the channels of each token. It computes value and gate with one matrix product."""
 
-    forward = ValueGateMLP.forward  # type: ignore[assignment]  # both have the same form of weights
+    forward = ValueGateMLP.forward  # type: ignore[assignment]  # both have the same kind of weights
 
     def weights(self, x: Tensor) -> ValueGateWeights:  # type: ignore[override]
         found = super().weights(x)

@@ -23,7 +23,7 @@ class ImplicitPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     # Keep each layer on one device. accelerate moves weights between devices only when a module's forward is
     # called, but backbones read weights without calling forward.
-    _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - transformers' form
+    _no_split_modules = ["ImplicitSequenceLayer", "ExplicitSequenceLayer"]  # noqa: RUF012 - as in transformers
 
     def _init_weights(self, module: nn.Module) -> None:
         # Initialise only embeddings and output layers. Backbones are initialised when they are built.

@@ -1,13 +1,13 @@
 """Operations of the backbones and the loop, one folder each.
 
-Each folder's ``__init__.py`` has the function to call. The function has several implementations (forms):
+Each folder's ``__init__.py`` has the function to call. The function has several implementations:
 
-- The plain form uses only PyTorch and runs on every device. It is in the folder's ``__init__.py`` or
-  ``naive.py``. Tests compare all other forms with the plain form. Only ``one_token`` has no plain form.
-- Fast forms are in ``triton.py`` (our own kernels) and in files named after the package that they call, such
+- The plain one uses only PyTorch and runs on every device. It is in the folder's ``__init__.py`` or
+  ``naive.py``. Tests compare all others with it. Only ``one_token`` has no plain implementation.
+- Fast ones are in ``triton.py`` (our own kernels) and in files named after the package that they call, such
   as ``fla.py``.
 
-:mod:`deqseq.kernels` selects the form.
+:mod:`deqseq.kernels` selects the implementation.
 
 =================  ======================================================================
 ``add_norm``       residual addition and RMSNorm

@@ -307,8 +307,8 @@ def test_add_norm(shape: tuple[int, ...], with_added: bool) -> None:
 
     def run() -> list[Tensor]:
         inputs = [stream.clone().requires_grad_(), added.clone().requires_grad_()]
-        form = kernels.choose(stream).others
-        total, normed = add_norm(inputs[0], inputs[1] if with_added else None, norm, form)
+        implementation = kernels.choose(stream).others
+        total, normed = add_norm(inputs[0], inputs[1] if with_added else None, norm, implementation)
         wanted = [*inputs[: 1 + with_added], norm.weight]
         return [total, normed, *torch.autograd.grad((total * left + normed * right).sum(), wanted)]
 

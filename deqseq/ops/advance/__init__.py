@@ -19,7 +19,7 @@ MOST_TOKENS = 64
 matrix products are faster."""
 
 
-def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form: str) -> Layers:
+def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, implementation: str) -> Layers:
     """The layers' states after the first ``count`` (B,) tokens.
 
     Args:
@@ -27,7 +27,7 @@ def recurrent(layers: Layers, traces: Sequence[LayerTrace], count: Tensor, form:
             (B, H, P, N). The function may overwrite these tensors.
         traces: per layer, the trace of the evaluation.
     """
-    if _by_triton(traces[0].x.shape[1], form):
+    if _by_triton(traces[0].x.shape[1], implementation):
         from deqseq.ops.advance.triton import recurrent_
 
         for (tail, ssm), trace in zip(layers, traces, strict=True):
@@ -51,7 +51,7 @@ def _recurrent(layer: tuple[Tensor, ...], trace: LayerTrace, count: Tensor) -> t
 
 
 def keys_values(
-    layers: Layers, traces: Sequence[tuple[Tensor, Tensor]], seen: Tensor, count: Tensor, form: str
+    layers: Layers, traces: Sequence[tuple[Tensor, Tensor]], seen: Tensor, count: Tensor, implementation: str
 ) -> Layers:
     """Write keys and values of the first ``count`` (B,) tokens into the slots from number ``seen`` (B,) on.
 
@@ -62,7 +62,7 @@ def keys_values(
         traces: per layer, keys and values (B, J, W, P) of the evaluation.
     """
     tokens = traces[0][0].shape[2]
-    if _by_triton(tokens, form):
+    if _by_triton(tokens, implementation):
         from deqseq.ops.advance.triton import append_
 
         for (keys, values), (k, v) in zip(layers, traces, strict=True):
@@ -79,5 +79,5 @@ def keys_values(
     return tuple(tuple(map(written, kept, new)) for kept, new in zip(layers, traces, strict=True))
 
 
-def _by_triton(tokens: int, form: str) -> bool:
-    return form == "triton" and tokens <= MOST_TOKENS and not torch.is_grad_enabled()
+def _by_triton(tokens: int, implementation: str) -> bool:
+    return implementation == "triton" and tokens <= MOST_TOKENS and not torch.is_grad_enabled()

@@ -13,7 +13,7 @@ from deqseq.ops.mixer.naive import LayerTrace, MixerSizes, MixerWeights
 
 def mix(
     u: Tensor, weights: MixerWeights, injection: Tensor | None, state: tuple[Tensor, ...] | None,
-    sizes: MixerSizes, form: str,
+    sizes: MixerSizes, implementation: str,
 ) -> tuple[Tensor, LayerTrace | None]:  # fmt: skip
     """The mixer's output (B, W, D) and the trace, the values for a later update of ``state``.
 
@@ -25,11 +25,13 @@ def mix(
         injection: (B, W, 2 E + 2 G N + H) added to the projection of ``u``.
         state: the state before the first token, in two tensors: the last K-1 inputs of the convolution
             (B, K-1, E + 2 G N), and the SSM state (B, H, P, N). ``None``: both are zero.
-        form: name of the implementation. With more than four taps, "triton" uses plain PyTorch instead.
+        implementation: a name in :mod:`deqseq.kernels`. With more than four taps, ``"triton"`` uses plain
+            PyTorch instead.
     """
-    if form == "triton" and weights.conv.shape[1] <= 4:
+    if implementation == "triton" and weights.conv.shape[1] <= 4:
         from deqseq.ops.mixer.triton import mix as fused
 
         return fused(u, injection, weights, state, sizes)
-    parts = naive if form in ("torch", "triton") else import_module(f"deqseq.ops.mixer.{form}")
+    ours = implementation in ("torch", "triton")
+    parts = naive if ours else import_module(f"deqseq.ops.mixer.{implementation}")
     return naive.mix(u, weights, injection, state, sizes, parts.convolve, parts.recur)

@@ -1,7 +1,7 @@
 """Blocks for decoding: one call computes a whole block for one token per sequence.
 
-:mod:`deqseq.ops.one_token.triton` has the Triton kernels. This package has no form in plain PyTorch. The
-blocks in :mod:`deqseq.backbones` compute the same results with separate operations.
+:mod:`deqseq.ops.one_token.triton` has the Triton kernels. This package has no implementation in plain
+PyTorch. The blocks in :mod:`deqseq.backbones` compute the same results with separate operations.
 
 Shapes: B sequences, W tokens, D width; H query heads, J key/value heads, P head dim.
 """

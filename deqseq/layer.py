@@ -161,12 +161,8 @@ class ImplicitSequenceLayer(SequenceLayer):
         parts = zip(solvers.pair(solver), policies.pair(convergence), guesses.pair(guess), strict=True)
         self.train_solve, self.eval_solve = (SolveOptions(s, p, window, g) for s, p, g in parts)
         self.gradient = gradients.create(gradient)
-        if causal is not None:
-            check_flag("causal", causal)
         check_flag("compact", compact)
         check_instance("group", group, dist.ProcessGroup | None, "a process group")
-        if causal and not self.backbone.causal:
-            raise ValueError(f"causal=True needs a causal backbone, got {type(self.backbone).__name__}")
         self.causal = self.backbone.causal if causal is None else causal
         self.compact = compact
         self.group = group
@@ -175,8 +171,8 @@ class ImplicitSequenceLayer(SequenceLayer):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. If the value is solve options, also register the modules of the guesses.
 
-        ``gradient`` may be given by its name, as in the constructor. Raises ``AttributeError`` for the parts
-        that belong to the solve options.
+        ``gradient`` may be given by its name, as in the constructor. ``backbone`` must have the ``causal`` of
+        the old backbone. Raises ``AttributeError`` for the parts that belong to the solve options.
         """
         if name in ("solver", "convergence", "window", "guess"):
             raise AttributeError(
@@ -185,6 +181,10 @@ class ImplicitSequenceLayer(SequenceLayer):
             )
         if name == "gradient":
             value = gradients.create(value)
+        elif name == "causal":
+            check_flag(name, value)
+            if value and not self.backbone.causal:
+                raise ValueError(f"causal=True needs a causal backbone, got {type(self.backbone).__name__}")
         super().__setattr__(name, value)
         if isinstance(value, SolveOptions):
             options = (vars(self).get("train_solve"), vars(self).get("eval_solve"))
@@ -197,6 +197,12 @@ class ImplicitSequenceLayer(SequenceLayer):
         backbone = super()._checked_backbone(value)
         if not backbone.injects:
             raise ValueError("an implicit layer needs a backbone that injects x, got injection=False")
+        before = self._modules.get("backbone")
+        if before is not None and before.causal != backbone.causal:
+            raise ValueError(
+                f"a layer's new backbone must have causal={before.causal}, as its old backbone, "
+                f"got causal={backbone.causal}: make a new layer"
+            )
         return backbone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitSequenceLayer:

@@ -263,3 +263,20 @@ def test_what_needs_a_causal_map_is_refused() -> None:
         with pytest.raises(ValueError, match="needs a causal backbone"):
             ImplicitForCausalLM(ImplicitConfig(vocab_size=9, backbone=shape, causal=causal))
     assert layer(Mamba2Backbone(d_model=D, n_layer=1, headdim=8)).causal and not solve.causal
+
+
+def test_a_replaced_backbone_and_a_new_causal_agree() -> None:
+    """The flag ``causal`` of a layer depends on its backbone."""
+    for before, after in ((True, False), (False, True)):
+        solve, other = layer(llama(causal=before)), llama(causal=after)
+        with pytest.raises(ValueError, match=f"must have causal={before}, as its old.*got causal={after}"):
+            solve.backbone = other
+        solve.backbone = llama(causal=before)
+        assert solve.causal is before is solve.backbone.causal
+    with pytest.raises(ValueError, match="causal must be true or false, got None"):
+        solve.causal = None
+    with pytest.raises(ValueError, match="causal=True needs a causal backbone, got LlamaBackbone"):
+        solve.causal = True
+    freed = layer(llama(causal=True))
+    freed.causal = False
+    assert not freed.causal

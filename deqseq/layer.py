@@ -161,7 +161,6 @@ class ImplicitSequenceLayer(SequenceLayer):
         parts = zip(solvers.pair(solver), policies.pair(convergence), guesses.pair(guess), strict=True)
         self.train_solve, self.eval_solve = (SolveOptions(s, p, window, g) for s, p, g in parts)
         self.gradient = gradients.create(gradient)
-        check_flag("compact", compact)
         check_instance("group", group, dist.ProcessGroup | None, "a process group")
         self.causal = self.backbone.causal if causal is None else causal
         self.compact = compact
@@ -172,7 +171,11 @@ class ImplicitSequenceLayer(SequenceLayer):
         """Set an attribute. If the value is solve options, also register the modules of the guesses.
 
         ``gradient`` may be given by its name, as in the constructor. ``backbone`` must have the ``causal`` of
-        the old backbone. Raises ``AttributeError`` for the parts that belong to the solve options.
+        the old backbone.
+
+        Raises:
+            ValueError: the value is none for this attribute.
+            AttributeError: the attribute is a part that belongs to the solve options.
         """
         if name in ("solver", "convergence", "window", "guess"):
             raise AttributeError(
@@ -181,10 +184,12 @@ class ImplicitSequenceLayer(SequenceLayer):
             )
         if name == "gradient":
             value = gradients.create(value)
-        elif name == "causal":
+        elif name in ("train_solve", "eval_solve"):
+            check_instance(name, value, SolveOptions, "SolveOptions")
+        elif name in ("causal", "compact"):
             check_flag(name, value)
-            if value and not self.backbone.causal:
-                raise ValueError(f"causal=True needs a causal backbone, got {type(self.backbone).__name__}")
+        if name == "causal" and value and not self.backbone.causal:
+            raise ValueError(f"causal=True needs a causal backbone, got {type(self.backbone).__name__}")
         super().__setattr__(name, value)
         if isinstance(value, SolveOptions):
             options = (vars(self).get("train_solve"), vars(self).get("eval_solve"))

@@ -196,7 +196,25 @@ CALLS: list[Case] = [
     ("solve is a mapping", call(solve={"window": 2}, window=3), "solve must be SolveOptions, got {'window'"),
 ]
 
+
+def assigned(name: str, value: object) -> Callable[[], object]:
+    return lambda: setattr(ImplicitSequenceLayer(LLAMA), name, value)
+
+
 LAYERS: list[Case] = [
+    ("train_solve becomes None", assigned("train_solve", None), "train_solve must be SolveOptions, got None"),
+    (
+        "eval_solve becomes a name",
+        assigned("eval_solve", "anderson"),
+        "eval_solve must be SolveOptions, got 'and",
+    ),
+    (
+        "eval_solve becomes a pair",
+        assigned("eval_solve", (FEW, FEW)),
+        "eval_solve must be SolveOptions, got ",
+    ),
+    ("compact becomes a name", assigned("compact", "no"), "compact must be true or false, got 'no'"),
+    ("gradient becomes None", assigned("gradient", None), "gradient strategy must be .*got None"),
     ("causal is a string", built(causal="no"), "causal must be true or false, got 'no'"),
     ("causal is a number", built(causal=0), "causal must be true or false, got 0"),
     ("compact is a number", built(compact=3), "compact must be true or false, got 3"),

@@ -464,6 +464,11 @@ PARTS: list[Case] = [
     ),
     *counts("Recursion.updates", lambda updates: RecursionBackbone(mixer(injection=False), updates=updates)),
     ("ModuleBackbone(None)", lambda: ModuleBackbone(None), "module must be a module, got None"),
+    (
+        "ModuleBackbone of a backbone",
+        lambda: ModuleBackbone(llama()),
+        "LlamaBackbone is a backbone already: use it without ModuleBackbone",
+    ),
     ("ModuleBackbone of a name", lambda: ModuleBackbone("tanh"), "module must be a module, got 'tanh'"),
     *[
         case

@@ -24,6 +24,9 @@ class ModuleBackbone(Backbone):
             to z. Default: identity.
         d_model: required width D of the inputs; by default any width is accepted.
         causal: false if the module uses later tokens. All sequences in a call must then be equally long.
+
+    Raises:
+        ValueError: ``module`` is a backbone, or no module; another argument has a wrong type or value.
     """
 
     rewinds = True
@@ -34,6 +37,8 @@ class ModuleBackbone(Backbone):
     ) -> None:  # fmt: skip
         super().__init__()
         check_instance("module", module, nn.Module, "a module")
+        if isinstance(module, Backbone):
+            raise ValueError(f"{type(module).__name__} is a backbone already: use it without ModuleBackbone")
         check_instance("injection", injection, nn.Module | None, "a module, or None for the identity")
         if d_model is not None:
             check_sizes(d_model=d_model)

@@ -69,13 +69,20 @@ def _pretrain(
         run: run file, name of a shipped run file, or the command 'demo' or 'compare'
         output: folder of the run; runs/RUN by default
         dry_run: do not train; print the run's costs (FLOPs, memory) and draw its schedule. If the data, the
-            model to start from or the tracker are missing, end with the error of a real run; --data null
-            plans without them
+            model to start from or the tracker are missing, end with the error of a real run and draw nothing;
+            --data null plans without them
         plot: PNG file to which a dry run draws the schedule; beside the output folder by default
         processes: number of processes that a dry run assumes
     """
     if plot is not None:
         command_line.check_png("--plot", plot)
+    if not dry_run and plot is not None:
+        raise ValueError("--plot is for a dry run only: also give --dry-run")
+    if not dry_run and processes != 1:
+        raise ValueError(
+            "--processes is for a dry run only: also give --dry-run, or start several processes with "
+            "accelerate launch --num_processes"
+        )
     # Import these modules late, so that wrong arguments are reported at once. The imports take seconds.
     from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.common.seals import checkpoints
@@ -89,16 +96,16 @@ def _pretrain(
     output = output or Path("runs") / Path(run).name.removesuffix(".yaml").removesuffix(".yml")
     if dry_run:
         print(describe(found, processes))
-        named = output if output.name else output.resolve()  # Path(".") has no name
-        plot = plot or named.with_name(f"{named.name}-schedule.png")
-        if plot_schedule(found, plot):
-            print(f"drew the schedule in {plot}")
-        # Raise the error that would end a real run.
+        # Raise the error that would end a real run, before anything is written.
         if isinstance(found.data, str):
             held_out_rows(found)
         if found.data is not None:
             data = open_data(found) if isinstance(found.data, str) else None
             check_start(found, next(iter(checkpoints(output)), None), data)
+        named = output if output.name else output.resolve()  # Path(".") has no name
+        plot = plot or named.with_name(f"{named.name}-schedule.png")
+        if plot_schedule(found, plot):
+            print(f"drew the schedule in {plot}")
         return
     with logging_redirect_tqdm():  # print log lines above the progress bars
         model = pretrain(found, output)

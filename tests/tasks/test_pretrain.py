@@ -358,24 +358,26 @@ def test_dry_run_ends_with_the_error_of_a_real_run_if_the_data_are_not_ready(
     tmp_path: Path, token_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = ["--output", str(tmp_path / "run")]
+    ready = ["llama-tiny", *output, *flags(("data", str(token_folder))), "--dry-run"]
+    plot = ["--plot", str(tmp_path / "new" / "schedule.png")]
     unready = {
         "no token shards": [("data", str(tmp_path))],
         "allow --passes": [("data", str(token_folder)), ("passes", "0.1")],
         "257 tokens, the model 200": [("data", str(token_folder)), ("model.vocab_size", "200")],
     }
     for message, given in unready.items():
-        assert main(["llama-tiny", *output, *flags(*given), "--dry-run"]) == 2
+        assert main(["llama-tiny", *output, *flags(*given), "--dry-run", *plot]) == 2
         planned = capsys.readouterr()
         assert "NOT READY" in planned.out and "FLOPs" in planned.out and message in planned.err
         assert main(["llama-tiny", *output, *flags(*given)]) == 2
         assert capsys.readouterr().err == planned.err and planned.err.count("\n") == 1
-    ready = ["llama-tiny", *output, *flags(("data", str(token_folder))), "--dry-run"]
     for message, given in {
         "no model to start from in nowhere": ["--start_from", "nowhere"],
         "), got 'nobody'": ["--report_to", "nobody"],
     }.items():
-        assert main([*ready, *given]) == 2 and message in capsys.readouterr().err
+        assert main([*ready, *given, *plot]) == 2 and message in capsys.readouterr().err
         assert main([*ready[:-1], *given]) == 2 and message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
     assert main(ready) == 0 and "NOT READY" not in capsys.readouterr().out
 
 
@@ -772,6 +774,8 @@ def test_advice_is_given_once_and_only_where_it_is_due() -> None:
         (["llama-tiny", "--stages.0.untl", "1"], "did you mean stages.0.until"),
         (["llama-tiny", "--data", "/nowhere"], "/nowhere"),
         (["llama-tiny", "--model.vocab_size", "x"], "vocab_size"),
+        (["llama-tiny", "--plot", "new/schedule.png"], "--plot is for a dry run only: also give --dry-run"),
+        (["llama-tiny", "--processes", "2"], "--processes is for a dry run only: also give --dry-run, or "),
         (["llama-tiny", "--dry-run", "--processes", "0"], "processes must be a whole number >= 1"),
     ],
 )

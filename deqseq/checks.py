@@ -13,6 +13,9 @@ Scope = Literal["token", "sequence"]
 MOST_STEPS = 4096
 """The largest number of past steps that a solver may store. More steps would fill the machine's memory."""
 
+LEAST_TEMPERATURE = 1e-30
+"""The lowest temperature for sampling. Logits divided by lower temperatures may overflow to infinity."""
+
 
 def shown(value: object) -> str:
     """The text for a value in an error message: its ``repr`` in one line, shortened to 80 characters."""

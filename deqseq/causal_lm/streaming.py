@@ -24,7 +24,15 @@ from deqseq.causal_lm.cache import EquilibriumCache
 from deqseq.causal_lm.decoding import Decoder, check_model, choose_ids
 from deqseq.causal_lm.modeling import ImplicitForCausalLM
 from deqseq.causal_lm.support import unsupported
-from deqseq.checks import check_count, check_flag, check_instance, check_positive, check_share, check_tensor
+from deqseq.checks import (
+    LEAST_TEMPERATURE,
+    check_count,
+    check_flag,
+    check_instance,
+    check_positive,
+    check_share,
+    check_tensor,
+)
 from deqseq.problem import SolveOptions
 
 
@@ -60,8 +68,8 @@ def stream(
         attention_mask: (B, L), 1 or true for real tokens, 0 or false for padding at any place.
         do_sample: if true, sample. If false, take the likeliest token.
         temperature, top_k, top_p: change the distribution, in this order, as in ``generate``: divide the
-            logits by the temperature; keep the k likeliest tokens; keep the likeliest tokens whose
-            probabilities add up to p. By default, all tokens are kept. For sampling only.
+            logits by the temperature, at least 1e-30; keep the k likeliest tokens; keep the likeliest tokens
+            whose probabilities add up to p. By default, all tokens are kept. For sampling only.
         eos_token_id: id, or ids, that end a sequence; by default those of ``model.generation_config``. With
             ``()``, no id ends a sequence.
         pad_token_id: id of the tokens of a sequence that has ended. By default, that of
@@ -92,6 +100,8 @@ def stream(
     check_count("max_new_tokens", max_new_tokens)
     check_flag("do_sample", do_sample)
     check_positive("temperature", temperature)
+    if temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"temperature must be at least {LEAST_TEMPERATURE}, got {temperature}")
     if top_k is not None:
         check_count("top_k", top_k)
     if top_p is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from deqseq.checks import LEAST_TEMPERATURE
 from deqseq.guess import guesses
 from deqseq.status import Status
 from deqseq.tasks.common import command_line
@@ -22,8 +23,6 @@ from deqseq.tasks.common.settings import NonNegativeFinite, PositiveFinite, Posi
 SHADES = (34, 70, 106, 142, 178, 208, 196)
 # Largest number of tokens for which the figure's axis shows the text of every token.
 _FEW = 64
-# Lowest temperature above 0. Logits divided by lower temperatures may overflow to infinity.
-_COLDEST = 1e-30
 
 Show = Callable[[str, int | None], str]
 """A function that formats a token for printing, from its text and its number of iterations.
@@ -161,8 +160,8 @@ def generate(
         plot: PNG file for a figure of every token's iterations and residual
         device: device to run on, such as cpu; by default a GPU if there is one
     """
-    if 0 < temperature < _COLDEST:
-        raise ValueError(f"--temperature must be 0 or at least {_COLDEST}, got {temperature}")
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"--temperature must be 0 or at least {LEAST_TEMPERATURE}, got {temperature}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"--top-p must be in (0, 1], got {top_p}")
     if top_p is not None and temperature == 0:

@@ -494,6 +494,7 @@ def test_fast_generate_refuses_what_it_does_not_support(
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number >= 1, got 0"),
         ({"do_sample": 1}, "do_sample must be true or false"),
         ({"do_sample": True, "temperature": 0}, "temperature must be a finite number above 0"),
+        ({"do_sample": True, "temperature": 1e-40}, "temperature must be at least 1e-30, got 1e-40"),
         ({"do_sample": True, "top_k": 0}, "top_k must be a whole number >= 1, got 0"),
         ({"do_sample": True, "top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"do_sample": True, "generator": 3}, "generator must be a torch.Generator, got 3"),

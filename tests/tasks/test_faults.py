@@ -366,6 +366,25 @@ def test_a_folder_is_trained_in_once_at_a_time(settings: RunSettings, tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_run_whose_folder_was_moved_ends_and_can_be_resumed(
+    settings: RunSettings, tmp_path: Path, step: int
+) -> None:
+    """After step 3, the next write is a checkpoint. After step 6, it is the model of the first stage."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+
+    class Move(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                run.rename(moved)
+
+    with pytest.raises(FileNotFoundError, match=f"{run} was moved or removed during training: move it back"):
+        pretrain(settings, run, progress=False, callbacks=[Move()])
+    assert not run.exists()
+    moved.rename(run)
+    assert train(settings, run) == train(settings, tmp_path / "whole")
+
+
 def test_data_cannot_be_prepared_anew_while_a_run_reads_it(settings: RunSettings, tmp_path: Path) -> None:
     data = Path(str(settings.data))
     with locked(data, "prepares"), pytest.raises(ValueError, match="another process prepares"):

@@ -220,6 +220,21 @@ class CurriculumTrainer(Trainer):
         solves.reset()
         return {name: round(value, 5) for name, value in found.items() if name != "share_completed"}
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.check_folder()
+        super().save_model(output_dir, _internal_call)
+
+    def check_folder(self) -> None:
+        """Raise ``FileNotFoundError`` if the folder of the run no longer exists.
+
+        transformers would make a new folder, which has no settings and cannot be resumed.
+        """
+        if self.args.should_save and not Path(str(self.args.output_dir)).is_dir():
+            raise FileNotFoundError(
+                f"{self.args.output_dir} was moved or removed during training: move it back, and repeat the "
+                "command to resume"
+            )
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # First sync and seal the new checkpoint, then remove old checkpoints. transformers itself does not
         # sync files, and removes old checkpoints before the new checkpoint is complete.

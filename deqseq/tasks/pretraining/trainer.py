@@ -224,6 +224,7 @@ class PretrainTrainer(CurriculumTrainer):
         if not (_internal_call and self.is_fsdp_enabled):
             super().save_model(output_dir, _internal_call)
         elif self.args.should_save and output_dir is not None:
+            self.check_folder()
             self.model.config.save_pretrained(output_dir)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(output_dir)

@@ -71,10 +71,12 @@ class Broyden(HistorySolver):
         with torch.no_grad():
             slope = self.dots([left], changed)
             size = self.dots([left], left).sqrt() * self.dots([changed], changed).sqrt()
-            usable = known[..., None] & (slope.abs() > 1e-6 * size) & torch.isfinite(slope)
-            inverse = torch.where(usable, slope.reciprocal(), 0.0)
+            inverse = slope.reciprocal().to(left.dtype)  # infinite if the slope is small
+            usable = known[..., None] & (slope.abs() > 1e-6 * size)
+            usable = usable & torch.isfinite(slope) & torch.isfinite(inverse)
+            inverse = torch.where(usable, inverse, 0.0)
         right = moved + changed - combine(state.u, on_changed)
-        u = [right * inverse.to(right.dtype), *state.u[:-1]]
+        u = [right * inverse, *state.u[:-1]]
         v = [torch.where(usable, left, left.new_zeros(())), *state.v[:-1]]
         with torch.no_grad():
             age = torch.where(known, age + 1, age)

@@ -301,6 +301,26 @@ def test_steps_are_finite_for_finite_evaluations(
         assert step >= 2
 
 
+@pytest.mark.parametrize(
+    ("slope", "shift", "dtype"),
+    [(-1, 0, torch.float32), (0.5, 1e-30, torch.float32), (0.5, 1e-3, torch.float16)],
+)
+@pytest.mark.parametrize("scope", ["token", "sequence"])
+@pytest.mark.parametrize("make", [Anderson, Broyden])
+def test_gradients_through_small_steps_are_finite(
+    make_progress: MakeProgress, make: Callable[..., Solver], scope: str, slope: float, shift: float,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """The inverse of a product of two small steps overflows. Infinity in the graph makes gradients NaN."""
+    solver = make(scope=scope)
+    start = torch.linspace(-0.1, 0.1, 6 * D, dtype=dtype).view(2, 3, D).requires_grad_()
+    z, state = start, solver.init(start)
+    for step in range(12):
+        z, state = solver.step(z, slope * z + shift, state, make_progress(z, step))
+    z.float().sum().backward()
+    assert start.grad is not None and torch.isfinite(start.grad).all()
+
+
 @pytest.mark.parametrize("make", [Anderson, Broyden])
 def test_recovers_after_a_non_finite_evaluation(
     make_progress: MakeProgress, make: Callable[..., Solver]

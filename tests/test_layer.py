@@ -353,3 +353,20 @@ def test_states_may_hold_whole_numbers(window: int | None) -> None:
     state = layer(x, state=layer.backbone.initial_state(2)).state
     assert state.layers[1][0][0] == 5 and state.seen.tolist() == [5, 5]
     assert state.layers[0][0][1].isnan().all()
+
+
+@pytest.mark.parametrize("backbone", ["mamba2", "llama", "module"])
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_state_may_have_another_dtype_than_the_layer(
+    make_layer: MakeLayer, backbone: str, window: int | None
+) -> None:
+    """For example, the layer was converted after the call that made the state."""
+    layer = make_layer(backbone, convergence=Residual(rtol=1e-5, max_iter=100), window=window).eval()
+    x = torch.randn(2, 6, 16)
+    with torch.no_grad():
+        whole = layer(x).z
+        for kept in (torch.float64, torch.float32):
+            first = layer(x[:, :4], state=layer.backbone.initial_state(2, dtype=kept))
+            for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.1)):
+                second = deepcopy(layer).to(dtype)(x[:, 4:].to(dtype), state=first.state).z
+                torch.testing.assert_close(second.float(), whole[:, 4:], rtol=0, atol=tolerance)

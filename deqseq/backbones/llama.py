@@ -66,7 +66,7 @@ class Attention(LinearMaps):
             y = self.function(self, q, k, v, mask)
         else:
             if state is not None:
-                k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
+                k, v = (torch.cat([t.to(new.dtype), new], 2) for t, new in zip(state, (k, v), strict=True))
             y = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=self.is_causal and mask is None,
                 enable_gqa=self.n_kv_head != self.n_head,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deqseq.checks import shown
 from deqseq.problem import Problem
 from deqseq.registry import Registry
 from deqseq.solution import Solution
@@ -64,8 +65,13 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def solve_with_gradient(strategy: GradientStrategy, problem: Problem) -> Solution:
-    """Solve with ``strategy``. If ``strategy.exact`` is false, second derivatives raise ``RuntimeError``."""
+    """Solve with ``strategy``. If ``strategy.exact`` is false, second derivatives raise ``RuntimeError``.
+
+    Raises ``ValueError`` if the strategy returns no :class:`Solution`.
+    """
     solution = strategy.solve(problem)
+    if not isinstance(solution, Solution):
+        raise ValueError(f"{type(strategy).__name__}.solve must return a Solution, got {shown(solution)}")
     if not strategy.exact(problem):
         solution.z = _FirstOrder.apply(solution.z, type(strategy).__name__)  # type: ignore[no-untyped-call]
     return solution

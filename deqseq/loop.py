@@ -130,6 +130,7 @@ def _evaluate(problem: Problem, carry: Carry, judge: bool) -> Carry:
         tokens = tokens.judged(z, fz, problem.policy, problem.causal)
     step = problem.solver.step(z, fz, carry.solver_state, tokens.progress(problem.policy))
     proposal, solver_state = _checked(step, z.shape, problem.solver, "step", "(next z, state)")
+    proposal = proposal.to(z.dtype)  # a solver may compute in another dtype
     carry = carry._replace(proposal=proposal, tokens=tokens, solver_state=solver_state)
     if start is None or state is None:
         return carry._replace(fz=fz, trace=trace)
@@ -162,13 +163,16 @@ def evaluate(
     """Returns f(z) and the trace. With ``recompute``, the backward pass recomputes the activations.
 
     Raises:
-        ValueError: the map returns something else, or f(z) does not have this ``shape``.
+        ValueError: the map returns something else or ``z`` itself, or f(z) does not have this ``shape``.
     """
     if recompute and torch.is_grad_enabled():
         found = checkpoint(map.evaluate, z, context, state, use_reentrant=False)
     else:
         found = map.evaluate(z, context, state)
-    return _checked(found, shape, map, "evaluate", "(f(z), trace)")
+    fz, trace = _checked(found, shape, map, "evaluate", "(f(z), trace)")
+    if fz is z:  # as of an operation in place; the residual would be zero
+        raise ValueError(f"{type(map).__name__}.evaluate must return a new tensor and keep z, got z itself")
+    return fz, trace
 
 
 def _places(problem: Problem, start: Tensor) -> Tensor:

@@ -20,12 +20,15 @@ from deqseq import (
     Context,
     ConvergencePolicy,
     ExplicitSequenceLayer,
+    GradientStrategy,
     ImplicitSequenceLayer,
     Judgement,
     Phantom,
+    Problem,
     Residual,
     Solver,
     Status,
+    search,
 )
 from deqseq.backbone import backbones
 from deqseq.backbones import ModuleBackbone
@@ -256,6 +259,18 @@ class Largest(ConvergencePolicy):
         return self.answer((fz - z).abs().amax())
 
 
+class InPlace(Scaled):
+    """The same map, computed in the memory of z."""
+
+    def evaluate(self, z: Tensor, context: Context, state: Any = None) -> Any:
+        return z.div_(2).add_(context.tokens[0]), None
+
+
+class Nothing(GradientStrategy):
+    def solve(self, problem: Problem) -> Any:
+        search(problem)
+
+
 def as_trace(fz: Tensor) -> Any:
     return fz, None
 
@@ -270,11 +285,25 @@ def test_the_state_of_a_solver_has_a_value_for_every_token_of_a_window() -> None
         layer.eval()(torch.randn(2, 5, 4), window=3)
 
 
+def test_a_solver_may_compute_in_another_dtype() -> None:
+    x = torch.randn(2, 5, 4)
+    for answer in (lambda fz: (fz.double(), ()), lambda fz: (fz.bfloat16(), ())):
+        layer = ImplicitSequenceLayer(Scaled(as_trace), Plain(answer), convergence=Residual(rtol=1e-2)).eval()
+        z = layer(x).z
+        assert z.dtype == torch.float32
+        torch.testing.assert_close(z, 2 * x, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
         ({"backbone": Scaled(lambda fz: fz)}, r"Scaled.evaluate must return \(f\(z\), trace\), got Tensor"),
         ({"backbone": Scaled(lambda fz: (fz[..., :1], None))}, r"shape of z, \(2, 5, 4\), got \(2, 5, 1\)"),
+        (
+            {"backbone": InPlace(as_trace)},
+            "InPlace.evaluate must return a new tensor and keep z, got z itself",
+        ),
+        ({"gradient": Nothing()}, "Nothing.solve must return a Solution, got None"),
         ({"solver": Plain(lambda fz: fz)}, r"Plain.step must return \(next z, state\), got Tensor"),
         ({"solver": Plain(lambda fz: (fz[:1], ()))}, r"shape of z, \(2, 5, 4\), got \(1, 5, 4\)"),
         ({"convergence": Largest(lambda c: Judgement(c, c < 1))}, r"one value for every token, \(2, 5\)"),

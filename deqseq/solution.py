@@ -80,6 +80,9 @@ class Solution:
 
         Args:
             counted: (B, L) bool, the tokens to average over; by default all except padding.
+
+        Raises:
+            ValueError: ``counted`` is no tensor with one value for every token.
         """
         statistics = SolveStatistics()
         statistics.add(self, counted)

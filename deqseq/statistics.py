@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deqseq.checks import check_tensor
 from deqseq.status import Status
 
 _SHARES = tuple(status for status in Status if status is not Status.RUNNING)
@@ -61,10 +62,14 @@ class SolveStatistics:
 
         Args:
             counted: (B, L) bool, the tokens to average over; by default all except padding.
+
+        Raises:
+            ValueError: ``counted`` is no tensor with one value for every token.
         """
         iterations, status, residual = solution.iterations, solution.status, solution.residual.detach()
         if counted is None:
             counted = solution.real
+        check_tensor("counted", counted, residual.shape, "one value for every token, ")
         precise = torch.float32 if residual.device.type == "mps" else torch.float64
         finite = residual.isfinite()
         means = iterations, residual.where(finite, 0), *(status == share for share in _SHARES)

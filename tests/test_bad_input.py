@@ -492,6 +492,18 @@ PARTS: list[Case] = [
         lambda: ImplicitSequenceLayer(ModuleBackbone(nn.Tanh(), Narrow()))(x()),
         r"must return .*\(2, 6, 16\), Narrow returned \(2, 6, 1\)",
     ),
+    *[
+        (
+            f"summary of tokens {kind}",
+            lambda counted=counted: layer()(x()).solution.summary(counted),
+            rf"counted must {said}",
+        )
+        for kind, counted, said in (
+            ("in a list", [1], r"be a tensor, got \[1\]"),
+            ("without sequences", torch.ones(L), r"have one value for every token, \(2, 6\), got \(6,\)"),
+            ("of one sequence", torch.ones(1, L), r"have one value for every token, \(2, 6\), got \(1, 6\)"),
+        )
+    ],
     *counts("jacobian_penalty.samples", lambda samples: jacobian_penalty(torch.tanh, x(), samples)),
     *counts(
         "spectral_radius.iterations", lambda iterations: spectral_radius(torch.tanh, x(), iterations), [1]

@@ -1,5 +1,6 @@
 """Fixtures that several test modules share: small contractive maps and helpers."""
 
+import gc
 import os
 import random
 import shutil
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("passes_of_a_cpu"):
                 item.add_marker(pytest.mark.skip(reason))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude from later garbage collections what the imports made: transformers' Trainer runs many."""
+    gc.collect()
+    gc.freeze()
 
 
 D_MODEL = 16
@@ -161,14 +168,29 @@ def optional_data() -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def needs_triton() -> None:
-    """Skip the test if Triton is missing, or if there is no GPU and Triton is older than 3.7."""
+def needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the test if Triton is missing, or if there is no GPU and Triton is older than 3.7.
+
+    Triton's interpreter replaces the functions of ``triton.language`` before every kernel, and again at every
+    call of a function from a kernel. This takes a third of its time, so the fixture leaves out the second.
+    """
     triton = pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux only")
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     if not torch.cuda.is_available() and version < (3, 7):
         pytest.skip(
             "without a GPU, this test needs Triton 3.7 or newer: older interpreters fail with NumPy 2"
         )
+    from triton.runtime import interpreter
+
+    replace, core = interpreter._patch_lang, triton.language.core
+
+    def replace_once(function: Any) -> Any:
+        modules = {id(value) for value in function.__globals__.values()}
+        both = [module for module in (triton.language, core) if id(module) in modules]
+        replaced = not any(core.is_builtin(module.load) for module in both)
+        return interpreter._LangPatchScope() if replaced else replace(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", replace_once)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ Ranks run in forked processes. The folders of failed runs are kept.
 """
 
 import contextlib
+import gc
 import os
 import random
 import shutil
@@ -165,6 +166,8 @@ def main() -> int:
     program = Program(program.name, program.main, [*program.arguments, *fields], program.results)
     whole = folder / "whole"
     whole.mkdir()
+    gc.collect()
+    gc.freeze()  # the ranks collect garbage; without what was imported, this is faster
     took = run(program, whole, None, chance)
     if any(took["statuses"]):
         sys.exit((whole / "ranks.txt").read_text() + (whole / "agents.txt").read_text())

@@ -28,29 +28,62 @@ SETTINGS = {
 DDP = str(Path(PROGRAM).parent / "pretraining" / "accelerate" / "ddp.yaml")
 
 
+# Runs ``accelerate launch`` for one node in every folder, in forks of one process: the imports take seconds.
+# With ``fork``, the nodes fork their processes too, instead of starting Python. Prints the exit statuses.
+LAUNCH = """
+import json, os, sys
+from accelerate.commands import launch
+
+program, config, port, folders, arguments, fork = map(json.loads, sys.argv[1:])
+if fork:
+    import deqseq.tasks.pretraining.train
+    os.environ.update(PET_RUN_PATH="1", PET_START_METHOD="fork")
+nodes = []
+for number, folder in enumerate(folders):
+    if child := os.fork():
+        nodes.append(child)
+        continue
+    os.chdir(folder)
+    with open("said.txt", "w") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    sys.argv = ["accelerate launch", "--config_file", config, "--num_machines", str(len(folders)),
+                "--num_processes", str(len(folders)), "--machine_rank", str(number),
+                "--main_process_ip", "127.0.0.1", "--main_process_port", str(port), program, *arguments]
+    status = 1
+    try:
+        launch.main()
+        status = 0
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(node, 0)[1]) for node in nodes]))
+"""
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
-def launch(folders: list[Path], *arguments: str) -> list[tuple[int, str]]:
-    """Start one node, of one process, in every folder. Returns each node's exit status and output."""
-    port, count, nodes = free_port(), len(folders), []
-    for number, folder in enumerate(folders):
-        how = ["accelerate.commands.launch", "--config_file", DDP, "--num_machines", str(count),
-               "--num_processes", str(count), "--machine_rank", str(number),
-               "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]  # fmt: skip
-        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-                       "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
-        nodes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", *how, PROGRAM, *arguments], cwd=folder, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment},
-            )
-        )  # fmt: skip
-    said = [node.communicate(timeout=150)[0] for node in nodes]
-    return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
+def launch(folders: list[Path], *arguments: str, fork: bool = False) -> list[tuple[int, str]]:
+    """Start one node, of one process, in every folder. Returns each node's exit status and output.
+
+    ``fork``: the processes on the nodes are forks of the launcher too, not started as programs.
+    """
+    given = [PROGRAM, DDP, free_port(), [str(folder) for folder in folders], arguments, fork]
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *map(json.dumps, given)],
+        capture_output=True, text=True, timeout=150, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [(folder / "said.txt").read_text() for folder in folders]
+    return list(zip(json.loads(done.stdout.splitlines()[-1]), said, strict=True))
 
 
 def lines(said: list[tuple[int, str]]) -> list[str]:
@@ -80,7 +113,7 @@ def test_each_node_verifies_its_own_data(nodes: list[Path]) -> None:
     shard = next((nodes[1] / "data").glob("train-*.bin"))
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
     output = nodes[0].parent / "shared"
-    said = launch(nodes, "tiny.yaml", "--output", str(output))
+    said = launch(nodes, "tiny.yaml", "--output", str(output), fork=True)
     assert all(status for status, _ in said)
     (line,) = lines(said)
     assert line.startswith("process 1 on ") and f"{shard.name} is corrupted" in line

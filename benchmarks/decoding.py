@@ -32,7 +32,7 @@ def decode(bench: Bench, name: str, form: str, batch: int, reference: float | No
     model = bench.model(bench.config(name, form)).bfloat16().eval()
     model.generation_config.eos_token_id = None  # no text ends early
     prompt = torch.randint(model.config.vocab_size, (batch, 16), device=bench.device)
-    short, long = (4, 8) if bench.quick else (32, 160)
+    short, long = (2, 4) if bench.quick else (32, 160)
     options = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
     fast = {"custom_generate": fast_generate}
     ways: dict[str, Callable[[int], Tensor]] = {

@@ -1,5 +1,6 @@
 """The Triton kernels for one token per sequence must agree with the plain PyTorch code."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -77,15 +78,16 @@ def twins(body: Backbone, z: Tensor, x: Tensor, state: State) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * scale + 1e-6)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 17])
-@pytest.mark.parametrize("name", MAMBA2)
+@pytest.mark.parametrize(("name", "batch"), [*product(MAMBA2, (1, 3)), ("plain", 17)])
 def test_mamba2(name: str, batch: int) -> None:
     body = backbone("mamba2", name)
     twins(body, token(batch), torch.randn(batch, 3, D_MODEL, device=DEVICE), random_state(body, batch))
 
 
-@pytest.mark.parametrize(("batch", "slots"), [(1, 0), (1, 300), (3, 0), (3, 70), (17, 5)])
-@pytest.mark.parametrize("name", LLAMA)
+@pytest.mark.parametrize(
+    ("name", "batch", "slots"),
+    [(name, *size) for name in LLAMA for size in ((1, 0), (1, 300), (3, 0), (3, 70))] + [("plain", 17, 5)],
+)
 def test_llama(name: str, batch: int, slots: int) -> None:
     body = backbone("llama", name)
     x = torch.randn(batch, 3, D_MODEL, device=DEVICE)

@@ -22,8 +22,10 @@ from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.solvers import Broyden, Picard
 from deqseq.tasks import prepare
 from deqseq.tasks.common.seals import seal
+from deqseq.tasks.common.settings import read_yaml
 from deqseq.tasks.pretraining.data import open_data
 from deqseq.tasks.pretraining.train import arguments, make_trainer
+from deqseq.tasks.reasoning.settings import RUNS
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
@@ -50,8 +52,12 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_puzzles(tmp_path: Path) -> None:
     """Rows are kept, but not for other options. The explicit model of four blocks has four blocks."""
     pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")
-    options = ["--output", str(tmp_path), "--solvers", "picard-1.0", "--tolerances", "0.1", "--count", "20"]
-    options += ["--quick", "--seconds", "0.1", "--max-iter", "4", "--depth", "2"]
+    small = read_yaml("maze-small", RUNS)
+    small |= {"backbone": {**small["backbone"], "d_model": 16}, "batch_size": 8}
+    (tmp_path / "small.yaml").write_text(json.dumps(small))
+    options = ["--output", str(tmp_path), "--run", str(tmp_path / "small.yaml"), "--quick", "--count", "20"]
+    options += ["--solvers", "picard-1.0", "--tolerances", "0.1", "--seconds", "0.1"]
+    options += ["--max-iter", "4", "--depth", "2"]
     found = run("puzzles.py", *options, "--strategies", "explicit-4-blocks", "persistent")
     assert found.returncode == 0, found.stderr
     rows = json.loads((tmp_path / "puzzles.json").read_text())
@@ -335,16 +341,17 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     assert all(len(one["runs"]) == 1 and one["seconds"] > 0 for one in again.values())
     done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "again"), "--forms", "4+1")
     assert done.returncode == 2 and "has the stage 4+1" in done.stderr
+    taken += ["--output", str(tmp_path / "other"), "--forms", "transformers"]
     record = next((tmp_path / "study").rglob("training.json"))
     whole = record.read_text()
     line = {"step": 1, "tokens_per_second": 9.0}
     for log in ([], [{}], [3], [{**line, "tokens_per_second": "x"}], [{**line, "tokens_per_second": 0}]):
         record.write_text(json.dumps({**json.loads(whole), "log": log}))
-        done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "other"))
+        done = run("what_iteration_buys.py", *taken)
         assert done.returncode == 2 and f"the run in {record.parent} are damaged" in done.stderr
     record.write_text(whole)
     for other in (["--model", "mamba2"], ["--rows", "1"]):
-        done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "other"), *other)
+        done = run("what_iteration_buys.py", *taken, *other)
         assert done.returncode == 2 and "of this study and machine" in done.stderr
     shutil.rmtree(tmp_path / "again")
     # Replace the measured times: they decide how many steps a budget of seconds has.

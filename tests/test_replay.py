@@ -345,9 +345,9 @@ def test_windows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     layer = make_layer(name, solver=solver, window=window, convergence=tight()).eval()
-    x, start = torch.randn(3, 14, 16), layer.backbone.initial_state(3)
-    mask = torch.ones(3, 14)
-    mask[1, 9:] = 0
+    x, start = torch.randn(3, 9, 16), layer.backbone.initial_state(3)
+    mask = torch.ones(3, 9)
+    mask[1, 6:] = 0
 
     @torch.no_grad()
     def run() -> list[LayerOutput]:

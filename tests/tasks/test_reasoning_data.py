@@ -117,7 +117,10 @@ class TestGenerating:
             lambda **options: mazes.generate(150, size=11, seed=7, **options),
         ],
     )
-    def test_workers_do_not_change_puzzles(self, make: Make, tmp_path: Path) -> None:
+    def test_workers_do_not_change_puzzles(
+        self, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(collect.os, "cpu_count", lambda: 5)
         files = []
         for workers in (1, 2, 5):
             found = make(workers=workers)
@@ -138,13 +141,14 @@ class TestGenerating:
         assert found.questions[0].tolist() == digits(GOLDEN_SUDOKU)
         assert "".join(map(str, maze.answers[0].tolist())) == GOLDEN_MAZE
 
-    def test_the_number_of_workers_is_the_number_of_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_there_are_at_most_as_many_workers_as_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
         pool = collect.ThreadPoolExecutor
         monkeypatch.setattr(collect, "ThreadPoolExecutor", lambda n: asked.append(n) or pool(n))
         monkeypatch.setattr(collect.os, "cpu_count", lambda: 3)
-        sudoku.generate(1, size=4, seed=0)
-        assert asked == [3]
+        for workers in (None, 2, 99_999):
+            sudoku.generate(1, size=4, seed=0, workers=workers)
+        assert asked == [3, 2, 3]
 
     @pytest.mark.parametrize(
         ("make", "said"),
@@ -156,7 +160,8 @@ class TestGenerating:
             (lambda: sudoku.generate(1, seed=0, workers=-1), "workers must be a whole number >= 1, got -1"),
             (lambda: sudoku.generate(1, seed=0, workers=0), "workers must be a whole number >= 1, got 0"),
             (lambda: sudoku.generate(1, size=4, rating=9, seed=0), r"found 0 of 1 .* the rating \(now 9\)"),
-            (lambda: mazes.generate(1, size=4, seed=0), "size must be a whole number >= 5, got 4"),
+            (lambda: mazes.generate(1, size=4, seed=0), r"size must be a whole number in \[5, 1000\], got 4"),
+            (lambda: mazes.generate(1, size=100_000, seed=0), r"\[5, 1000\], got 100000"),
             (lambda: mazes.generate(1, size=9, lengths=(5, 4), seed=0), r"\[1, 30\], the shorter first"),
             (lambda: mazes.generate(1, size=9, lengths=(1, 31), seed=0), r"got \(1, 31\)"),
             (lambda: mazes.generate(1, lengths=(390, 390), seed=0), "have no path of 390 steps"),
@@ -462,6 +467,7 @@ class TestCommand:
             ("chess --output a.csv", "task"),
             ("sudoku --check nothing.csv", "nothing.csv does not exist"),
             ("sudoku --check a.csv --size 9 --tests b.csv", "leave out --tests, --size"),
+            ("maze --check a.csv --count 5 --seed 0 --workers 1", "leave out --count, --seed, --workers"),
             ("sudoku --output a.csv --test-count 5", "--test-count 5 needs --tests"),
             ("maze --output a.csv --tests b/../a.csv", "must be two files, got b/../a.csv and a.csv"),
         ],

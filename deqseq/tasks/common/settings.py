@@ -189,7 +189,7 @@ def read_yaml(source: str, shipped: Path) -> Tree:
     if path.suffix not in (".yaml", ".yml"):
         names = sorted(path.stem for path in shipped.glob("*.yaml"))
         if source not in names:
-            what = f"{source} is not a YAML file (.yaml)" if path.exists() else f"there is no {source!r}"
+            what = f"{source!r} is not a YAML file (.yaml)" if path.exists() else f"there is no {source!r}"
             raise ValueError(f"{what}: name a YAML file, or one of {', '.join(names)}")
         path = shipped / f"{source}.yaml"
     try:

@@ -216,13 +216,13 @@ def _data(
     *,
     output: Path | None = None,
     check: Path | None = None,
-    count: PositiveInt = 1000,
+    count: PositiveInt | None = None,
     tests: Path | None = None,
     test_count: PositiveInt | None = None,
     size: PositiveInt | None = None,
     rating: NonNegativeInt | None = None,
     lengths: list[PositiveInt] | None = None,
-    seed: Seed = 0,
+    seed: Seed | None = None,
     workers: PositiveInt | None = None,
 ) -> None:
     """Write puzzles to a CSV file, or check a CSV file of puzzles.
@@ -240,27 +240,30 @@ def _data(
         task: sudoku or maze
         output: CSV file to write; it is compressed if its name ends in .gz
         check: CSV file to verify; every puzzle is solved again
-        count: number of puzzles
+        count: number of puzzles (default 1000)
         tests: a second CSV file to write, with puzzles that are not in the first file
         test_count: number of puzzles in the second CSV file (default 1000)
-        size: cells along a side; 4 or 9 for Sudokus (default 9), at least 5 for mazes (default 30)
+        size: cells along a side; 4 or 9 for Sudokus (default 9), 5 to 1000 for mazes (default 30)
         rating: lowest allowed rating of Sudokus, 0 by default; about 1 in 100 Sudokus of size 9 is rated 10
             or more
         lengths: for mazes, the smallest and the largest allowed number of steps from start to goal; by
             default 100 140 for size 30, and in proportion to the area for other sizes
-        seed: seed of the puzzles
-        workers: number of threads; by default one for each CPU core
+        seed: seed of the puzzles (default 0)
+        workers: number of threads, by default and at most one for each CPU core
     """
     if (output is None) == (check is None):
         raise ValueError("give either --output or --check")
     name = "Sudokus" if task == "sudoku" else "mazes"
     if check is not None:
         others = {
+            "count": count,
             "tests": tests,
             "test-count": test_count,
             "size": size,
             "rating": rating,
             "lengths": lengths,
+            "seed": seed,
+            "workers": workers,
         }
         if given := [f"--{name}" for name, value in others.items() if value is not None]:
             raise ValueError(f"--check only reads a file: leave out {', '.join(given)}")
@@ -278,12 +281,12 @@ def _data(
         if file.exists():
             raise ValueError(f"{file} exists: choose another name")
         command_line.check_folder(file.parent)
-    counts = [count, 1000 if test_count is None else test_count][: len(files)]
+    counts = [count or 1000, test_count or 1000][: len(files)]
     if task == "sudoku":
         if lengths is not None:
             raise ValueError("--lengths is for mazes; the difficulty of Sudokus is their --rating")
         found = sudoku.generate(
-            sum(counts), size=size or 9, rating=rating or 0, seed=seed, workers=workers, progress=True
+            sum(counts), size=size or 9, rating=rating or 0, seed=seed or 0, workers=workers, progress=True
         )
     else:
         if rating is not None:
@@ -292,7 +295,7 @@ def _data(
             raise ValueError(f"--lengths must be two numbers, got {len(lengths)}")
         span = None if lengths is None else (lengths[0], lengths[1])
         found = mazes.generate(
-            sum(counts), size=size or 30, lengths=span, seed=seed, workers=workers, progress=True
+            sum(counts), size=size or 30, lengths=span, seed=seed or 0, workers=workers, progress=True
         )
     for file, *columns in zip(files, *(column.split(counts) for column in found), strict=True):
         file.parent.mkdir(parents=True, exist_ok=True)

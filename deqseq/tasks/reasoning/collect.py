@@ -52,7 +52,8 @@ def collect(
             (P, C) uint8, answers (P, C) uint8 and ratings (P,) int64. Several threads call ``make``, so it
             should release the GIL.
         seed: the seed that ``make`` uses. This function only checks that it is in range.
-        workers: number of threads, by default the number of CPU cores. It does not affect the result.
+        workers: number of threads, by default and at most the number of CPU cores. It does not affect the
+            result.
         progress: show a progress bar.
         advice: what the user should change if no new puzzles are found; the end of the error message.
 
@@ -60,9 +61,11 @@ def collect(
         ValueError: a wrong ``count``, ``seed`` or ``workers``; or 2,000 chunks without a new puzzle.
     """
     check_count("count", count)
+    cores = os.cpu_count() or 1
     if workers is None:
-        workers = os.cpu_count() or 1
+        workers = cores
     check_count("workers", workers)
+    workers = min(workers, cores)  # more threads only make chunks that nobody needs
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"seed must be a whole number in [0, 2**32), got {seed!r}")
     seen: set[bytes] = set()

@@ -5,6 +5,8 @@ from typing import Any
 from deqseq.tasks.reasoning.collect import CHUNK, collect, compiled
 from deqseq.tasks.reasoning.puzzles import Puzzles
 
+_LARGEST = 1000  # a thread holds CHUNK questions and answers: 128 MB at this size
+
 
 def default_lengths(size: int) -> tuple[int, int]:
     """The default lengths of the shortest and of the longest path, in steps.
@@ -31,19 +33,19 @@ def generate(
 
     Args:
         count: number of mazes, P.
-        size: cells along a side, n, at least 5.
+        size: cells along a side, n, from 5 to 1,000.
         lengths: shortest and longest path, in steps from start to goal; by default :func:`default_lengths`.
             The length of each path is drawn uniformly.
         seed: in [0, 2³²). The same seed gives the same mazes, with any number of workers.
-        workers: number of threads, by default the number of CPU cores.
+        workers: number of threads, by default and at most the number of CPU cores.
         progress: show a progress bar.
 
     Raises:
         ValueError: a value is out of range, numba is not installed, or fewer than ``count`` different mazes
             with such paths are found.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 5:
-        raise ValueError(f"size must be a whole number >= 5, got {size!r}")
+    if isinstance(size, bool) or not isinstance(size, int) or not 5 <= size <= _LARGEST:
+        raise ValueError(f"size must be a whole number in [5, {_LARGEST}], got {size!r}")
     shortest, longest = lengths = lengths or default_lengths(size)
     limit = 2 * ((size - 1) // 2) ** 2 - 2
     if not 1 <= shortest <= longest <= limit:

@@ -35,7 +35,7 @@ def generate(
         size: 4 or 9.
         rating: smallest rating of a puzzle. Of 100 puzzles of size 9, about one has a rating of 10 or more.
         seed: in [0, 2³²). The same seed gives the same puzzles, with any number of workers.
-        workers: number of threads, by default the number of CPU cores.
+        workers: number of threads, by default and at most the number of CPU cores.
         progress: show a progress bar.
 
     Raises:

@@ -766,7 +766,8 @@ def test_advice_is_given_once_and_only_where_it_is_due() -> None:
     ("command", "message"),
     [
         (["nothing"], "there is no 'nothing'"),
-        ([__file__], "test_pretrain.py is not a YAML file"),
+        ([__file__], "test_pretrain.py' is not a YAML file"),
+        ([""], "'' is not a YAML file"),
         (["llama-tiny", "--learning_rat", "1"], "did you mean learning_rate"),
         (["llama-tiny", "--learning_rate"], "expected one argument"),
         (["llama-tiny", "stray"], "unrecognized arguments: stray"),

@@ -368,6 +368,47 @@ def test_errors_end_with_a_sentence_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("data A5=5.csv --check --seed 0", "--check only reads a file: leave out --seed"),
+        (
+            "data A5=5.csv --check --sequences 9 --identity-probability 0",
+            "--sequences, --identity-probability",
+        ),
+        (
+            "evaluate run --csv A5=5.csv --length 8",
+            "--csv tests on the sequences in a file: leave out --length",
+        ),
+        ("evaluate run --csv A5=5.csv --sequences 9 --seed 0", "leave out --sequences, --seed"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_data_makes_its_folder_and_whole_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "folder" / "A5=5.csv"
+
+    def interrupted(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", interrupted)
+        assert main(["data", str(path)]) == 130
+    assert not path.exists()
+    assert main(["data", str(path)]) == 0
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    (tmp_path / "file").touch()
+    assert main(["data", str(tmp_path / "file" / "A5=5.csv")]) == 2
+    assert f"error: {tmp_path / 'file'} is not a folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["train"], ["study", "words"], ["evaluate", "{run}"], ["jacobian"]])
 def test_an_output_that_is_a_file_is_named_before_any_work(
     command: list[str], run: Path, capsys: pytest.CaptureFixture[str]

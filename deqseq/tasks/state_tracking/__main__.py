@@ -87,8 +87,8 @@ def _evaluate(
     *,
     length: list[PositiveInt] | None = None,
     window: list[PositiveInt | Literal["all"]] = [8],  # noqa: B006
-    sequences: PositiveInt = 512,
-    seed: NonNegativeInt = 0,
+    sequences: PositiveInt | None = None,
+    seed: NonNegativeInt | None = None,
     identity_probability: list[ClosedUnitInterval] | None = None,
     tolerance: float | None = None,
     max_iter: PositiveInt | None = None,
@@ -107,8 +107,8 @@ def _evaluate(
         length: tokens per sequence; by default the training length, and four times the training length
         window: number of tokens solved at a time, or 'all'. All windows give the same answers, at different
             cost
-        sequences: number of sequences
-        seed: seed of the sequences
+        sequences: number of sequences (default 512)
+        seed: seed of the sequences (default 0)
         identity_probability: probability that a token is the identity; by default as in training
         tolerance: relative residual at which a token has converged; by default the model's tolerance
         max_iter: maximum number of evaluations per token; by default the model's maximum
@@ -118,6 +118,12 @@ def _evaluate(
         csv: CSV file to test on instead of new sequences
         output: folder for results, by default RUN/evaluation. Earlier results in the folder are overwritten
     """
+    if csv is not None:
+        _refuse(
+            "--csv tests on the sequences in a file",
+            length=length, sequences=sequences, seed=seed, identity_probability=identity_probability,
+        )  # fmt: skip
+    sequences, seed = sequences or 512, seed or 0
     from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, evaluate_fresh, load, save, table
     from deqseq.tasks.state_tracking.plots import plot_by_position
@@ -130,7 +136,7 @@ def _evaluate(
     if settings.explicit and any(value is not None for value in search.values()):
         raise ValueError("an explicit model has no solver: it takes no tolerance, max-iter or damping")
     windows = [None] if settings.explicit else [None if tokens == "all" else tokens for tokens in window]
-    asked = {**search, "csv": csv} | ({} if csv else {"sequences": sequences, "seed": seed})
+    asked = {**search, "csv": csv} | ({} if csv is not None else {"sequences": sequences, "seed": seed})
     options: dict[str, Any] = {**search, "batch_size": batch_size, "progress": True}
     rows: list[tuple[str, Evaluation]] = []
 
@@ -138,7 +144,7 @@ def _evaluate(
         rows.append((settings.form, found))
         save(rows, folder / "evaluation.json", **asked)
 
-    if csv:
+    if csv is not None:
         group = algebra_of_csv(csv)
         if group.name != settings.algebra.name:
             raise ValueError(f"{csv} has products in {group.name}, but the model learned {settings.group}")
@@ -181,9 +187,9 @@ def _data(
     file: Path,
     *,
     check: bool = False,
-    sequences: PositiveInt = 1000,
-    identity_probability: ClosedUnitInterval = 0.0,
-    seed: NonNegativeInt = 0,
+    sequences: PositiveInt | None = None,
+    identity_probability: ClosedUnitInterval | None = None,
+    seed: NonNegativeInt | None = None,
 ) -> None:
     """Write word problems in the CSV format of the word-problem benchmark, or check such a file.
 
@@ -192,13 +198,17 @@ def _data(
     Args:
         file: CSV file named GROUP=LENGTH.csv; A5=20.csv holds sequences of 20 elements of A5
         check: verify the file instead of writing it
-        sequences: number of sequences
+        sequences: number of sequences (default 1000)
         identity_probability: probability that a token is the group's identity, which does not change the
-            product
-        seed: seed of the sequences
+            product (default 0)
+        seed: seed of the sequences (default 0)
     """
     group, length = algebra_of_csv(str(file)), int(file.stem.rpartition("=")[2])
     if check:
+        _refuse(
+            "--check only reads a file",
+            sequences=sequences, identity_probability=identity_probability, seed=seed,
+        )  # fmt: skip
         tokens, _, _ = read_csv(file, group)
         if tokens.shape[1] != length:
             raise ValueError(f"{file} must hold sequences of {length} tokens, got {tokens.shape[1]}")
@@ -206,10 +216,19 @@ def _data(
         return
     if file.exists():
         raise ValueError(f"{file} exists: choose another name")
-    p = identity_probability
+    command_line.check_folder(file.parent)
+    sequences, seed = sequences or 1000, seed or 0
+    p = identity_probability or 0.0
     fresh = generate(group, sequences=sequences, length=length, identity_probability=p, seed=seed)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_csv(file, *fresh, seed)
     print(f"wrote {sequences} sequences of {length} to {file}")
+
+
+def _refuse(why: str, **options: Any) -> None:
+    """Raise ``ValueError`` if the user gave one of the ``options``, which have no effect here."""
+    if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
+        raise ValueError(f"{why}: leave out {', '.join(given)}")
 
 
 def _jacobian(

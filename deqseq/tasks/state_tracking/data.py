@@ -7,6 +7,7 @@ Shapes: B sequences in a batch, L tokens, S sequences in a file or fixed set.
 """
 
 import csv
+import os
 import re
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deqseq.checks import check_count
+from deqseq.tasks.common.files import PART, rename, writing
 from deqseq.tasks.common.seeds import batch_seed
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra, prefix_products
 
@@ -195,10 +197,16 @@ def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
 def write_csv(path: str | Path, tokens: Tensor, targets: Tensor, seed: int) -> None:
     """Write ``tokens`` and ``targets``, both (S, L), and ``seed`` in the format of :func:`read_csv`.
 
-    Overwrites an existing file. Writes the same bytes as the benchmark's own program would.
+    Writes atomically, and overwrites an existing file. Writes the same bytes as the benchmark's own program
+    would.
     """
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    path = Path(path)
+    part = path.with_name(f"{path.name}{PART}")
+    with writing(path), part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(_CSV_HEADER)
         for row in zip(tokens.tolist(), targets.tolist(), strict=True):
-            writer.writerow([seed, *(" ".join(map(str, part)) for part in row)])
+            writer.writerow([seed, *(" ".join(map(str, indices)) for indices in row)])
+        file.flush()
+        os.fsync(file.fileno())
+    rename(part, path)

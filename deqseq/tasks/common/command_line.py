@@ -191,6 +191,12 @@ def _choice(prog: str, about: str, commands: Mapping[str, Command]) -> ArgumentP
     return made
 
 
+def refuse(why: str, **options: Any) -> None:
+    """Raise ``ValueError`` if the user gave one of the ``options``. They have no effect here."""
+    if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
+        raise ValueError(f"{why}: leave out {', '.join(given)}")
+
+
 def check_png(option: str, path: Path) -> None:
     """Raise ``ValueError`` unless the PNG file ``path``, the value of ``option``, can be written."""
     if path.suffix.lower() != ".png":

@@ -255,18 +255,10 @@ def _data(
         raise ValueError("give either --output or --check")
     name = "Sudokus" if task == "sudoku" else "mazes"
     if check is not None:
-        others = {
-            "count": count,
-            "tests": tests,
-            "test-count": test_count,
-            "size": size,
-            "rating": rating,
-            "lengths": lengths,
-            "seed": seed,
-            "workers": workers,
-        }
-        if given := [f"--{name}" for name, value in others.items() if value is not None]:
-            raise ValueError(f"--check only reads a file: leave out {', '.join(given)}")
+        command_line.refuse(
+            "--check only reads a file", count=count, tests=tests, test_count=test_count, size=size,
+            rating=rating, lengths=lengths, seed=seed, workers=workers,
+        )  # fmt: skip
         found = read_csv(check, task)
         verify(task, found, progress=True)
         print(f"{check}: {len(found.ratings)} {name}, all are right")

@@ -119,7 +119,7 @@ def _evaluate(
         output: folder for results, by default RUN/evaluation. Earlier results in the folder are overwritten
     """
     if csv is not None:
-        _refuse(
+        command_line.refuse(
             "--csv tests on the sequences in a file",
             length=length, sequences=sequences, seed=seed, identity_probability=identity_probability,
         )  # fmt: skip
@@ -205,7 +205,7 @@ def _data(
     """
     group, length = algebra_of_csv(str(file)), int(file.stem.rpartition("=")[2])
     if check:
-        _refuse(
+        command_line.refuse(
             "--check only reads a file",
             sequences=sequences, identity_probability=identity_probability, seed=seed,
         )  # fmt: skip
@@ -223,12 +223,6 @@ def _data(
     file.parent.mkdir(parents=True, exist_ok=True)
     write_csv(file, *fresh, seed)
     print(f"wrote {sequences} sequences of {length} to {file}")
-
-
-def _refuse(why: str, **options: Any) -> None:
-    """Raise ``ValueError`` if the user gave one of the ``options``, which have no effect here."""
-    if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
-        raise ValueError(f"{why}: leave out {', '.join(given)}")
 
 
 def _jacobian(

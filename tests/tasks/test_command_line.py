@@ -1,6 +1,8 @@
 """Tests that a program that fails prints one line about the error and returns an exit status."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,11 @@ def test_one_process_speaks_for_all(
     monkeypatch.setenv("RANK", "1")
     assert _main("1.5") == 2
     assert capsys.readouterr().err == ""
+
+
+def test_packages_that_log_at_import_add_no_lines(tmp_path: Path) -> None:
+    """torchao does, if it is installed. In this process it has been imported already."""
+    command = [sys.executable, "-m", "deqseq.tasks.reasoning", "solve", str(tmp_path), "1234"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path} ") and done.stderr.count("\n") == 1

@@ -67,6 +67,8 @@ def main(
         log_level: lowest level of the log messages that are shown.
     """
     logging.basicConfig(level=log_level, format="%(message)s")
+    for package in ("torchao", "torch.utils._pytree"):  # what torchao's import says concerns few commands
+        logging.getLogger(package).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = commands.get(words[0]) if words else None
     try:

@@ -174,7 +174,7 @@ class ImplicitSequenceLayer(SequenceLayer):
         the old backbone.
 
         Raises:
-            ValueError: the value is none for this attribute.
+            ValueError: the attribute cannot have this value.
             AttributeError: the attribute is a part that belongs to the solve options.
         """
         if name in ("solver", "convergence", "window", "guess"):

@@ -133,7 +133,7 @@ def _evaluate(
         evaluate,
         load,
         residuals,
-    )  # fmt: skip
+    )
     from deqseq.tasks.reasoning.plots import plot_accuracy
 
     quiet_transformers()

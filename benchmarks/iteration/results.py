@@ -221,13 +221,13 @@ def _draw_perplexities(axis: Any, results: Sequence[Result], colours: dict[str, 
 def _draw_changes(axis: Any, results: Sequence[Result], colours: dict[str, str]) -> None:
     """Draw how much every form differs from the control, in percent.
 
-    Forms that end more than 10 % away from the control are left out. Dashed lines have another learning rate
-    than most runs.
+    Forms that are more than 15 % away from the control in any test are left out. Dashed lines have another
+    learning rate than most runs.
     """
     labelled = set[str]()
     usual = mode(r.learning_rate for r in results) if results else 0
     for (form, _, rate), points in changes(results).items():
-        if abs(points[-1][1]) <= 0.1:
+        if all(abs(change) <= 0.15 for _, change in points):
             x, y = [tokens / 1e6 for tokens, _ in points], [100 * change for _, change in points]
             style, label = "o-" if rate == usual else "o--", None if form in labelled else form
             axis.plot(x, y, style, color=colours[form], label=label, markersize=3, linewidth=1)

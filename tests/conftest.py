@@ -1,6 +1,7 @@
 """Fixtures that several test modules share: small contractive maps and helpers."""
 
 import gc
+import importlib.util
 import os
 import random
 import shutil
@@ -48,6 +49,7 @@ def pytest_collection_finish() -> None:
 
 D_MODEL = 16
 EXTENSIONS = Path(__file__).parent / "extensions"
+PNG = b"\x89PNG\r\n\x1a\n"  # the first bytes of a PNG file
 
 MakeBackbone = Callable[..., Backbone]
 MakeLayer = Callable[..., ImplicitSequenceLayer]
@@ -119,6 +121,38 @@ def contract(backbone: Backbone) -> Backbone:
 def _seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
+
+
+@pytest.fixture(scope="module")
+def quick_figures() -> Iterator[Any]:
+    """Figures are drawn, but their files hold only the first bytes of a PNG file. Rendering takes 0.4 s each.
+
+    The fixture's value is matplotlib's function that renders figures, or None without matplotlib.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        yield None
+        return
+    from matplotlib.figure import Figure
+
+    def save(figure: Any, path: Path, **_: Any) -> None:
+        path.write_bytes(PNG)
+
+    original = Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", save)
+        yield original
+
+
+@pytest.fixture
+def rendered_figures(quick_figures: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
+    """Figures are rendered, in modules with ``quick_figures`` too.
+
+    ``rendered_figures(path)``: whether the file holds a whole figure. True without matplotlib.
+    """
+    if quick_figures is None:
+        return lambda path: True
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", quick_figures)
+    return lambda path: path.read_bytes().startswith(PNG) and path.stat().st_size > len(PNG)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from deqseq.tasks.reasoning.settings import RUNS
 from deqseq.tasks.state_tracking.settings import TrainSettings
 from deqseq.tasks.state_tracking.train import train
 
+pytestmark = pytest.mark.usefixtures("quick_figures")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -108,7 +110,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_solvers(trained: Path, tmp_path: Path) -> None:
+def test_solvers(trained: Path, tmp_path: Path, rendered_figures: Callable[[Path], bool]) -> None:
     arguments = ["--model", str(trained), "--models", str(tmp_path), "--output", str(tmp_path / "out")]
     arguments += ["--batch", "2", "--length", "6", "--tolerances", "1e-3", "--windows", "all", "2"]
     arguments += ["--device", "cpu", "--dtypes", "float32", "--solvers", "picard-0.7", "anderson-2"]
@@ -124,7 +126,7 @@ def test_solvers(trained: Path, tmp_path: Path) -> None:
     # picard-0.7 needs fewer evaluations per token in the window of 2 tokens than without a window.
     assert causal[1]["evaluations"] < causal[0]["evaluations"]
     for figure in (f"heat-{trained.name}-float32.png", "pareto.png"):
-        assert (tmp_path / "out" / figure).stat().st_size > 0
+        assert rendered_figures(tmp_path / "out" / figure)
 
     measured = (tmp_path / "out" / "rows.jsonl").read_text()
     done = run("solvers.py", *arguments)
@@ -188,7 +190,7 @@ def test_rows_are_of_one_model(trained: Path, tmp_path: Path) -> None:
     assert run("solvers.py", "--model", str(mine), *one, "--windows", "0").returncode == 2
 
 
-def test_gradients(trained: Path, tmp_path: Path) -> None:
+def test_gradients(trained: Path, tmp_path: Path, rendered_figures: Callable[[Path], bool]) -> None:
     arguments = ["--model", str(trained), "--models", str(tmp_path), "--output", str(tmp_path / "out")]
     arguments += ["--batch", "3", "--length", "6", "--device", "cpu", "--group", "Z3", "--train-steps", "1"]
     arguments += ["--gradients", "phantom-1-1.0", "phantom-8-0.8", "implicit-0.0001-anderson"]
@@ -202,7 +204,7 @@ def test_gradients(trained: Path, tmp_path: Path) -> None:
     assert jfb["graph MiB"] < phantom["graph MiB"] / 4
     (after,) = found["trained"]
     assert after["gradient"] == "phantom-1-1.0" and 0 < after["loss"] < 3
-    assert (tmp_path / "out" / "gradients.png").stat().st_size > 0
+    assert rendered_figures(tmp_path / "out" / "gradients.png")
 
 
 def test_warm_start(trained: Path, tmp_path: Path) -> None:
@@ -323,7 +325,9 @@ def test_the_output_of_a_report_is_checked_before_the_results_are_read(
     assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]
 
 
-def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
+def test_what_iteration_buys(
+    text_folder: Path, tmp_path: Path, rendered_figures: Callable[[Path], bool]
+) -> None:
     study = ["--data", str(text_folder), "--output", str(tmp_path / "study"), "--size", "tiny"]
     train = ["train", *study, "--timed-steps", "1", "--eval-rows", "1", "--points", "2"]
     forms = ["--forms", "transformers", "growth"]
@@ -391,7 +395,7 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     assert seconds["steps"] == 5 and seconds["seconds"] == 1 * 1 + 1 * 2 + 2 * 3 + 1 * 10
     for title, text in found["tables"].items():
         assert title in done.stdout and text in done.stdout
-    assert (tmp_path / "r.png").stat().st_size > 0
+    assert rendered_figures(tmp_path / "r.png")
     shutil.copytree(tmp_path / "study", tmp_path / "copy")
     done = run("what_iteration_buys.py", "report", str(tmp_path / "study"), str(tmp_path / "copy"))
     assert done.returncode == 2 and "hold the same run" in done.stderr
@@ -415,7 +419,7 @@ def test_what_iteration_buys(text_folder: Path, tmp_path: Path) -> None:
     assert "-10.0%" in compared and "-10.0%" not in "".join(found["tables"].values())
 
 
-def test_scaling(text_folder: Path, tmp_path: Path) -> None:
+def test_scaling(text_folder: Path, tmp_path: Path, rendered_figures: Callable[[Path], bool]) -> None:
     """On the CPU, with one process. Measured runs are not repeated, nor mixed with other settings."""
     speed = ["speed", "--data", str(text_folder), "--output", str(tmp_path / "out"), "--models", "llama-tiny"]
     speed += ["--gpus", "1", "--rows", "2", "--steps", "1", "--runs", "1"]
@@ -454,7 +458,7 @@ def test_scaling(text_folder: Path, tmp_path: Path) -> None:
     ratios = [line.split("|")[5].strip() for line in found["tables"]["Tokens per second"].splitlines()]
     # On one GPU, the last stage is said to have needed half as many evaluations: no ratio.
     assert ratios[2:] == ["1.00", "2.00"] * 2 + ["1.00", "-"]
-    assert (tmp_path / "report.png").stat().st_size > 0
+    assert rendered_figures(tmp_path / "report.png")
 
 
 def test_speeds_of_steps_with_other_evaluations_have_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,8 +352,9 @@ def test_a_split_without_questions_is_named(run: Path, data: CatBabi) -> None:
 
 
 def test_from_the_command_line(
-    run: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    run: Path, built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    rendered_figures: Callable[[Path], bool],
+) -> None:  # fmt: skip
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
     explicit = str(tmp_path / "explicit")
     command = ["train", "--data", str(built), "--output", explicit, "--explicit", "--mode", "lm", *flags]
@@ -368,7 +369,7 @@ def test_from_the_command_line(
     above = json.loads((tmp_path / "compare" / "compare.json").read_text())["above"]["implicit"]["explicit"]
     named = ", ".join(map(str, above)) or "none"
     assert f"implicit beats explicit on {len(above)} tasks: {named}" in capsys.readouterr().out
-    assert (tmp_path / "compare" / "compare.png").stat().st_size > 0
+    assert rendered_figures(tmp_path / "compare" / "compare.png")
     first, second = (compare.read(folder, "test").accuracy_by_task for folder in (run, explicit))
     assert above == [task for task in TASKS if first[task] > second[task]]
 

@@ -5,6 +5,7 @@ The theorem is from Schöne et al., *Implicit Language Models are RNNs*, ICML 20
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,9 @@ def test_an_lstm_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    rendered_figures: Callable[[Path], bool],
+) -> None:  # fmt: skip
     train(tiny(), tmp_path / "run")
     for same in ("run-2", "other/run-2"):
         shutil.copytree(tmp_path / "run", tmp_path / same)
@@ -75,7 +77,7 @@ def test_the_command(
     trained = [f"implicit, S3, {label}" for label in labels]
     assert [row["model"] for row in rows] == ["explicit, random", "implicit, random", *trained]
     assert rows[0]["off_diagonal_mass"] == 0 < rows[1]["off_diagonal_mass"]
-    assert (tmp_path / "out" / "jacobian.png").stat().st_size > 0
+    assert rendered_figures(tmp_path / "out" / "jacobian.png")
     wrong = jacobian.Jacobian("implicit", 1, 64, 1.0, 0.1, 0.5, disagreement=2e-6)
     monkeypatch.setattr(jacobian, "inspect", lambda *_: [(wrong, torch.eye(1))])
     assert state_tracking.main(command) == 2 and "must agree to 1e-6" in capsys.readouterr().err

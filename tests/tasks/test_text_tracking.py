@@ -311,6 +311,7 @@ def test_a_perfect_reader_scores_one(folder: Path) -> None:
     assert score.stderr == 0
 
 
+@pytest.mark.usefixtures("rendered_figures")
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data"
     made = ["--length", "64", "--documents", "40", "--test-documents", "6", "--validation-share", "0.2"]

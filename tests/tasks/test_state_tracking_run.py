@@ -1,6 +1,7 @@
 """State tracking: training, resuming, evaluation and the command line, on tiny models."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -45,9 +46,10 @@ def stream(settings: TrainSettings) -> Batches:
 
 
 def interrupt(
-    patch: pytest.MonkeyPatch, step: int, output: Path, settings: TrainSettings | None = None
-) -> None:
-    """Train with a checkpoint every second step, and interrupt training in step ``step``, as Ctrl-C does."""
+    patch: pytest.MonkeyPatch, step: int, output: Path, settings: TrainSettings | None = None,
+    save_steps: int = 2,
+) -> None:  # fmt: skip
+    """Train with checkpoints, and interrupt training in step ``step``, as Ctrl-C does."""
     calls = 0
     original = AlignedTrainer.compute_loss
 
@@ -61,14 +63,19 @@ def interrupt(
     with patch.context() as context:
         context.setattr(AlignedTrainer, "compute_loss", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train(settings or small(), output, save_steps=2)
+            train(settings or small(), output, save_steps=save_steps)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights after an uninterrupted run."""
+    return weights(train(small(), tmp_path_factory.mktemp("uninterrupted") / "run", save_steps=2))
 
 
 @pytest.mark.parametrize("stopped_at", [3, 7, 11])
 def test_resumed_run_equals_uninterrupted_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, torch.Tensor], stopped_at: int
 ) -> None:
-    whole = weights(train(small(), tmp_path / "whole", save_steps=2))
     interrupt(monkeypatch, stopped_at, tmp_path / "cut")
     with pytest.raises(ValueError, match="no finished run"):
         load(tmp_path / "cut")
@@ -100,16 +107,17 @@ def test_a_resumed_run_goes_on_in_its_phase(tmp_path: Path, monkeypatch: pytest.
         d_model=8, batch_size=4,
     )  # fmt: skip
     whole = weights(train(grows, tmp_path / "whole", save_steps=100))
-    interrupt(monkeypatch, 40, tmp_path / "cut", grows)
-    resumed = weights(train(grows, tmp_path / "cut", save_steps=2))
+    interrupt(monkeypatch, 40, tmp_path / "cut", grows, save_steps=15)
+    resumed = weights(train(grows, tmp_path / "cut", save_steps=100))
     for name, value in whole.items():
         assert torch.equal(value, resumed[name]), name
     log = json.loads((tmp_path / "cut" / "training.json").read_text())["log"]
     assert log[0]["longest"] == 4 and 0 <= log[0]["accuracy"] <= 1
 
 
-def test_torn_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = weights(train(small(), tmp_path / "whole", save_steps=2))
+def test_torn_checkpoint_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, torch.Tensor]
+) -> None:
     interrupt(monkeypatch, 8, tmp_path / "cut")
     torn = tmp_path / "cut" / "checkpoint-6"
     (torn / "trainer_state.json").unlink()
@@ -160,9 +168,8 @@ def test_folder_of_another_run_is_refused_and_left_alone(tmp_path: Path) -> None
 
 
 def test_runs_from_before_a_setting_existed_resume_with_its_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, torch.Tensor]
 ) -> None:
-    whole = weights(train(small(), tmp_path / "whole", save_steps=2))
     interrupt(monkeypatch, 8, tmp_path / "cut")
     for file in (tmp_path / "cut").rglob("*settings.json"):
         file.write_text(
@@ -229,10 +236,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_windows_agree_and_batch_size_does_not_matter(run: Path) -> None:
     model, settings = load(run)
-    fresh = held_out(settings, 12, sequences=6, seed=0)
+    fresh = held_out(settings, 12, sequences=3, seed=0)
     results = [
         evaluate(model, fresh.tokens, fresh.targets, window, 1e-4, 1000, batch_size=batch_size)
-        for window, batch_size in ((None, 6), (4, 6), (1, 6), (4, 1))
+        for window, batch_size in ((None, 3), (4, 3), (1, 3), (4, 1))
     ]
     assert all(e.converged == 1 for e in results)
     for other in results[1:]:
@@ -290,15 +297,17 @@ def test_damaged_checkpoint_is_reported(run: Path, tmp_path: Path, damage: str) 
         load(tmp_path)
 
 
-def test_command_line_from_training_to_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_from_training_to_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rendered_figures: Callable[[Path], bool]
+) -> None:
     flags = [f"--{name}={value}" for name, value in {**SMALL, "steps": 4}.items()]
     assert main(["train", "--output", str(tmp_path / "run"), *flags]) == 0
-    assert (tmp_path / "run" / "training.png").stat().st_size > 0
+    assert rendered_figures(tmp_path / "run" / "training.png")
     command = ["evaluate", str(tmp_path / "run"), "--length", "8", "12", "--window", "all", "3"]
     assert main([*command, "--sequences", "4"]) == 0
     rows = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
     assert [(row["length"], row["window"]) for row in rows] == [(8, None), (8, 3), (12, None), (12, 3)]
-    assert (tmp_path / "run" / "evaluation" / "by_position.png").stat().st_size > 0
+    assert rendered_figures(tmp_path / "run" / "evaluation" / "by_position.png")
     capsys.readouterr()
     csv = str(tmp_path / "S3=9.csv")
     assert main(["data", csv, "--sequences", "5"]) == 0
@@ -500,9 +509,10 @@ def test_phase_2_stays_if_its_sequences_cannot_grow() -> None:
     assert phases(small(**fixed, grow_at=0.9)) == phases(small(**fixed))
 
 
-def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_an_older_version_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, torch.Tensor]
+) -> None:
     """Older versions had no callback ``Progress``, so their checkpoints have no state for it."""
-    whole = weights(train(small(), tmp_path / "whole", save_steps=2))
     interrupt(monkeypatch, 8, tmp_path / "cut")
     for checkpoint in (tmp_path / "cut").glob("checkpoint-*"):
         file = checkpoint / "trainer_state.json"
@@ -566,8 +576,9 @@ def study_file(tmp_path: Path) -> str:
 
 
 def test_study_goes_on_and_gives_what_one_go_gives(
-    study_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    study_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
     def accuracies(folder: Path) -> list[Any]:
         found = json.loads((folder / "study.json").read_text())
         return [(row["variant"], row["seed"], row["evaluation"]["accuracy_by_position"]) for row in found]
@@ -577,9 +588,6 @@ def test_study_goes_on_and_gives_what_one_go_gives(
     # Per seed: 4 tests of the implicit model (2 probabilities x 2 windows), 2 tests of each explicit model.
     assert len(accuracies(tmp_path / "whole")) == 2 * (4 + 2 + 2)
     assert sum(line.split()[:1] == ["lstm"] for line in table.splitlines()) == 2
-    assert (tmp_path / "whole" / "by_length.png").exists() and (
-        tmp_path / "whole" / "by_position.png"
-    ).exists()
 
     parts = ["study", study_file, "--output", str(tmp_path / "parts")]
     assert main([*parts, "--variants", "llama"]) == 0
@@ -593,7 +601,9 @@ def test_study_goes_on_and_gives_what_one_go_gives(
     assert accuracies(tmp_path / "parts") == accuracies(tmp_path / "whole")
 
     monkeypatch.setattr(study_module, "evaluate_fresh", lambda *_, **__: pytest.fail("tested again"))
+    rendered = request.getfixturevalue("rendered_figures")
     assert main(["study", study_file, "--output", str(tmp_path / "whole")]) == 0
+    assert all(rendered(tmp_path / "whole" / f"{name}.png") for name in ("by_length", "by_position"))
 
 
 @pytest.mark.parametrize("bf16", [False, True])

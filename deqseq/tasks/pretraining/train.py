@@ -139,7 +139,8 @@ def make_trainer(
     if settings.compile and args.device.type != "cpu":
         _compile_blocks(model, settings.activation_budget)
     rows = args.gradient_accumulation_steps * settings.per_device_batch_size
-    flops, peak = Flops(model.config, settings.length), peak_flops(args.device)
+    peak = peak_flops(args.device)
+    flops = None if peak is None else Flops(model.config, settings.length)
     speed = Speed(flops, rows, settings.length, args.world_size, peak)
     few = range(len(data.validation))[: settings.eval_rows]
     trainer = PretrainTrainer(

@@ -80,11 +80,14 @@ class Speed(TrainerCallback):
         elapsed: seconds of training so far, including the time before a run was resumed.
 
     Args:
+        flops: FLOPs of the model; ``None`` if ``peak`` is unknown.
         rows: rows per process in one optimiser step; a row has ``length`` tokens.
         peak: peak FLOP/s of a device; ``None`` if unknown.
     """
 
-    def __init__(self, flops: Flops, rows: int, length: int, processes: int, peak: float | None) -> None:
+    def __init__(
+        self, flops: Flops | None, rows: int, length: int, processes: int, peak: float | None
+    ) -> None:
         self.flops, self.rows, self.length, self.processes, self.peak = flops, rows, length, processes, peak
         self.elapsed = 0.0
         self._seconds = 0.0
@@ -126,7 +129,7 @@ class Speed(TrainerCallback):
         if not steps:
             return {}
         found = {"tokens_per_second": round(steps * self.rows * self.length * self.processes / seconds, 1)}
-        if self.peak:
+        if self.flops is not None and self.peak is not None:
             done = steps * self.rows * self.flops.step(evaluations, with_graph)
             found["mfu"] = round(done / seconds / self.peak, 4)
         return found

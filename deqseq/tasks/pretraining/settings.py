@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from deqseq.causal_lm import ImplicitConfig
     from deqseq.curriculum import Curriculum
 
+_CHECKED: set[tuple[str, bool]] = (
+    set()
+)  # models whose sizes were checked: their configuration, and ``compile``
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
@@ -149,13 +153,20 @@ class RunSettings:
                     f"stages.{number} would have none of {self.total_steps} steps: it would begin after step "
                     f"{begin} and end with step {end}"
                 )
+        self._check_model()
+
+    def _check_model(self) -> None:
+        """Build the model without weights, to check its sizes. Does nothing for a model that has passed."""
         import torch
 
         from deqseq.causal_lm import ImplicitForCausalLM
 
         config = self.config()
+        checked = config.to_json_string(use_diff=False), self.compile
+        if checked in _CHECKED:
+            return
         try:
-            with torch.device("meta"):  # building the model checks its sizes
+            with torch.device("meta"):
                 model = ImplicitForCausalLM(config)
         except (TypeError, RuntimeError) as error:  # torch's errors about sizes beyond 64 bits
             raise ValueError(f"the model cannot be built: {error}") from error
@@ -165,6 +176,7 @@ class RunSettings:
                 f"compile needs a backbone that has layers and has no kernels of its own, such as llama, "
                 f"got {name}"
             )
+        _CHECKED.add(checked)
 
     @property
     def stream(self) -> StreamSettings | None:

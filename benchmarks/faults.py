@@ -36,6 +36,7 @@ from common import Row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
 
+import deqseq.tasks.pretraining.train  # noqa: F401  the forked processes would import it: this takes seconds
 from deqseq.tasks import prepare, pretrain
 from deqseq.tasks.catbabi import __main__ as catbabi
 from deqseq.tasks.common.models import quiet_transformers

@@ -12,6 +12,7 @@ import pytest
 SCRIPT = """
 import datetime, faulthandler, json, os, sys, traceback
 import torch
+import torch._dynamo  # the ranks would import it
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from deqseq import ImplicitDifferentiation, ImplicitSequenceLayer, Residual

@@ -148,7 +148,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["lm_eval", *arguments]:
             installed = "lm-eval is not installed: pip install 'deqseq[eval]'"
             program = pytest.importorskip("lm_eval.__main__", reason=installed)
-            assert '"-m", "lm_eval"' in TESTS, "no test runs lm_eval"
+            assert 'run_module("lm_eval"' in TESTS, "no test runs lm_eval"
             _run(lambda: program.HarnessCLI().parse_args(), ["lm_eval", *arguments], monkeypatch)
         case ["pip", "install", *targets]:
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

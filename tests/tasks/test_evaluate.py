@@ -200,7 +200,7 @@ def test_budgets_bound_a_window(model: ImplicitForCausalLM, tokens: Tensor) -> N
 def test_windows_agree_at_the_equilibrium_and_not_before_it(
     model: ImplicitForCausalLM, tokens: Tensor
 ) -> None:
-    same = compare_windows(model, tokens, 32, [None, 8, 1], Residual(rtol=1e-6, max_iter=2000))
+    same = compare_windows(model, tokens[:41], 20, [None, 8, 1], Residual(rtol=1e-6, max_iter=2000))
     assert [a.window for a in same] == ["all", 8, 1]
     assert (same[0].agreement, same[0].max_logit_diff, same[0].kl, same[0].worst) == (1, 0, 0, [])
     for a in same[1:]:
@@ -235,9 +235,9 @@ def test_the_worst_tokens_are_where_the_logits_differ_most(model: ImplicitForCau
 def test_a_budget_too_small_for_the_tolerance_is_warned_of(
     model: ImplicitForCausalLM, tokens: Tensor
 ) -> None:
-    windows = [None, 1]
-    enough = compare_windows(model, tokens, 32, windows, Residual(rtol=1e-4, max_iter=1000))
-    short = compare_windows(model, tokens, 32, windows, Residual(rtol=1e-4, max_iter=3))
+    windows, tokens = [None, 1], tokens[:41]
+    enough = compare_windows(model, tokens, 20, windows, Residual(rtol=1e-4, max_iter=1000))
+    short = compare_windows(model, tokens, 20, windows, Residual(rtol=1e-4, max_iter=3))
     assert unconverged(enough) == []
     (said,) = unconverged(short)
     assert "after 3 iterations" in said and f"{1 - (short[1].converged or 0):.2%} in window 1" in said
@@ -595,22 +595,25 @@ TEXT_FLAGS = ["--text", "{saved}/text.txt", "--rtol", "1e-3", "--length", "16"]
 COMMANDS: dict[str, list[str]] = {
     "perplexity": [*TEXT_FLAGS, "--window", "4", "--max-iter", "50", "--dtype", "float32"],
     "length": [*TEXT_FLAGS, "32", "--limit", "70"],
-    "iterations": [*TEXT_FLAGS, "--iterations", "1", "4", "--window", "all", "--batch-size", "2"],
-    "duality": [*TEXT_FLAGS, "--window", "all", "4", "1"],
-}
+    "iterations": [*TEXT_FLAGS, "--iterations", "1", "4", "--window", "all", "--batch-size", "2",
+                   "--limit", "70"],
+    "duality": [*TEXT_FLAGS, "--window", "all", "4", "1", "--limit", "70"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("report", "rows"), [("perplexity", 1), ("length", 2), ("iterations", 3), ("duality", 3)]
 )
 def test_command_line(
-    report: str, rows: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    report: str, rows: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    rendered_figures: Callable[[Path], bool],
+) -> None:  # fmt: skip
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'deqseq[plots]'")
     command = [report, "{saved}/model", *COMMANDS[report], "--output", "{tmp}/out"]
     for _ in range(2):  # the second run overwrites the first result
         assert run_main(command, saved, tmp_path) == 0
     assert {file.name for file in (tmp_path / "out").iterdir()} == {f"{report}.json", f"{report}.png"}
+    assert rendered_figures(tmp_path / "out" / f"{report}.png")
     result = json.loads((tmp_path / "out" / f"{report}.json").read_text())
     assert result["report"] == report and len(result["rows"]) == rows
     used = result["settings"]
@@ -647,6 +650,16 @@ def test_command_line_downstream(saved: Path, tmp_path: Path, capsys: pytest.Cap
     assert bars == {"Running loglikelihood requests"}
 
 
+# The program lm_eval without its own tasks. Reading their thousands of files takes longer than the rest.
+LM_EVAL = """
+import functools, runpy
+from lm_eval.tasks import TaskManager
+
+TaskManager.__init__ = functools.partialmethod(TaskManager.__init__, include_defaults=False)
+runpy.run_module("lm_eval", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_downstream_scores_are_those_of_lm_eval_itself(saved: Path, tmp_path: Path) -> None:
     """``lm_eval --model hf`` loads the folder in a process that has not imported deqseq."""
     lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'deqseq[eval]'")
@@ -667,7 +680,7 @@ def test_downstream_scores_are_those_of_lm_eval_itself(saved: Path, tmp_path: Pa
         (tmp_path / "tasks" / f"{name}.yaml").write_text(json.dumps(task))
     done = subprocess.run(
         [
-            sys.executable, "-P", "-m", "lm_eval", "--model", "hf", "--model_args",
+            sys.executable, "-P", "-c", LM_EVAL, "--model", "hf", "--model_args",
             f"pretrained={saved / 'model'},trust_remote_code=True", "--tasks",
             ",".join(f"local_{name}" for name in folders), "--include_path", str(tmp_path / "tasks"),
             "--device", "cpu", "--batch_size", "8", "--output_path", str(tmp_path / "theirs"),

@@ -41,8 +41,14 @@ STEPS = 8
 SMALL: dict[str, Any] = {
     "model": {"vocab_size": 300, "backbone": {"name": "llama", "d_model": 16, "n_layer": 1, "n_head": 2}},
     "length": 16, "batch_tokens": 32, "per_device_batch_size": 2, "steps": STEPS, "passes": 100,
-    "eval_rows": 4, "eval_steps": 100, "save_steps": 2, "log_steps": 3, "spectral_every": 0, "workers": 0,
+    "eval_rows": None, "eval_steps": 100, "save_steps": 2, "log_steps": 3, "spectral_every": 0, "workers": 0,
     "report_to": "none", "bf16": False,
+    "stages": [  # those of llama-tiny, with shorter searches
+        {"until": 0.8, "gradient": {"name": "phantom", "steps": 1},
+         "convergence": {"name": "fixed", "iterations": 2}},
+        {"until": 1.0, "gradient": {"name": "phantom", "steps": 2}, "adaptive_budget": 0.05,
+         "convergence": {"name": "residual", "rtol": 0.05, "max_iter": 6}},
+    ],
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
         "vocab_size": 300, "backbone": {"name": "llama", "d_model": 16, "n_layer": 1, "n_head": 2},
     },
     "length": 16, "batch_tokens": 64, "per_device_batch_size": 2, "learning_rate": 1e-2, "bf16": False,
-    "steps": 12, "passes": 1000, "workers": 0, "log_steps": 1, "eval_steps": 100, "eval_rows": 4,
+    "steps": 12, "passes": 1000, "workers": 0, "log_steps": 1, "eval_steps": 100, "eval_rows": None,
     "report_to": "none", "spectral_every": 0, "save_steps": 3,
     "stages": [
         {"until": 0.5, "gradient": {"name": "phantom", "steps": 1},

@@ -226,6 +226,7 @@ def test_wavefront(tmp_path: Path, token_folder: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 4)
     output = tmp_path / "out.json"
     few = ["--prompts", "2", "--prompt-tokens", "8", "--tokens", "6", "--windows", "3", "--rtol", "1e-4"]
+    few += ["--solver", "anderson"]  # needs a quarter of the evaluations
     arguments = [str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--device", "cpu"]
     done = run("wavefront.py", *arguments, *few, "--output", str(output))
     assert done.returncode == 0, done.stderr + done.stdout
@@ -328,14 +329,15 @@ def test_the_output_of_a_report_is_checked_before_the_results_are_read(
 def test_what_iteration_buys(
     text_folder: Path, tmp_path: Path, rendered_figures: Callable[[Path], bool]
 ) -> None:
-    study = ["--data", str(text_folder), "--output", str(tmp_path / "study"), "--size", "tiny"]
+    model = ["--size", "tiny", "--changes", "{model.backbone.d_model: 48, model.backbone.n_layer: 1}"]
+    study = ["--data", str(text_folder), "--output", str(tmp_path / "study"), *model]
     train = ["train", *study, "--timed-steps", "1", "--eval-rows", "1", "--points", "2"]
     forms = ["--forms", "transformers", "growth"]
     done = run("what_iteration_buys.py", *train, *forms, "--budget-tokens", "5120")
     assert done.returncode == 0, done.stderr
     speed = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "study" / "speed").iterdir()}
     assert set(speed) == {"transformers", "1", "1+1", "2+1", "free"}
-    taken = ["time", "--data", str(text_folder), "--size", "tiny", "--runs", str(tmp_path / "study")]
+    taken = ["time", "--data", str(text_folder), *model, "--runs", str(tmp_path / "study")]
     done = run("what_iteration_buys.py", *taken, "--output", str(tmp_path / "again"), *forms)
     assert done.returncode == 0, done.stderr
     again = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "again" / "speed").iterdir()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,10 +28,6 @@ from deqseq.tasks.common.settings import (
 if TYPE_CHECKING:
     from deqseq.causal_lm import ImplicitConfig
     from deqseq.curriculum import Curriculum
-
-_CHECKED: set[tuple[str, bool]] = (
-    set()
-)  # models whose sizes were checked: their configuration, and ``compile``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,30 +151,7 @@ class RunSettings:
                     f"stages.{number} would have none of {self.total_steps} steps: it would begin after step "
                     f"{begin} and end with step {end}"
                 )
-        self._check_model()
-
-    def _check_model(self) -> None:
-        """Build the model without weights, to check its sizes. Does nothing for a model that has passed."""
-        import torch
-
-        from deqseq.causal_lm import ImplicitForCausalLM
-
-        config = self.config()
-        checked = config.to_json_string(use_diff=False), self.compile
-        if checked in _CHECKED:
-            return
-        try:
-            with torch.device("meta"):
-                model = ImplicitForCausalLM(config)
-        except (TypeError, RuntimeError) as error:  # torch's errors about sizes beyond 64 bits
-            raise ValueError(f"the model cannot be built: {error}") from error
-        name = model.config.backbone["name"]
-        if self.compile and (name == "mamba2" or not hasattr(model.model.layer.backbone, "layers")):
-            raise ValueError(
-                f"compile needs a backbone that has layers and has no kernels of its own, such as llama, "
-                f"got {name}"
-            )
-        _CHECKED.add(checked)
+        _check_model(self.config().to_json_string(use_diff=False), self.compile)
 
     @property
     def stream(self) -> StreamSettings | None:
@@ -346,3 +321,28 @@ def _near_divisors(number: int, wanted: int) -> str:
     fits = sorted((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - wanted))
     *head, last = map(str, sorted(fits[:3]))
     return f"{', '.join(head)} or {last}" if head else last
+
+
+@cache
+def _check_model(config: str, compiled: bool) -> None:
+    """Build a model without weights, to check its sizes. Equal models are built once.
+
+    Args:
+        config: the configuration of the model as JSON.
+        compiled: whether its blocks are to be compiled.
+    """
+    import torch
+
+    from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = ImplicitForCausalLM(ImplicitConfig.from_dict(json.loads(config)))
+    except (TypeError, RuntimeError) as error:  # torch's errors about sizes beyond 64 bits
+        raise ValueError(f"the model cannot be built: {error}") from error
+    name = model.config.backbone["name"]
+    if compiled and (name == "mamba2" or not hasattr(model.model.layer.backbone, "layers")):
+        raise ValueError(
+            f"compile needs a backbone that has layers and has no kernels of its own, such as llama, "
+            f"got {name}"
+        )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from deqseq.checks import check_instance, check_not_negative
+from deqseq.checks import check_count, check_instance, check_not_negative
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.policy import ConvergencePolicy
 from deqseq.solution import Solution
@@ -84,7 +84,12 @@ class AdaptiveBudget:
             self.set(self.max_iter + (1 if total > self.residual * tokens else -1))
 
     def set(self, max_iter: int) -> None:
-        """Set the budget, for example from a checkpoint. Clips it to the allowed range."""
+        """Set the budget, for example from a checkpoint. Clips it to the allowed range.
+
+        Raises:
+            ValueError: ``max_iter`` is no whole number of at least 0.
+        """
+        check_count("max_iter", max_iter, least=0)
         options = self.layer.train_solve
         self.max_iter = min(self.most, max(1, options.convergence.min_iter, max_iter))
         policy = copy(options.convergence)  # a policy may be frozen, and other solves may use the same policy

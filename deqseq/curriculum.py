@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deqseq.budget import check_target
-from deqseq.checks import check_not_negative, shown
+from deqseq.checks import check_count, check_instance, check_not_negative, shown
 from deqseq.gradient import gradients
 from deqseq.layer import ImplicitSequenceLayer
 from deqseq.problem import SolveOptions
@@ -83,7 +83,13 @@ class Curriculum:
                 check_target(stage.adaptive_budget, SolveOptions(convergence=stage.convergence).convergence)
 
     def at(self, step: int, steps: int) -> Stage:
-        """The stage of step number ``step``, counted from 0, in a training of ``steps`` steps."""
+        """The stage of step number ``step``, counted from 0, in a training of ``steps`` steps.
+
+        Raises:
+            ValueError: ``step`` is no whole number of at least 0, or ``steps`` is none of at least 1.
+        """
+        check_count("step", step, least=0)
+        check_count("steps", steps)
         return next((s for s in self.stages if step < self.end(s, steps)), self.stages[-1])
 
     @staticmethod
@@ -93,7 +99,13 @@ class Curriculum:
 
     @staticmethod
     def apply(stage: Stage, layer: ImplicitSequenceLayer) -> None:
-        """Give ``layer`` the gradient strategy, the solver, the policies and the window of ``stage``."""
+        """Give ``layer`` the gradient strategy, the solver, the policies and the window of ``stage``.
+
+        Raises:
+            ValueError: ``stage`` is no :class:`Stage`, or ``layer`` is not implicit.
+        """
+        check_instance("stage", stage, Stage, "a Stage")
+        check_instance("layer", layer, ImplicitSequenceLayer, "an ImplicitSequenceLayer")
         layer.gradient = gradients.create(stage.gradient)
         layer.train_solve = _options(layer.train_solve, stage, stage.convergence)
         layer.eval_solve = _options(layer.eval_solve, stage, stage.eval_convergence)

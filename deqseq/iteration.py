@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deqseq import graphs
 from deqseq.backbone import Context
+from deqseq.checks import check_instance
 from deqseq.compact import CompactingRunner, compactable
 from deqseq.loop import Runner, drive
 from deqseq.policy import FixedIterations
@@ -28,7 +29,11 @@ def search(problem: Problem) -> Solution:
 
     Returns f(z) of the last evaluation. With the policy ``FixedIterations(n)``, the search does n iterations
     and returns the solver's last iterate.
+
+    Raises:
+        ValueError: ``problem`` is no :class:`~deqseq.Problem`.
     """
+    check_instance("problem", problem, Problem, "a Problem")
     with torch.no_grad():
         if problem.window is not None and graphs.can_record_passes(problem):
             return drive(graphs.WindowRunner(problem))
@@ -62,7 +67,11 @@ def steps(
             ``FixedIterations`` and without a window, tokens are not checked.
         solver: proposes the iterates; the problem's solver by default.
         checkpoint: recompute every step in the backward pass instead of storing its activations.
+
+    Raises:
+        ValueError: ``problem`` is no :class:`~deqseq.Problem`; ``count`` is below 1; ``solver`` is unknown.
     """
+    check_instance("problem", problem, Problem, "a Problem")
     solver = problem.solver if solver is None else solvers.create(solver)
     checkpoint = problem.checkpoint or checkpoint
     if start is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deqseq import kernels
-from deqseq.checks import check_count
+from deqseq.checks import check_count, check_floating, check_tensor
 
 
 def jacobian_penalty(
@@ -32,14 +32,14 @@ def jacobian_penalty(
         generator: random generator of the probes, on z's device.
 
     Raises:
-        ValueError: ``samples`` is below 1.
+        ValueError: ``samples`` is below 1; ``z`` is no floating-point tensor (B, L, D); ``f(z)`` has
+            another shape than ``z``.
     """
     check_count("samples", samples)
     # Use plain attention and plain PyTorch: training on the penalty needs second derivatives, and fused
     # attention and our kernels have no second derivatives.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), kernels.twice_differentiable():
-        z = z.detach().requires_grad_()
-        fz = f(z)
+        z, fz = _evaluated(f, z)
         # Sum in float32 at least: a sum in float16 would overflow.
         total = fz.new_zeros((), dtype=torch.promote_types(fz.dtype, torch.float32))
         if not fz.requires_grad:
@@ -70,12 +70,12 @@ def spectral_radius(
         generator: random generator of the start vector, on z's device.
 
     Raises:
-        ValueError: ``iterations`` is below 2.
+        ValueError: ``iterations`` is below 2; ``z`` is no floating-point tensor (B, L, D); ``f(z)`` has
+            another shape than ``z``.
     """
     check_count("iterations", iterations, least=2)
     with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        fz = f(z)
+        z, fz = _evaluated(f, z)
     if not fz.requires_grad:
         return fz.new_zeros(fz.shape[0])  # f does not depend on z
     probe = torch.randn(fz.shape, generator=generator, device=fz.device, dtype=fz.dtype)
@@ -88,3 +88,15 @@ def spectral_radius(
         )
         growth.append(torch.linalg.vector_norm(probe, dim=(1, 2)))
     return torch.stack(growth[iterations // 2 :]).clamp_min(tiny).log().mean(0).exp()
+
+
+def _evaluated(f: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy of ``z`` that requires gradients, and its f(z)."""
+    check_tensor("z", z)
+    check_floating("z", z)
+    if z.dim() != 3:
+        raise ValueError(f"z must be (B, L, D), got {tuple(z.shape)}")
+    z = z.detach().requires_grad_()
+    fz = f(z)
+    check_tensor("f(z)", fz, z.shape, "the shape of z, ")
+    return z, fz

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from deqseq.checks import check_tensor
+from deqseq.checks import check_tensor, shown
 from deqseq.status import Status
 
 _SHARES = tuple(status for status in Status if status is not Status.RUNNING)
@@ -114,6 +114,11 @@ class SolveStatistics:
         """The mean of the statistic ``name`` at every position: (L,) on the CPU.
 
         L is the length of the longest solve. Positions without counted tokens are NaN.
+
+        Raises:
+            ValueError: no statistic has this name.
         """
+        if name not in _MEANS:
+            raise ValueError(f"unknown statistic {shown(name)}; known: {', '.join(_MEANS)}")
         tokens, finite, *sums = self._sums.cpu().unbind()
         return sums[_MEANS.index(name)] / (finite if name == "residual" else tokens)

@@ -27,15 +27,26 @@ from deqseq import (
     Residual,
     SolveOptions,
     Unrolled,
+    search,
+    steps,
 )
 from deqseq.backbone import State
-from deqseq.backbones import LlamaBackbone, Mamba2Backbone, MixerBackbone, ModuleBackbone, RecursionBackbone
+from deqseq.backbones import (
+    LlamaBackbone,
+    Mamba2Backbone,
+    MixerBackbone,
+    ModuleBackbone,
+    RecursionBackbone,
+    fold_weight_norm,
+)
+from deqseq.budget import AdaptiveBudget
 from deqseq.causal_lm import ImplicitConfig, ImplicitForCausalLM
 from deqseq.curriculum import Curriculum, Stage
 from deqseq.guesses import Noise, Proposal
 from deqseq.policies import Quantile
 from deqseq.regularisation import jacobian_penalty, spectral_radius
 from deqseq.solvers import Anderson, BestIterate, Broyden, Noisy, Picard, TorchDEQ
+from deqseq.statistics import SolveStatistics
 from deqseq.tasks import prepare, pretrain
 
 Case = tuple[str, Callable[[], object], str]
@@ -295,6 +306,10 @@ class Narrow(nn.Module):
         return u[..., :1]
 
 
+def budget() -> AdaptiveBudget:
+    return AdaptiveBudget(ImplicitSequenceLayer(LLAMA, convergence=Residual(rtol=0.1)), residual=0.1)
+
+
 def quantile(**options: Any) -> Quantile:
     return Quantile(FEW, **options)
 
@@ -504,10 +519,47 @@ PARTS: list[Case] = [
             ("of one sequence", torch.ones(1, L), r"have one value for every token, \(2, 6\), got \(1, 6\)"),
         )
     ],
+    (
+        "by_position of an unknown statistic",
+        lambda: SolveStatistics().by_position("loss"),
+        "unknown statistic 'loss'; known: iterations, residual, ",
+    ),
     *counts("jacobian_penalty.samples", lambda samples: jacobian_penalty(torch.tanh, x(), samples)),
     *counts(
         "spectral_radius.iterations", lambda iterations: spectral_radius(torch.tanh, x(), iterations), [1]
     ),
+    *[
+        (f"{measure.__name__} {kind}", lambda measure=measure, f=f, z=z: measure(f, z), said)
+        for measure in (jacobian_penalty, spectral_radius)
+        for kind, f, z, said in (
+            ("at None", torch.tanh, None, "z must be a tensor, got None"),
+            ("at whole numbers", torch.tanh, x(torch.int64), "z must be of a floating-point type"),
+            ("at one token", torch.tanh, torch.ones(B, D), r"z must be \(B, L, D\), got \(2, 16\)"),
+            ("of a map that returns a pair", lambda z: (z, z), x(), r"f\(z\) must be a tensor, got \("),
+            ("of a map that widens", Wider(), x(), r"f\(z\) must have the shape of z, \(2, 6, 16\), got "),
+        )
+    ],
+    ("search of no problem", lambda: search(None), "problem must be a Problem, got None"),
+    ("steps of no problem", lambda: steps(None, 3), "problem must be a Problem, got None"),
+    *[
+        (
+            f"initial_state of {kind} for {size!r} sequences",
+            lambda kind=kind, size=size: layer(kind).backbone.initial_state(size),
+            "batch_size must be a whole number >= 0, got ",
+        )
+        for kind in ("llama", "module")
+        for size in (-1, 1.5, "2", None, True)
+    ],
+    ("fold_weight_norm of None", lambda: fold_weight_norm(None), "module must be a module, got None"),
+    (
+        "a stage for an explicit layer",
+        lambda: Curriculum.apply(Stage(1, "phantom"), ExplicitSequenceLayer({**LLAMA, "injection": False})),
+        "layer must be an ImplicitSequenceLayer, got ExplicitSequenceLayer",
+    ),
+    ("no stage for a layer", lambda: Curriculum.apply(None, layer()), "stage must be a Stage, got None"),
+    *counts("Curriculum.at.step", lambda step: Curriculum([Stage(1, "phantom")]).at(step, 10), []),
+    *counts("Curriculum.at.steps", lambda steps: Curriculum([Stage(1, "phantom")]).at(0, steps)),
+    *counts("AdaptiveBudget.max_iter", lambda max_iter: budget().set(max_iter), []),
 ]
 
 

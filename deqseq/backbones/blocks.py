@@ -249,6 +249,7 @@ class Stack(Backbone):
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """A state of zeros, by default with the device and dtype of the weights."""
+        check_count("batch_size", batch_size, least=0)
         weight = next(self.layers.parameters())
         device, dtype = weight.device if device is None else device, dtype or weight.dtype
         layer = tuple(torch.zeros(batch_size, *s, device=device, dtype=dtype) for s in self.state_shapes)

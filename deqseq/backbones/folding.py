@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 
 from deqseq.backbones.blocks import Stack
 from deqseq.backbones.weights import is_adapter
+from deqseq.checks import check_instance
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -33,8 +34,9 @@ def fold_weight_norm(module: Module) -> Module:
         ``module``.
 
     Raises:
-        ValueError: ``module`` contains no backbone that takes the option ``weight_norm``.
+        ValueError: ``module`` is no module, or contains no backbone that takes the option ``weight_norm``.
     """
+    check_instance("module", module, nn.Module, "a module")
     stacks = [part for part in module.modules() if isinstance(part, Stack)]
     if not stacks:
         raise ValueError(

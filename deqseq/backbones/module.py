@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deqseq.backbone import Backbone, Context, State, Trace, take_tokens
 from deqseq.backbones.blocks import check_sizes
-from deqseq.checks import check_flag, check_instance
+from deqseq.checks import check_count, check_flag, check_instance
 
 
 class ModuleBackbone(Backbone):
@@ -77,6 +77,7 @@ class ModuleBackbone(Backbone):
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """An empty state. The tensor of past inputs has shape (B, 0, 0)."""
+        check_count("batch_size", batch_size, least=0)
         weight = next(self.parameters(), None)
         device = weight.device if device is None and weight is not None else device
         empty = torch.zeros(batch_size, 0, 0, device=device, dtype=dtype)

@@ -206,6 +206,11 @@ class TestSample:
         with pytest.raises(ValueError, match="must be a whole number >= 1"):
             sample(algebra("A5"), batch, length, identity_probability=0.5, generator=torch.Generator())
 
+    @pytest.mark.parametrize(("batch", "length"), [(2**15, 2**16), (2, 10**30), (10**14, 20)])
+    def test_rejects_more_tokens_than_memory_holds(self, batch: int, length: int) -> None:
+        with pytest.raises(ValueError, match=f"{batch} sequences of {length} tokens are more than "):
+            sample(algebra("A5"), batch, length, identity_probability=0.5, generator=torch.Generator())
+
 
 def make_stream(lengths: tuple[int, int] = (3, 9), seed: int = 5) -> WordProblemStream:
     return WordProblemStream(algebra("A5xM"), lengths, identity_probability=0.5, seed=seed, batch_size=4)
@@ -306,6 +311,9 @@ class TestCsv:
             ("7,59", "7,60", r"line 3: inputs must lie in \[0, 60\)"),
             ("7,59", "8,59", "line 3: seed is 8"),
             ("7,59", "7,x", "line 3"),
+            ("7,59", f"7,{'59 ' * 50_000}", "line 3: field larger than field limit"),
+            ("7,59", f"7,{'9' * 5_000}", r"line 3: \['7', '9999"),
+            ("7,59", "7,\xff\0", r"line 3: \['7', '.* is not seed, input, target"),
             (" 20 33", " 20", "line 3"),
             (" 58 20 33,59 58 58 25 9 15", ",59 58 58", "line 3: length is 3"),
             (GOLDEN_CSV[18:], "", "line 2: missing"),
@@ -316,8 +324,9 @@ class TestCsv:
         assert old in GOLDEN_CSV
         path = tmp_path / "A5=6.csv"
         path.write_text(GOLDEN_CSV.replace(old, new))
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises(ValueError, match=complaint) as caught:
             read_csv(path, algebra("A5"))
+        assert len(str(caught.value)) < 1_000
 
     @pytest.mark.parametrize("name", ["A5.csv", "A5=20.txt", "A5=x.csv", "Q8=20.csv"])
     def test_file_names(self, name: str) -> None:

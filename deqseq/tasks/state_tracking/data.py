@@ -9,6 +9,7 @@ Shapes: B sequences in a batch, L tokens, S sequences in a file or fixed set.
 import csv
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,13 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deqseq.checks import check_count
+from deqseq.checks import check_count, shown
 from deqseq.tasks.common.files import PART, rename, writing
 from deqseq.tasks.common.seeds import batch_seed
 from deqseq.tasks.state_tracking.algebra import Algebra, algebra, prefix_products
 
 Batch = dict[str, Tensor]
 """``{"input_ids": (B, L) int64, "labels": (B, L) int64}``, labels aligned with the inputs."""
+
+MAX_TOKENS = 2**30
+"""The largest number of tokens that :func:`sample` makes. More tokens would fill the machine's memory."""
 
 
 @cache
@@ -46,10 +50,13 @@ def sample(
     groups are the identity. If the algebra has no group, ``identity_probability`` has no effect.
 
     Raises:
-        ValueError: ``batch_size`` or ``length`` is below 1, or the probability is outside [0, 1].
+        ValueError: ``batch_size`` or ``length`` is below 1, their product is above :data:`MAX_TOKENS`, or the
+            probability is outside [0, 1].
     """
     check_count("batch_size", batch_size)
     check_count("length", length)
+    if batch_size * length > MAX_TOKENS:
+        raise ValueError(f"{batch_size} sequences of {length} tokens are more than {MAX_TOKENS} tokens")
     if not 0.0 <= identity_probability <= 1.0:
         raise ValueError(f"identity_probability must be in [0, 1], got {identity_probability}")
     device = generator.device
@@ -165,22 +172,21 @@ def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
     def wrong(index: int, reason: str) -> ValueError:
         return ValueError(f"{path}, line {index + 2}: {reason}")  # line 1 is the header
 
-    with open(path, newline="", encoding="utf-8") as file:
-        reader = csv.reader(file)
-        header = next(reader, None)
-        if header != _CSV_HEADER:
-            raise wrong(-1, f"header is {header}, must be {_CSV_HEADER}")
-        for index, fields in enumerate(reader):
-            try:
-                seed, tokens, targets = fields
-                seeds.append(int(seed))
-                rows.append(torch.tensor([[int(i) for i in f.split()] for f in (tokens, targets)]))
-            except ValueError as error:
-                raise wrong(index, f"{fields} is not seed, input, target: {error}") from error
-            if rows[-1].shape != rows[0].shape or rows[-1].numel() == 0:
-                raise wrong(index, f"length is {rows[-1].shape[1]}, must be the first line's and at least 1")
-            if seeds[-1] != seeds[0]:
-                raise wrong(index, f"seed is {seeds[-1]}, must be {seeds[0]} as above")
+    lines = _lines(path)
+    header = next(lines, None)
+    if header != _CSV_HEADER:
+        raise wrong(-1, f"header is {shown(header)}, must be {_CSV_HEADER}")
+    for index, fields in enumerate(lines):
+        try:
+            seed, tokens, targets = fields
+            seeds.append(int(seed))
+            rows.append(torch.tensor([[int(i) for i in f.split()] for f in (tokens, targets)]))
+        except ValueError as error:
+            raise wrong(index, f"{shown(fields)} is not seed, input, target: {error}") from error
+        if rows[-1].shape != rows[0].shape or rows[-1].numel() == 0:
+            raise wrong(index, f"length is {rows[-1].shape[1]}, must be the first line's and at least 1")
+        if seeds[-1] != seeds[0]:
+            raise wrong(index, f"seed is {seeds[-1]}, must be {seeds[0]} as above")
     if not rows:
         raise wrong(0, "missing, the file must hold at least one word problem")
 
@@ -192,6 +198,16 @@ def read_csv(path: str | Path, algebra: Algebra) -> tuple[Tensor, Tensor, int]:
             raise wrong(index, f"inputs must lie in [0, {len(algebra)}) for {algebra.name}")
         raise wrong(index, f"targets are not the running products in {algebra.name}")
     return inputs, expected, seeds[0]
+
+
+def _lines(path: str | Path) -> Iterator[list[str]]:
+    """Yield the lines of a CSV file, split into fields."""
+    with open(path, newline="", encoding="latin-1") as file:  # Latin-1 has a character for every byte
+        reader = csv.reader(file)
+        try:
+            yield from reader
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from error
 
 
 def write_csv(path: str | Path, tokens: Tensor, targets: Tensor, seed: int) -> None:

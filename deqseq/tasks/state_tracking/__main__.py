@@ -86,7 +86,7 @@ def _evaluate(
     run: Path,
     *,
     length: list[PositiveInt] | None = None,
-    window: list[PositiveInt | Literal["all"]] = [8],  # noqa: B006
+    window: list[PositiveInt | Literal["all"]] | None = None,
     sequences: PositiveInt | None = None,
     seed: NonNegativeInt | None = None,
     identity_probability: list[ClosedUnitInterval] | None = None,
@@ -105,8 +105,8 @@ def _evaluate(
     Args:
         run: folder of a finished run
         length: tokens per sequence; by default the training length, and four times the training length
-        window: number of tokens solved at a time, or 'all'. All windows give the same answers, at different
-            cost
+        window: number of tokens solved at a time, or 'all' (default 8). All windows give the same answers, at
+            different cost. An explicit model has no window
         sequences: number of sequences (default 512)
         seed: seed of the sequences (default 0)
         identity_probability: probability that a token is the identity; by default as in training
@@ -133,9 +133,9 @@ def _evaluate(
     model, settings = load(run)
     command_line.check_folder(folder, "evaluation.json", "by_position.png")
     search = {"tolerance": tolerance, "max_iter": max_iter, "damping": damping}
-    if settings.explicit and any(value is not None for value in search.values()):
-        raise ValueError("an explicit model has no solver: it takes no tolerance, max-iter or damping")
-    windows = [None] if settings.explicit else [None if tokens == "all" else tokens for tokens in window]
+    if settings.explicit:
+        command_line.refuse("an explicit model has no solver", window=window, **search)
+    windows = [None] if settings.explicit else [None if size == "all" else size for size in window or [8]]
     asked = {**search, "csv": csv} | ({} if csv is not None else {"sequences": sequences, "seed": seed})
     options: dict[str, Any] = {**search, "batch_size": batch_size, "progress": True}
     rows: list[tuple[str, Evaluation]] = []

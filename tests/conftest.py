@@ -19,7 +19,9 @@ from deqseq import Backbone, Context, ImplicitSequenceLayer, State
 from deqseq.backbone import Trace
 from deqseq.backbones import LlamaBackbone, Mamba2Backbone, ModuleBackbone, fold_weight_norm
 from deqseq.solver import Progress
+from deqseq.tasks.common.command_line import quiet_packages
 
+quiet_packages()  # here, because tests call commands after they have imported transformers
 if not torch.cuda.is_available():  # set it early: Triton reads it when a kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if device := os.environ.get("DEQSEQ_TEST_DEVICE"):

@@ -174,7 +174,6 @@ def generate(
     from deqseq.tasks.common import models
     from deqseq.tasks.common.tokenizer import load_for_model
 
-    models.quiet_transformers()
     # Remove the line break that `echo PROMPT |` adds to a piped prompt.
     prompt = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
     try:

@@ -84,14 +84,12 @@ def _pretrain(
             "accelerate launch --num_processes"
         )
     # Import these modules late, so that wrong arguments are reported at once. The imports take seconds.
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.common.seals import checkpoints
     from deqseq.tasks.pretraining.data import open_data
     from deqseq.tasks.pretraining.plan import describe, held_out_rows, plot_schedule
     from deqseq.tasks.pretraining.run_files import load_run
     from deqseq.tasks.pretraining.train import check_start, pretrain
 
-    quiet_transformers()
     found = load_run(run, settings)
     output = output or Path("runs") / Path(run).name.removesuffix(".yaml").removesuffix(".yml")
     if dry_run:
@@ -138,10 +136,8 @@ def _demo(
         steps: optimiser steps of every model, a multiple of 5; 400 by default
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.pretraining.demo import demo
 
-    quiet_transformers()
     with logging_redirect_tqdm():
         demo(text, output, steps)
 

@@ -1,5 +1,6 @@
 """Tests that a program that fails prints one line about the error and returns an exit status."""
 
+import os
 import re
 import subprocess
 import sys
@@ -119,3 +120,21 @@ def test_packages_that_log_at_import_add_no_lines(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {tmp_path} ") and done.stderr.count("\n") == 1
+
+
+def test_transformers_shows_errors_only() -> None:
+    code = """
+from deqseq.tasks.common import command_line
+
+def command() -> None:
+    from transformers.utils import logging
+    print(logging.get_verbosity() == logging.ERROR, logging.is_progress_bar_enabled())
+
+command_line.main("program", "", {}, [], interrupted="", default=command)
+"""
+    names = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("True False\n", "")

@@ -40,9 +40,7 @@ from deqseq.tasks.pretraining import card
 from deqseq.tasks.pretraining.settings import RunSettings
 from deqseq.tasks.pretraining.train import pretrain
 from deqseq.tasks.pretraining.trainer import PretrainTrainer
-from deqseq.tasks.common.models import quiet_transformers
 
-quiet_transformers()
 torch.set_num_threads(1)
 card.plot_curves = lambda *_: False  # drawing takes longer than the training
 gc.collect()

@@ -83,9 +83,7 @@ def _train(
     """
     found = build_changed(TrainSettings, {}, settings)
     from deqseq.tasks.catbabi.train import train
-    from deqseq.tasks.common.models import quiet_transformers
 
-    quiet_transformers()
     train(found, output, save_steps=save_steps)
     record = read_record(output)
     print(f"trained in {record['seconds']:.0f} s; model and log in {output}")
@@ -117,9 +115,8 @@ def _evaluate(
     """
     from deqseq.tasks.catbabi import compare
     from deqseq.tasks.catbabi.evaluate import evaluate, load_run
-    from deqseq.tasks.common.models import Window, quiet_transformers, solve_options
+    from deqseq.tasks.common.models import Window, solve_options
 
-    quiet_transformers()
     trained = load_run(run)
     command_line.check_folder(run / "evaluation", *(f"{name}.json" for name in split))
     model, settings, _ = trained

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import os
 import pickle
 import re
 import signal
@@ -67,8 +68,7 @@ def main(
         log_level: lowest level of the log messages that are shown.
     """
     logging.basicConfig(level=log_level, format="%(message)s")
-    for package in ("torchao", "torch.utils._pytree"):  # what torchao's import says concerns few commands
-        logging.getLogger(package).setLevel(logging.ERROR)
+    quiet_packages()
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = commands.get(words[0]) if words else None
     try:
@@ -105,6 +105,17 @@ def main(
     if processes.speaks():
         print(f"{processes.name()}{said}", file=sys.stderr)
     return status
+
+
+def quiet_packages() -> None:
+    """Make transformers and torchao show only errors, and no progress bars when models are loaded.
+
+    Has an effect only before transformers is imported. Environment variables that the user has set stay.
+    """
+    for package in ("torchao", "torch.utils._pytree"):  # what torchao's import says concerns few commands
+        logging.getLogger(package).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def execute(command: Command, values: Mapping[str, Any]) -> None:

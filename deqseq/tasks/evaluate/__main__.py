@@ -61,10 +61,8 @@ class _Report:
         """Make the report."""
         if self.output is not None:
             command_line.check_folder(self.output)
-        from deqseq.tasks.common.models import quiet_transformers
         from deqseq.tasks.evaluate.reports import report
 
-        quiet_transformers()
         report(self)
 
 

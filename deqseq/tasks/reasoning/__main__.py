@@ -69,11 +69,9 @@ def _train(
             kept. A checkpoint has the iterates of all batches: 2 GB with the file sudoku
     """
     found = build_changed(TrainSettings, read_yaml(run, RUNS), settings)
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.reasoning.plots import plot_training
     from deqseq.tasks.reasoning.train import train
 
-    quiet_transformers()
     train(found, output, save_steps=save_steps)
     record = read_record(output)
     plot_training(record["log"], output / "training.png")
@@ -124,7 +122,7 @@ def _evaluate(
         output: folder for results, by default RUN/evaluation
         force: overwrite an existing result that has other settings
     """
-    from deqseq.tasks.common.models import quiet_transformers, solve_options
+    from deqseq.tasks.common.models import solve_options
     from deqseq.tasks.reasoning.evaluate import (
         ADAPTIVE,
         COLUMNS,
@@ -136,7 +134,6 @@ def _evaluate(
     )
     from deqseq.tasks.reasoning.plots import plot_accuracy
 
-    quiet_transformers()
     model, settings = load(run, solver)
     tests = Puzzles(*(column[:count] for column in read(puzzles, settings.task)))
     if tests.questions.shape[1] != settings.size**2:
@@ -204,10 +201,8 @@ def _solve(
     for path in (output, figure, None if figure is None else figure.with_suffix(".gif")):
         if path is not None:
             command_line.check_folder(path.parent, path.name)
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.reasoning.solve import solve
 
-    quiet_transformers()
     solve(model, puzzle, output, figure, solver, starts=starts, rtol=rtol, max_iter=max_iter)
 
 
@@ -308,10 +303,8 @@ def _demo(*, task: Task = "maze", output: Path = Path("runs/reason-demo")) -> No
         task: maze or sudoku
         output: folder of the puzzles, runs and figures
     """
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.reasoning.demo import demo
 
-    quiet_transformers()
     demo(task, output)
 
 

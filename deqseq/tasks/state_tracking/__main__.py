@@ -71,11 +71,9 @@ def _train(
         run = "s5-small"
     defaults = {} if run is None else read_yaml(run, RUNS)
     found = build_changed(TrainSettings, defaults, settings)
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.state_tracking.plots import plot_training
     from deqseq.tasks.state_tracking.train import train
 
-    quiet_transformers()
     train(found, output, save_steps=save_steps)
     record = read_record(output)
     plot_training(record["log"], output / "training.png")
@@ -124,11 +122,9 @@ def _evaluate(
             length=length, sequences=sequences, seed=seed, identity_probability=identity_probability,
         )  # fmt: skip
     sequences, seed = sequences or 512, seed or 0
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.state_tracking.evaluate import Evaluation, evaluate, evaluate_fresh, load, save, table
     from deqseq.tasks.state_tracking.plots import plot_by_position
 
-    quiet_transformers()
     folder = output or run / "evaluation"
     model, settings = load(run)
     command_line.check_folder(folder, "evaluation.json", "by_position.png")
@@ -175,10 +171,8 @@ def _study(
         seeds: train and test only these seeds; by default all. The results of other seeds are shown if they
             are finished
     """
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.state_tracking.study import conduct
 
-    quiet_transformers()
     conduct(study, output, variants, seeds)
 
 
@@ -245,10 +239,8 @@ def _jacobian(
         seed: seed of weights and inputs
         output: folder for results
     """
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.state_tracking.jacobian import check
 
-    quiet_transformers()
     check(runs, length, seed, output)
 
 
@@ -265,10 +257,8 @@ def _demo(*, output: Path = Path("runs/demo"), seeds: list[int] = [1]) -> None: 
         output: folder of the runs
         seeds: seeds of weights and data; each seed trains the three models
     """
-    from deqseq.tasks.common.models import quiet_transformers
     from deqseq.tasks.state_tracking.demo import demo
 
-    quiet_transformers()
     demo(output, seeds)
 
 

@@ -122,10 +122,8 @@ class Evaluate:
         """Make the report."""
         if self.output is not None:
             command_line.check_folder(self.output, "tracking.json", "tracking.png")
-        from deqseq.tasks.common.models import quiet_transformers
         from deqseq.tasks.text_tracking.report import make_report
 
-        quiet_transformers()
         make_report(self)
 
 

@@ -103,6 +103,10 @@ class StateLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last columns: ``crop(-2)`` removes two, as in transformers.
 
+        This cannot repair a sequence in which a removed token was not finite: the sequence stays NaN, because
+        attention multiplies the removed values by zero. Before a call that may break, copy the cache with
+        ``copy.deepcopy(cache)``.
+
         Raises:
             ValueError: ``tokens_to_remove`` is positive; the cache has too few columns; the state is
                 recurrent, so it cannot forget tokens.
@@ -126,8 +130,8 @@ class StateLayer(CacheLayerMixin):
         if self._called is not None:
             self._called = self._called[:, : kept - self._earlier_columns]
             seen = seen + self._called.sum(1)
-        # Change only `seen`, and leave the removed keys and values in place. They are never read, and new
-        # tokens overwrite them.
+        # Change only `seen`, and leave the removed keys and values in place. Attention gives them the weight
+        # zero, and new tokens overwrite them.
         self.state = State(seen, self.state.layers)
         self.equilibrium = None
 
@@ -178,8 +182,9 @@ class EquilibriumCache(Cache):
     """The models' ``past_key_values``: the backbone's state after the tokens of all earlier calls.
 
     ``model(..., use_cache=True)`` and ``generate`` make a cache. Beam search can reorder the cache's
-    sequences. In the cache of an attention model, ``crop(-n)`` removes the last n columns. The state of a
-    recurrent model (Mamba2) cannot forget tokens, so ``crop`` raises ``ValueError`` for such a model.
+    sequences. In the cache of an attention model, ``crop(-n)`` removes the last n columns. A sequence with a
+    token that was not finite stays NaN after ``crop``. The state of a recurrent model (Mamba2) cannot forget
+    tokens, so ``crop`` raises ``ValueError`` for such a model.
 
     Args:
         rewinds: whether the last tokens can be removed; see :attr:`~deqseq.Backbone.rewinds`.

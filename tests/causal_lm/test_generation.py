@@ -248,6 +248,24 @@ def test_cropping_takes_tokens_back(make: Make) -> None:
 
 
 @torch.no_grad()
+def test_a_broken_token_breaks_its_own_sequence_only(make: Make) -> None:
+    """Cropping does not repair a sequence whose removed token was not finite. A copy of the cache does."""
+    model, ids = make("llama"), prompts(2, 12)
+    whole = model(ids).logits
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    before = copy.deepcopy(cache)
+    broken = model.get_input_embeddings()(prompts(2, 2))
+    broken[0] = torch.nan
+    model(inputs_embeds=broken, past_key_values=cache)
+    cache.crop(-2)
+    found = model(ids[:, 8:], past_key_values=cache).logits
+    assert found[0].isnan().all()
+    torch.testing.assert_close(found[1], whole[1, 8:], rtol=1e-4, atol=1e-4)
+    repaired = model(ids[:, 8:], past_key_values=before).logits
+    torch.testing.assert_close(repaired, whole[:, 8:], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_a_given_state_counts_as_seen(make: Make) -> None:
     model, ids = make("llama"), prompts(2, 12)
     mask = torch.ones_like(ids)

@@ -20,6 +20,7 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from deqseq.tasks.common.command_line import quiet_packages
 from deqseq.tasks.common.files import write_json
 from deqseq.tasks.common.results import describe_machine, provenance
 
@@ -73,7 +74,10 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Call ``main`` and exit with the status that it returns.
 
     If ``main`` raises ``ValueError``, print one line and exit with status 2.
+
+    ``main`` should parse the arguments before it imports transformers, because the import takes seconds.
     """
+    quiet_packages()
     try:
         sys.exit(main())
     except ValueError as error:

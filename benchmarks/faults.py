@@ -39,7 +39,6 @@ from tqdm.auto import tqdm
 import deqseq.tasks.pretraining.train  # noqa: F401  the forked processes would import it: this takes seconds
 from deqseq.tasks import prepare, pretrain
 from deqseq.tasks.catbabi import __main__ as catbabi
-from deqseq.tasks.common.models import quiet_transformers
 from deqseq.tasks.common.seals import SEAL, checkpoints, fault
 from deqseq.tasks.state_tracking import __main__ as state_tracking
 
@@ -273,8 +272,9 @@ def main() -> int:
     )
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
+    import deqseq.tasks.common.models  # noqa: F401 - once here, not in every forked process
+
     os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
-    quiet_transformers()
     torch.set_num_threads(1)
     chance, rows = random.Random(options.seed), []
     folder = Path(tempfile.mkdtemp(prefix="faults-"))

@@ -37,7 +37,6 @@ from faults import Program, conclude, programs, whole_checkpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from tqdm.auto import tqdm
 
-from deqseq.tasks.common.models import quiet_transformers
 from deqseq.tasks.common.runs import read_record
 
 NODES = RANKS = 2  # two nodes with two ranks each
@@ -153,11 +152,12 @@ def main() -> int:
     made.add_argument("--runs", type=int, default=20, help="runs in which a rank is killed (default: 20)")
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
+    import deqseq.tasks.common.models  # noqa: F401 - once here, not in every forked process
+
     os.environ.update(
         TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )  # fmt: skip
-    quiet_transformers()
     torch.set_num_threads(1)
     chance = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="nodes-"))

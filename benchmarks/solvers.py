@@ -25,6 +25,8 @@ Every row is written as soon as it is measured, so the same command resumes an i
     python benchmarks/solvers.py --model runs/a5 --solvers picard-0.7 anderson:3 --windows all 8 1
 """
 
+from __future__ import annotations
+
 import argparse
 import copy
 import sys
@@ -32,11 +34,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import common
 import torch
-import trained
 from common import Row
 from torch import Tensor
 
@@ -48,6 +49,9 @@ from deqseq.solver import solvers
 from deqseq.solvers import Anderson, Picard
 from deqseq.tasks.common.figures import log_scale, save_figure
 from deqseq.tasks.common.runs import RunFolder
+
+if TYPE_CHECKING:
+    import trained
 
 SOLVERS: dict[str, str | dict[str, Any]] = {
     **{f"picard-{damping}": f"picard:{damping}" for damping in (1.0, 0.8, 0.7, 0.5)},
@@ -96,6 +100,8 @@ def make_case(name: str, options: argparse.Namespace) -> Case:
         layer = ImplicitSequenceLayer(backbone).eval().to(options.device)
         x = torch.randn(options.batch, options.length, 64).to(options.device)
         return Case(layer, x, None, common.checksum(layer, x), *solve_exactly(layer, x))
+    import trained
+
     subject = trained.find(name, options)
     layer, x = subject.model.model.layer, subject.model.model.embed_tokens(subject.ids)
     return Case(layer, x, subject, subject.checksum(), *solve_exactly(layer, x))

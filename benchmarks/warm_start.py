@@ -8,16 +8,21 @@ the accuracies agree. Run `make demo` first: it trains the model.
     python benchmarks/warm_start.py --run DIR --length 256 --tolerances 0.05 1e-3 1e-5
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 import common
 import torch
-import trained
 from common import Row
 
 from deqseq import Residual, SolveOptions
 from deqseq.statistics import SolveStatistics
+
+if TYPE_CHECKING:
+    import trained
 
 
 @torch.no_grad()
@@ -41,6 +46,7 @@ def main() -> int:
     made.add_argument("--tolerances", type=float, nargs="+", default=[0.05, 5e-3, 1e-3, 1e-5])
     made.add_argument("--max-iter", type=int, default=2048, help="maximum number of evaluations per token")
     options = made.parse_args()
+    import trained
 
     subject = trained.load_word_problem(options.run, options.sequences, options.length, options.device)
     rows: list[Row] = []

@@ -51,6 +51,15 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(argv, status, out, err)
 
 
+def test_help_comes_before_the_import_of_transformers() -> None:
+    imports = "import faults, loop_overhead, nodes, solvers, sys, warm_start"
+    code = f"{imports}; print('transformers' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_puzzles(tmp_path: Path) -> None:
     """Rows are kept, but not for other options. The explicit model of four blocks has four blocks."""
     pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")

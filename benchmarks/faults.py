@@ -36,7 +36,6 @@ from common import Row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
 
-import deqseq.tasks.pretraining.train  # noqa: F401  the forked processes would import it: this takes seconds
 from deqseq.tasks import prepare, pretrain
 from deqseq.tasks.catbabi import __main__ as catbabi
 from deqseq.tasks.common.seals import SEAL, checkpoints, fault
@@ -272,7 +271,7 @@ def main() -> int:
     )
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
-    import deqseq.tasks.common.models  # noqa: F401 - once here, not in every forked process
+    import deqseq.tasks.pretraining.train  # noqa: F401 - once here, not in every forked process
 
     os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     torch.set_num_threads(1)

@@ -152,7 +152,7 @@ def main() -> int:
     made.add_argument("--runs", type=int, default=20, help="runs in which a rank is killed (default: 20)")
     made.add_argument("--seed", type=int, default=0)
     options = made.parse_args()
-    import deqseq.tasks.common.models  # noqa: F401 - once here, not in every forked process
+    import deqseq.tasks.pretraining.train  # noqa: F401 - once here, not in every forked process
 
     os.environ.update(
         TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",

@@ -257,7 +257,7 @@ def make_backbone() -> MakeBackbone:
         torch.manual_seed(seed)
         backbone: Backbone
         if name == "mamba2":
-            sizes = {"n_layer": 1, "d_state": 8, "headdim": 8, "chunk_size": 8}
+            sizes = {"n_layer": 1, "d_state": 8, "headdim": 8, "chunk_size": 4}
             backbone = contract(Mamba2Backbone(D_MODEL, **{**sizes, **options}))
         elif name == "llama":
             sizes = {"n_layer": 1, "n_head": 2, "d_inner": 24}

@@ -31,7 +31,7 @@ from deqseq.solvers import Anderson, BestIterate, Broyden, Picard
 MakeLayer = Callable[..., ImplicitSequenceLayer]
 
 BACKBONES = ["mamba2", "llama", "module"]
-WINDOWS = [None, 8, 3, 1]
+WINDOWS = [None, 6, 3, 1]
 SOLVERS: dict[str, Solver | str] = {
     "picard": "picard",
     "damped": Picard(damping=0.7),
@@ -53,29 +53,31 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "huge": lambda x: 1e4 * torch.randn_like(x),
     "overflowing": lambda x: 1e25 * torch.randn_like(x),
 }
-L = 14
+L = 10
+AT = (1, 5, 9)
 
 
 def assert_blind_to_the_future(
     layer: ImplicitSequenceLayer,
     change: Callable[[Tensor], Tensor],
-    at: tuple[int, ...] = (1, 7, 13),
+    at: tuple[int, ...] = AT,
 ) -> None:
-    """Change one token of sequence 0 at a time, at the positions ``at``.
+    """Change one token in every sequence but the last: in sequence i, the token ``at[i]``.
 
-    Results of earlier tokens, and of the other sequence, must stay the same.
+    Results of earlier tokens, and of the last sequence, must stay the same.
     """
-    x = torch.randn(2, L, 16)
-    before = layer(x)
-    for t in at:
-        changed = x.clone()
-        changed[0, t] = change(x[0, t])
-        after = layer(changed)
-        assert not torch.equal(after.z[0, t], before.z[0, t])
-        for name in ("z", "residual", "iterations", "status"):
-            old, new = getattr(before.solution, name), getattr(after.solution, name)
-            assert torch.equal(new[0, :t], old[0, :t]), f"{name} of tokens before {t}"
-            assert torch.equal(new[1], old[1]), f"{name} of the other sequence"
+    x = torch.randn(len(at) + 1, L, 16)
+    changed = x.clone()
+    for row, t in enumerate(at):
+        changed[row, t] = change(x[row, t])
+    before, after = layer(x), layer(changed)
+    for row, t in enumerate(at):
+        assert not torch.equal(after.z[row, t], before.z[row, t])
+    for name in ("z", "residual", "iterations", "status"):
+        old, new = getattr(before.solution, name), getattr(after.solution, name)
+        for row, t in enumerate(at):
+            assert torch.equal(new[row, :t], old[row, :t]), f"{name} of tokens before {t}"
+        assert torch.equal(new[-1], old[-1]), f"{name} of the other sequence"
 
 
 class Bursting(nn.Module):
@@ -139,7 +141,7 @@ def test_evaluation(make_layer: MakeLayer, backbone: str, solver: str, window: i
 def test_every_policy(make_layer: MakeLayer, solver: str, policy: str, window: int | None) -> None:
     layer = make_layer("mamba2", solver=SOLVERS[solver], convergence=POLICIES[policy], window=window).eval()
     with torch.no_grad():
-        assert_blind_to_the_future(layer, CHANGES["other"], at=(1, 7))
+        assert_blind_to_the_future(layer, CHANGES["other"], at=(1, 5))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -149,7 +151,7 @@ def test_training(make_layer: MakeLayer, backbone: str, solver: str, window: int
     for gradient in (Phantom(steps=3), Unrolled(5), ImplicitDifferentiation()):
         layer = make_layer(backbone, solver=SOLVERS[solver], gradient=gradient, window=window)
         assert layer.training
-        assert_blind_to_the_future(layer, CHANGES["other"], at=(7,))
+        assert_blind_to_the_future(layer, CHANGES["other"], at=(5,))
 
 
 @pytest.mark.parametrize("change", ["huge", "overflowing"])
@@ -161,7 +163,7 @@ def test_huge_future(
 ) -> None:
     layer = make_layer(backbone, solver=SOLVERS[solver], window=window).eval()
     with torch.no_grad():
-        assert_blind_to_the_future(layer, CHANGES[change], at=(7,))
+        assert_blind_to_the_future(layer, CHANGES[change], at=(5,))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -170,7 +172,7 @@ def test_huge_future(
 def test_nan_in_the_future(make_layer: MakeLayer, backbone: str, solver: str, window: int | None) -> None:
     layer = make_layer(backbone, solver=SOLVERS[solver], window=window).eval()
     with torch.no_grad():
-        assert_blind_to_the_future(layer, lambda x: torch.full_like(x, torch.nan), at=(7,))
+        assert_blind_to_the_future(layer, lambda x: torch.full_like(x, torch.nan), at=(5,))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -178,7 +180,7 @@ def test_nan_in_the_future(make_layer: MakeLayer, backbone: str, solver: str, wi
 def test_carried_state(make_layer: MakeLayer, backbone: str, window: int | None) -> None:
     layer = make_layer(backbone, solver="anderson", window=window).eval()
     with torch.no_grad():
-        past = layer(torch.randn(2, 5, 16), state=layer.backbone.initial_state(2)).state
+        past = layer(torch.randn(4, 5, 16), state=layer.backbone.initial_state(4)).state
 
         def carried(x: Tensor) -> object:
             return layer(x, state=past)
@@ -195,7 +197,7 @@ def test_no_gradient_from_the_future(
     layer = make_layer(backbone, solver="anderson", gradient=gradient, window=window)
     x = torch.randn(2, L, 16, requires_grad=True)
     out = layer(x)
-    for t in (0, 7, 12):
+    for t in (0, 5, 8):
         (dx,) = torch.autograd.grad(out.z[:, t].sum(), x, retain_graph=True)
         assert not dx[:, t + 1 :].any()
         assert dx[:, t].any()

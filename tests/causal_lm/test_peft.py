@@ -118,7 +118,7 @@ def test_training_equals_deltas_by_hand(make: Make, body: str, implicit: bool, r
         pairs += [(a, delta.a), (b, delta.b)]
     start = [a.detach().clone() for a, _ in pairs]
     optimisers = [torch.optim.SGD(weights, lr=0.05) for weights in zip(*pairs, strict=True)]
-    for _ in range(20):
+    for _ in range(10):
         losses = []
         tokens = torch.randint(1, V, (2, 9))
         for each, optimiser in zip((model, by_hand), optimisers, strict=True):
@@ -152,13 +152,13 @@ def test_unmerged_equals_folded_then_merged(
     model = adapted(plain, **options)
     logits = model(input_ids=ids()).logits
     assert (logits - before).abs().max() > 0.1
-    tokens = model.generate(input_ids=ids(), max_new_tokens=6, do_sample=False)
+    tokens = model.generate(input_ids=ids(), max_new_tokens=3, do_sample=False)
     with model.disable_adapter():
         assert torch.equal(model(input_ids=ids()).logits, before)
     merged = fold_weight_norm(model).merge_and_unload()
     assert type(merged) is ImplicitForCausalLM and merged.config.backbone["weight_norm"] is False
     assert_close(merged(ids()).logits, logits, 1e-5)
-    assert torch.equal(merged.generate(ids(), max_new_tokens=6, do_sample=False), tokens)
+    assert torch.equal(merged.generate(ids(), max_new_tokens=3, do_sample=False), tokens)
 
 
 def test_dora_has_the_gradients_of_pefts_forward(make: Make, assert_close: Callable[..., None]) -> None:

@@ -27,12 +27,12 @@ Make = Callable[..., ImplicitForCausalLM]
 
 @pytest.fixture
 def make(make_model: Make) -> Make:
-    """``make(body, implicit, fold=True)`` makes a small model with a tight tolerance."""
+    """``make(body, implicit, fold=True, rtol=1e-6)`` makes a small model."""
 
-    def build(body: str, implicit: bool, fold: bool = True) -> ImplicitForCausalLM:
-        tight = {"name": "residual", "rtol": 1e-6, "max_iter": 100}
+    def build(body: str, implicit: bool, fold: bool = True, rtol: float = 1e-6) -> ImplicitForCausalLM:
+        policy = {"name": "residual", "rtol": rtol, "max_iter": 100}
         model: ImplicitForCausalLM = make_model(
-            BODIES[body], vocab_size=V, implicit=implicit, convergence=tight
+            BODIES[body], vocab_size=V, implicit=implicit, convergence=policy
         )
         return fold_weight_norm(model) if fold else model
 
@@ -139,7 +139,7 @@ def test_lora_trains_on_quantised_weights(
 ) -> None:
     peft: Any = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'deqseq[dev]'")
     configuration(kind)
-    make(body, implicit).to(torch.bfloat16).save_pretrained(tmp_path)
+    make(body, implicit, rtol=0.03).to(torch.bfloat16).save_pretrained(tmp_path)
     model: Any = peft.prepare_model_for_kbit_training(load(tmp_path, kind))
     model = peft.get_peft_model(
         model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -149,7 +149,7 @@ def test_lora_trains_on_quantised_weights(
     assert len(maps) == (8 if body == "mamba2" else 14) + implicit and len(weights) == 2 * len(maps)
     optimiser = torch.optim.Adam(weights.values(), 3e-2)
     losses = []
-    for _ in range(8):
+    for _ in range(5):
         losses.append(model(input_ids=ids(), labels=ids()).loss)
         losses[-1].backward()
         assert all(p.grad is not None for p in weights.values())

@@ -20,7 +20,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "llama": {"name": "llama", "d_model": 16, "n_layer": 2, "n_head": 4, "n_kv_head": 2},
     "memory": {"name": "memory", "d_model": 16},  # of another package: see tests/extensions
 }
-TIGHT = Residual(rtol=1e-6, max_iter=400)
+TIGHT = Residual(rtol=1e-4, max_iter=400)
 
 pytestmark = pytest.mark.usefixtures("extensions")
 Make = Callable[..., ImplicitForCausalLM]
@@ -50,7 +50,7 @@ def make(make_model: Make) -> Make:
 
 def generated(model: ImplicitForCausalLM, ids: Tensor, **options: Any) -> Tensor:
     solve = SolveOptions(options.pop("solver", "picard"), options.pop("convergence", TIGHT))
-    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "solve": solve}
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "solve": solve}
     out: Tensor = model.generate(ids, **settings | options)
     return out
 
@@ -142,8 +142,8 @@ def test_tokens_that_do_not_converge_end_with_their_budget(make: Make, max_iter:
     model, (ids, _) = make("llama"), prompts(batch=2)
     policy = Passes(Residual(rtol=1e-30, max_iter=max_iter))
     out = generated(model, ids, convergence=policy, wavefront=4)
-    assert out.shape == (2, 18)
-    assert policy.count >= 11 + max_iter  # one token at most settles in a pass
+    assert out.shape == (2, 14)
+    assert policy.count >= 7 + max_iter  # one token at most settles in a pass
 
 
 def test_other_positions(make: Make) -> None:

@@ -146,7 +146,7 @@ def test_in_the_benchmark_of_solvers(tmp_path: Path, monkeypatch: pytest.MonkeyP
 SMALL = ["--d_model", "8", "--steps", "2", "--batch_size", "2", "--max_iter", "4", "--eval_max_iter", "4"]
 TINY = [*SMALL, "--headdim", "8", "--group", "S3"]
 KINDS = {"solver": "momentum", "convergence": "largest_change", "gradient": "jfb", "backbone": "memory"}
-CHOICES = [*KINDS.items(), ("backbone", "pointwise")]
+CHOICES = [KINDS, {"backbone": "pointwise"}]
 
 
 def config(model: Path) -> dict[str, Any]:
@@ -158,11 +158,12 @@ def name_of(part: Any) -> str:
     return str(part["name"] if isinstance(part, dict) else part)
 
 
-@pytest.mark.parametrize(("kind", "name"), CHOICES)
-def test_in_state_tracking(kind: str, name: str, tmp_path: Path) -> None:
-    assert state_tracking(["train", "--output", str(tmp_path), *TINY, f"--{kind}", name]) == 0
-    assert name_of(config(tmp_path)[kind]) == name
-    windows = ["all"] if name == "pointwise" else ["all", "2"]
+@pytest.mark.parametrize("chosen", CHOICES, ids=lambda chosen: chosen["backbone"])
+def test_in_state_tracking(chosen: dict[str, str], tmp_path: Path) -> None:
+    parts = [word for kind, name in chosen.items() for word in (f"--{kind}", name)]
+    assert state_tracking(["train", "--output", str(tmp_path), *TINY, *parts]) == 0
+    assert {kind: name_of(config(tmp_path)[kind]) for kind in chosen} == chosen
+    windows = ["all"] if chosen["backbone"] == "pointwise" else ["all", "2"]
     test = ["evaluate", str(tmp_path), "--sequences", "2", "--length", "4", "--window", *windows]
     assert state_tracking(test) == 0
 
@@ -202,12 +203,11 @@ def test_in_catbabi(tmp_path: Path) -> None:
     assert catbabi(["evaluate", str(run)]) == 0
 
 
-@pytest.mark.parametrize(("kind", "name"), CHOICES)
+@pytest.mark.parametrize("chosen", CHOICES, ids=lambda chosen: chosen["backbone"])
 def test_in_pretraining(
-    kind: str, name: str, token_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chosen: dict[str, str], token_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = {"backbone": "memory", "solver": "picard", "gradient": "phantom", "convergence": "residual"}
-    parts[kind] = name
+    parts = {"solver": "picard", "gradient": "phantom", "convergence": "residual", **chosen}
     options = {
         "--model": f"{{vocab_size: 300, backbone: {{name: {parts['backbone']}, d_model: 8}}, "
         f"solver: {parts['solver']}}}",
@@ -221,7 +221,8 @@ def test_in_pretraining(
     assert pretrain([*command, "--dry-run"]) == 0
     assert f"implicit {parts['backbone']}" in capsys.readouterr().out
     assert pretrain(command) == 0
-    assert name_of(config(tmp_path / "run" / "model")[kind]) == name
+    found = config(tmp_path / "run" / "model")
+    assert {kind: name_of(found[kind]) for kind in chosen} == chosen
 
 
 class Scaled(Backbone):

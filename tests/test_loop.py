@@ -120,9 +120,9 @@ def test_evaluations_are_counted_exactly(
 ) -> None:
     layer = make_layer(backbone, solver="anderson", gradient=gradient, window=window)
     calls = count_calls(layer.backbone)
-    x = torch.randn(2, 7, 16)
-    mask = torch.ones(2, 7)
-    mask[0, :3] = 0
+    x = torch.randn(2, 4, 16)
+    mask = torch.ones(2, 4)
+    mask[0, :2] = 0
     for options in ({}, {"attention_mask": mask}, {"state": layer.backbone.initial_state(2)}):
         for policy in (Residual(rtol=0.05), FixedIterations(2), Residual(rtol=1e-9, max_iter=2)):
             layer.train_solve = layer.eval_solve = replace(layer.solve, convergence=policy)
@@ -269,8 +269,8 @@ def test_how_often_the_host_looks_changes_no_result(
 ) -> None:
     policy = Residual(rtol=0.01, max_iter=50)
     layer = make_layer("mamba2", solver=solver, convergence=policy, window=window).eval()
-    x, mask = torch.randn(3, 12, 16), torch.ones(3, 12)
-    mask[1, 7:] = 0
+    x, mask = torch.randn(3, 10, 16), torch.ones(3, 10)
+    mask[1, 6:] = 0
     x[2, 5] = torch.nan
     state = layer.backbone.initial_state(3)
     with torch.no_grad():
@@ -398,7 +398,7 @@ def test_data_types(
 ) -> None:
     for gradient in ("phantom", "implicit", {"name": "unrolled", "iterations": 3}):
         layer = make_layer(backbone, solver=solver, gradient=gradient, window=window, dtype=dtype)
-        x = torch.randn(2, 8, 16, dtype=dtype, requires_grad=True)
+        x = torch.randn(2, 5, 16, dtype=dtype, requires_grad=True)
         out = layer(x, state=layer.backbone.initial_state(2, dtype=dtype))
         assert out.z.dtype == dtype
         assert out.solution.residual.dtype == torch.float32
@@ -415,7 +415,7 @@ def test_data_types(
 def test_autocast(make_layer: MakeLayer, backbone: str, solver: object, window: int | None) -> None:
     for gradient in ("phantom", "implicit", {"name": "unrolled", "iterations": 3}):
         layer = make_layer(backbone, solver=solver, gradient=gradient, window=window)
-        x = torch.randn(2, 8, 16, requires_grad=True)
+        x = torch.randn(2, 5, 16, requires_grad=True)
         state = layer.backbone.initial_state(2)
         with torch.no_grad():
             expected = layer(x)

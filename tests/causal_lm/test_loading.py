@@ -2,9 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +47,60 @@ PROMPTS = ["the cat", "a mat on the"]
 def config(**options: Any) -> ImplicitConfig:
     options = {"num_labels": 3, "pad_token_id": 0, "initializer_range": 0.5, **options}
     backbone = {"name": "mamba2", "d_model": 16, "n_layer": 1, "d_state": 8, "headdim": 8}
-    return ImplicitConfig(vocab_size=8, backbone=backbone, **options)
+    return ImplicitConfig(vocab_size=9, backbone=backbone, **options)
 
 
-def run(script: str, *arguments: str, cache: Path) -> Any:
-    """Run a script in a new process that has not imported deqseq. Returns what the script prints, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", f"import sys\nassert 'deqseq' not in sys.modules\n{script}", *arguments],
-        capture_output=True, text=True, timeout=300,
-        env={**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert not done.returncode, done.stderr[-2000:]
-    return json.loads(done.stdout)
+# This process has imported everything but deqseq. It reads scripts, and runs each in a fork.
+SERVER = """
+import importlib.util, json, os, signal, sys
+import torch, transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import Trainer, pipeline
+if importlib.util.find_spec("peft"):
+    from peft import AutoPeftModelForCausalLM
+
+for line in sys.stdin:
+    script, arguments, output = json.loads(line)
+    child = os.fork()
+    if not child:
+        signal.alarm(300)
+        sys.argv[1:] = arguments
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+        assert "deqseq" not in sys.modules
+        exec(script, {"sys": sys, "__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """``run(script, *arguments)``: what a script prints in a process that has not imported deqseq.
+
+    No script finds modules that an earlier script has copied to the cache of Hugging Face.
+    """
+    folder = tmp_path_factory.mktemp("server")
+    environment = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", "-c", SERVER]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        (folder / "stderr").open("w") as errors,
+        subprocess.Popen(command, **pipes, stderr=errors, env=environment) as server,
+    ):
+
+        def run(script: str, *arguments: str) -> str:
+            assert server.stdin is not None and server.stdout is not None
+            shutil.rmtree(folder / "hf", ignore_errors=True)
+            output = tmp_path_factory.mktemp("output") / "stdout"
+            print(json.dumps([script, arguments, str(output)]), file=server.stdin, flush=True)
+            status = server.stdout.readline().strip()
+            assert status == "0", f"status {status}: {(folder / 'stderr').read_text()[-2000:]}"
+            return output.read_text()
+
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +113,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one model and tokenizer for each key of ``MODELS``."""
     root = tmp_path_factory.mktemp("folders")
     torch.manual_seed(0)
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<unk>", *WORDS])}
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<unk>", *WORDS, "<eos>"])}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", unk_token="<unk>", eos_token="<eos>"
+    )
     kind: Any
     for auto, kind in MODELS.items():
         kind(config()).save_pretrained(root / auto)
@@ -112,9 +157,9 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found(folders: Path, tokens: Tensor) -> Any:
+def found(run: Run, folders: Path, tokens: Tensor) -> Any:
     """What ``LOAD`` prints for ``folders``, in a process that has not imported deqseq."""
-    return run(LOAD, str(folders), json.dumps([tokens.tolist(), PROMPTS]), cache=folders / "hf")
+    return json.loads(run(LOAD, str(folders), json.dumps([tokens.tolist(), PROMPTS])))
 
 
 def test_auto_classes(found: Any, folders: Path, tokens: Tensor) -> None:
@@ -170,7 +215,7 @@ print(json.dumps(found))
 """
 
 
-def test_adapters(folders: Path, tokens: Tensor, tmp_path: Path) -> None:
+def test_adapters(run: Run, folders: Path, tokens: Tensor, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install 'deqseq[dev]'")
     torch.manual_seed(1)
     options = peft.LoraConfig(
@@ -180,8 +225,50 @@ def test_adapters(folders: Path, tokens: Tensor, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "adapter")
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
-    for logits in run(ADAPTER, str(tmp_path / "adapter"), json.dumps(tokens.tolist()), cache=tmp_path / "hf"):
+    found = json.loads(run(ADAPTER, str(tmp_path / "adapter"), json.dumps(tokens.tolist())))
+    assert len(found) == 2
+    for logits in found:
         torch.testing.assert_close(torch.tensor(logits), expected)
+
+
+TRAIN = """
+import json
+import datasets, trl
+
+folder, arguments, texts, pairs = json.loads(sys.argv[1])
+
+def distinct_words(completions, **_):
+    return [float(len(set(text.split()))) for text in completions]
+
+generation = {"num_generations": 4, "max_completion_length": 6}
+for name, rows, options, more in (
+    ("SFT", [{"text": text} for text in texts], {"packing": True, "max_length": 16}, {}),
+    ("DPO", pairs, {}, {}),
+    ("Reward", pairs, {}, {}),
+    ("GRPO", [{"prompt": text} for text in texts], generation, {"reward_funcs": distinct_words}),
+):
+    made = getattr(trl, f"{name}Config")(**arguments, **options)
+    rows = datasets.Dataset.from_list(rows)
+    trainer = getattr(trl, f"{name}Trainer")(folder, args=made, train_dataset=rows, **more)
+    trainer.train()
+    print("RAN", name, type(trainer.model).__name__, trainer.state.global_step)
+"""
+
+
+def test_trainers_of_trl(run: Run, folders: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: pip install 'deqseq[dev]'")
+    texts = [*PROMPTS, "cat sat on", "the mat"]
+    pairs = [{"prompt": text, "chosen": " on a mat", "rejected": " cat the"} for text in texts]
+    arguments = {
+        "output_dir": str(tmp_path), "max_steps": 2, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "bf16": False, "disable_tqdm": True, "per_device_train_batch_size": 4, "trust_remote_code": True,
+    }  # fmt: skip
+    folder = str(folders / "AutoModelForCausalLM")
+    printed = run(TRAIN, json.dumps([folder, arguments, texts, pairs]))
+    assert [line.split()[1:] for line in printed.splitlines() if line.startswith("RAN")] == [
+        ["SFT", "ImplicitForCausalLM", "2"], ["DPO", "ImplicitForCausalLM", "2"],
+        ["Reward", "ImplicitForSequenceClassification", "2"], ["GRPO", "ImplicitForCausalLM", "2"],
+    ]  # fmt: skip
 
 
 PUSHES: dict[str, Callable[[Any, Path], Any]] = {
@@ -230,7 +317,7 @@ print(json.dumps(said))
 """
 
 
-def test_foreign_code_is_refused(folders: Path, tmp_path: Path) -> None:
+def test_foreign_code_is_refused(run: Run, tmp_path: Path) -> None:
     """Foreign code in ``auto_map`` needs ``trust_remote_code``. It never runs once deqseq is imported."""
     folder = tmp_path / "foreign"
     ImplicitForCausalLM(config()).save_pretrained(folder)
@@ -241,7 +328,7 @@ def test_foreign_code_is_refused(folders: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
     ran = folder / "ran"
     (folder / "foreign.py").write_text(f"open({str(ran)!r}, 'w')\n{(folder / MODULE).read_text()}")
-    said = run(FOREIGN, str(folder), cache=tmp_path / "hf")
+    said = json.loads(run(FOREIGN, str(folder)))
     assert len(said) == 2 and all("trust_remote_code=True" in each for each in said)
     for trust in (None, True):
         assert type(AutoConfig.from_pretrained(folder, trust_remote_code=trust)) is ImplicitConfig

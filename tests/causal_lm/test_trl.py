@@ -1,10 +1,6 @@
 """TRL's trainers: supervised fine-tuning, preferences, rewards and policy gradients."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,43 +144,3 @@ def test_policy_gradients(folder: Path) -> None:
     )  # fmt: skip
     divergence = train(trainer, "kl")
     assert abs(divergence[0]) < 1e-6 < divergence[1]  # policy and reference are equal at first
-
-
-SHELL = """
-import json, sys
-import datasets, trl
-
-folder, arguments, texts, pairs = json.loads(sys.argv[1])
-assert "deqseq" not in sys.modules
-
-def distinct_words(completions, **_):
-    return [float(len(set(text.split()))) for text in completions]
-
-generation = {"num_generations": 4, "max_completion_length": 6}
-for name, rows, options, more in (
-    ("SFT", [{"text": text} for text in texts], {"packing": True, "max_length": 16}, {}),
-    ("DPO", pairs, {}, {}),
-    ("Reward", pairs, {}, {}),
-    ("GRPO", [{"prompt": text} for text in texts], generation, {"reward_funcs": distinct_words}),
-):
-    made = getattr(trl, f"{name}Config")(**arguments, **options)
-    rows = datasets.Dataset.from_list(rows)
-    trainer = getattr(trl, f"{name}Trainer")(folder, args=made, train_dataset=rows, **more)
-    trainer.train()
-    print("RAN", name, type(trainer.model).__name__, trainer.state.global_step)
-"""
-
-
-@pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_in_a_process_that_never_imports_deqseq(folder: Path) -> None:
-    given = json.dumps([str(folder), arguments(folder), TEXTS, PAIRS])
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", SHELL, given], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "HF_HOME": str(folder.parent / "hf"), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert not done.returncode, done.stderr[-2000:]
-    ran = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RAN")]
-    assert ran == [
-        ["SFT", "ImplicitForCausalLM", "3"], ["DPO", "ImplicitForCausalLM", "3"],
-        ["Reward", "ImplicitForSequenceClassification", "3"], ["GRPO", "ImplicitForCausalLM", "3"],
-    ]  # fmt: skip

@@ -115,26 +115,24 @@ def test_one_process_speaks_for_all(
 
 
 def test_packages_that_log_at_import_add_no_lines(tmp_path: Path) -> None:
-    """torchao does, if it is installed. In this process it has been imported already."""
-    command = [sys.executable, "-m", "deqseq.tasks.reasoning", "solve", str(tmp_path), "1234"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path} ") and done.stderr.count("\n") == 1
+    """torchao does, if it is installed. transformers shows errors only, and no progress bars.
 
-
-def test_transformers_shows_errors_only() -> None:
+    In this process, both have been imported already.
+    """
     code = """
-from deqseq.tasks.common import command_line
+import atexit, runpy, sys
 
-def command() -> None:
+@atexit.register
+def verbosity() -> None:
     from transformers.utils import logging
     print(logging.get_verbosity() == logging.ERROR, logging.is_progress_bar_enabled())
 
-command_line.main("program", "", {}, [], interrupted="", default=command)
+runpy.run_module("deqseq.tasks.reasoning", run_name="__main__", alter_sys=True)
 """
     names = ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert (done.stdout, done.stderr) == ("True False\n", "")
+    command = [sys.executable, "-c", code, "solve", str(tmp_path), "1234"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path} ") and done.stderr.count("\n") == 1
+    assert done.stdout == "True False\n"

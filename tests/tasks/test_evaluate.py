@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -360,6 +361,7 @@ def prompts(name: str, doc: dict[str, Any]) -> tuple[list[tuple[str, str]], int]
     return [(stem, " " + choice["text"]) for choice in question["choices"]], right
 
 
+@cache
 @torch.no_grad()
 def log_likelihood(model: Any, tokenizer: Any, context: str, continuation: str) -> tuple[float, bool]:
     ids = encode(tokenizer, context + continuation)

@@ -80,4 +80,5 @@ def test_the_command(
     assert rendered_figures(tmp_path / "out" / "jacobian.png")
     wrong = jacobian.Jacobian("implicit", 1, 64, 1.0, 0.1, 0.5, disagreement=2e-6)
     monkeypatch.setattr(jacobian, "inspect", lambda *_: [(wrong, torch.eye(1))])
+    command = ["jacobian", runs[0], "--length", "1", "--output", str(tmp_path / "wrong")]
     assert state_tracking.main(command) == 2 and "must agree to 1e-6" in capsys.readouterr().err

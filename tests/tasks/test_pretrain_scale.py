@@ -73,7 +73,10 @@ def write_late(calls, total):
         return original(self, *args, **kwargs)
     FileSystemWriter.write_data = write_data
 
-def forked(output, environment, changes):
+def settings(**changes):
+    return RunSettings(**{**SETTINGS, "data": data, **changes})
+
+def forked(output, environment, settings):
     '''Fork a process that trains in the folder tmp / output. Returns its id.'''
     child = os.fork()
     if child:
@@ -94,8 +97,8 @@ def forked(output, environment, changes):
             return found
         PretrainTrainer.compute_loss = watched
         if output in ("late", "stopped"):
-            write_late(calls, 10 if output == "stopped" else changes["steps"] * 2)
-        pretrain(RunSettings(**{**SETTINGS, "data": data, **changes}), tmp / output, progress=False)
+            write_late(calls, 10 if output == "stopped" else settings.steps * 2)
+        pretrain(settings, tmp / output, progress=False)
         (tmp / f"{output}-nfe-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(calls))
         os._exit(0)
     except BaseException:
@@ -106,13 +109,13 @@ def forked(output, environment, changes):
 def launch(output, processes=1, fsdp=False, **changes):
     '''Train on several processes. Returns their exit statuses.'''
     port = random.SystemRandom().randrange(20000, 60000)
-    ranks = []
+    ranks, made = [], settings(**changes)  # made once: this takes a fifth of the training
     for rank in range(processes):
         environment = dict(FSDP) if fsdp else {}
         if processes > 1:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
                             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(forked(output, environment, changes))
+        ranks.append(forked(output, environment, made))
     return [os.waitpid(rank, 0)[1] for rank in ranks]
 
 def together(output, processes=1, fsdp=False, **changes):
@@ -135,7 +138,7 @@ def cut(whole, output, step):
 
 # The script runs these experiments:
 # 1. A run of two stages is killed at three random moments, and resumed.
-# 2. One process and two processes train for 25 steps.
+# 2. One process and two processes train for 15 steps.
 # 3. One process and two processes train for two steps in bfloat16.
 # 4. Checkpoints are resumed with another number of processes.
 # 5. Four processes resume a run of deterministic operations.
@@ -144,7 +147,7 @@ first = together("whole", save_steps=1)[:1]
 chance = random.Random(1)
 killed = []
 for target in (2, 6, 9):
-    child = forked("cut", {}, {"save_steps": 1})
+    child = forked("cut", {}, settings(save_steps=1))
     while not (tmp / "cut" / f"checkpoint-{target}").exists() and os.waitpid(child, os.WNOHANG)[0] == 0:
         time.sleep(0.001)
     time.sleep(chance.uniform(0, 0.05))
@@ -155,7 +158,7 @@ together("cut", save_steps=1)
 weights = lambda run: (tmp / run / "model" / "model.safetensors").read_bytes()
 
 stages = [{**SETTINGS["stages"][0], "until": 0.2}, SETTINGS["stages"][1]]
-long = {"steps": 25, "batch_tokens": 32, "stages": stages, "save_steps": 100}
+long = {"steps": 15, "batch_tokens": 32, "stages": stages, "save_steps": 100}
 losses = {"one": together("one", **long)}
 for name, fsdp in (("ddp", False), ("fsdp", True)):
     losses[name] = together(name, 2, fsdp, per_device_batch_size=1, **long)
@@ -170,8 +173,8 @@ coarse = {"exact": first, "one": together("coarse", **few),
           "fsdp": together("coarse fsdp", 2, True, per_device_batch_size=1, **few)}
 
 SETTINGS["per_device_batch_size"] = 1
-moved = {"one": together("a", keep=9), "late": together("late", 2, True, keep=9, steps=12)}
-launch("stopped", 2, True, steps=12)
+moved = {"one": together("a", keep=9), "late": together("late", 2, True, keep=9)}
+launch("stopped", 2, True)
 sealed = [path.parent.name for path in (tmp / "stopped").glob("checkpoint-*/complete.json")]
 sharded = sorted(path.name for path in (tmp / "late" / "checkpoint-6").iterdir())
 for name, source, processes, fsdp in (
@@ -180,9 +183,9 @@ for name, source, processes, fsdp in (
 ):
     cut(source, name, 6)
     moved[name] = together(name, processes, fsdp)
-together("steady", 4, steps=8, full_determinism=True, keep=9)
+together("steady", 4, steps=6, full_determinism=True, keep=9)
 cut("steady", "steady again", 3)
-together("steady again", 4, steps=8, full_determinism=True, keep=9)
+together("steady again", 4, steps=6, full_determinism=True, keep=9)
 print(json.dumps({"same": weights("cut") == weights("whole"),
                   "steady": weights("steady again") == weights("steady"),
                   "killed": killed, "losses": losses, "calls": calls, "coarse": coarse, "scores": scores,
@@ -237,7 +240,7 @@ def test_ranks_give_the_losses_of_one_process(found: Any) -> None:
     """
     losses, calls = found["losses"], found["calls"]
     for name in ("ddp", "fsdp"):
-        assert len(losses[name]) == 25
+        assert len(losses[name]) == 15
         assert losses[name] == pytest.approx(losses["one"], abs=1e-4)
     assert losses["one"][-1] < losses["one"][0] - 0.2
     assert calls["ddp"][0] != calls["ddp"][1]

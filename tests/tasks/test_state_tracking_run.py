@@ -236,10 +236,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_windows_agree_and_batch_size_does_not_matter(run: Path) -> None:
     model, settings = load(run)
-    fresh = held_out(settings, 12, sequences=3, seed=0)
+    fresh = held_out(settings, 8, sequences=2, seed=0)
     results = [
         evaluate(model, fresh.tokens, fresh.targets, window, 1e-4, 1000, batch_size=batch_size)
-        for window, batch_size in ((None, 3), (4, 3), (1, 3), (4, 1))
+        for window, batch_size in ((None, 2), (3, 2), (1, 2), (3, 1))
     ]
     assert all(e.converged == 1 for e in results)
     for other in results[1:]:
@@ -257,7 +257,7 @@ def test_evaluation_leaves_the_model_alone(run: Path) -> None:
 
 def test_damping_changes_the_way_and_not_the_answer(run: Path) -> None:
     model, settings = load(run)
-    fresh = held_out(settings, 8, sequences=4, seed=0)
+    fresh = held_out(settings, 6, sequences=2, seed=0)
     plain, damped = (
         evaluate(model, fresh.tokens, fresh.targets, tolerance=1e-4, max_iter=1000, damping=damping)
         for damping in (settings.damping, 0.2)

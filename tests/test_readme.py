@@ -5,6 +5,7 @@ import json
 import re
 import tomllib
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -190,3 +191,24 @@ def test_the_forms_of_state_tracking_are_the_study_s_results() -> None:
         assert f"| {form} | {cells[0]} | {cells[1]} |" in page, (form, cells)
     assert f"is {mean('implicit', 64, 8)} for three implicit models" in readme
     assert f"guess ({mean('injected', 64, None)} and {mean('explicit', 64, None)})" in readme
+
+
+def test_the_limits_of_state_tracking_are_the_study_s_results() -> None:
+    """docs/state-tracking.md has the worst seed and the mean of the study ``limits``, from its JSON file."""
+    results = json.loads((ROOT / "docs/results/state-tracking-limits.json").read_text())
+    page = (ROOT / "docs/state-tracking.md").read_text()
+    names = {
+        "limit-32": "32, 0.2", "limit-11": "11, 0.4 (the run file)", "limit-11-rehearsal-0.6": "11, 0.6"
+    }  # fmt: skip
+    assert sorted({r["variant"] for r in results}) == sorted(names)
+    for variant, name in names.items():
+        cells = []
+        for p, length in product((0.5, 0.9), (256, 1024, 4096)):
+            case = {"identity_probability": p, "length": length, "window": 32}
+            found = [
+                r["evaluation"]["accuracy_last10"] for r in results
+                if r["variant"] == variant and r["case"].items() >= case.items()
+            ]  # fmt: skip
+            assert len(found) == 6
+            cells.append(f"{min(found):.3f} ({fmean(found):.3f})")
+        assert f"| {name} | {' | '.join(cells)} |" in page, name

@@ -1,6 +1,8 @@
 """State tracking: training, resuming, evaluation and the command line, on tiny models."""
 
+import fcntl
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 import yaml
 
 from deqseq.causal_lm import ImplicitForCausalLM
-from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.files import locked, write_json
 from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.common.seals import SEAL, seal
 from deqseq.tasks.common.settings import build, read_yaml
@@ -605,6 +607,29 @@ def test_study_goes_on_and_gives_what_one_go_gives(
     rendered = request.getfixturevalue("rendered_figures")
     assert main(["study", study_file, "--output", str(tmp_path / "whole")]) == 0
     assert all(rendered(tmp_path / "whole" / f"{name}.png") for name in ("by_length", "by_position"))
+
+
+def test_processes_that_share_a_study_write_in_turn(
+    study_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one process writes the comparison, another waits. A thread stands for the other process."""
+    waits, flock = threading.Event(), fcntl.flock
+
+    def watched(handle: int, kind: int) -> None:
+        if not kind & fcntl.LOCK_NB:
+            waits.set()
+        flock(handle, kind)
+
+    out = tmp_path / "out"
+    conduct(study_file, out, ["lstm"], [1])
+    (out / "study.json").unlink()
+    other = threading.Thread(target=conduct, args=(study_file, out, ["lstm"], [1]))
+    with locked(out, "compares"):
+        monkeypatch.setattr(fcntl, "flock", watched)
+        other.start()
+        assert waits.wait(60) and not (out / "study.json").exists()
+    other.join()
+    assert (out / "study.json").exists()
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -68,7 +68,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
+def locked(folder: Path, what: str, shared: bool = False, wait: bool = False) -> Iterator[None]:
     """Make ``folder`` if it does not exist, and lock it until the context or the process ends.
 
     On file systems without locks, nothing is locked.
@@ -76,18 +76,19 @@ def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
     Args:
         what: a verb for the error message, such as ``"prepares"``: what the lock's owner does to the folder.
         shared: whether other processes may have shared locks at the same time, such as readers.
+        wait: if another process has the lock, wait for it.
 
     Raises:
-        ValueError: another process has the lock.
+        ValueError: another process has the lock, and ``wait`` is false.
     """
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
             try:
-                fcntl.flock(handle, kind | fcntl.LOCK_NB)
+                fcntl.flock(handle, kind)
             except BlockingIOError:
                 raise ValueError(
                     f"another process {what} {folder}: wait until it ends, or name another folder"

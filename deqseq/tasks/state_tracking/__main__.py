@@ -164,7 +164,8 @@ def _study(
     To resume after an interruption, run the same command again. Finished parts are not repeated.
 
     Args:
-        study: YAML file, or the name of a shipped study: a5xm, s5, s5xm, iterations, words, forms
+        study: YAML file, or the name of a shipped study: a5xm, s5, s5xm, limits, iterations, words,
+            forms
         output: folder of the study
         variants: train and test only these variants; by default all. The results of other variants are shown
             if they are finished

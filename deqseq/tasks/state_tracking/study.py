@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from deqseq.checks import check_damping
 from deqseq.tasks.common.command_line import check_folder
-from deqseq.tasks.common.files import write_json
+from deqseq.tasks.common.files import locked, write_json
 from deqseq.tasks.common.results import Column, column, table
 from deqseq.tasks.common.runs import RunFolder
 from deqseq.tasks.common.settings import (
@@ -180,16 +180,17 @@ def conduct(
     check_folder(output, _RESULTS)
     for _, _, settings, folder in runs:  # check all folders before any training
         RunFolder(folder, asdict(settings), defaults=defaults(type(settings)))
-    results = []
     for name, seed, settings, folder in runs:
-        cases = plan.cases(settings.explicit)
         if (variants is None or name in variants) and (seeds is None or seed in seeds):
             logger.info("%s, seed %d: %s", name, seed, folder)
-            _test(settings, folder, cases)
-        found = _read(folder / _RESULTS)
-        results += [Result(name, seed, case, found[key]) for key, case in cases.items() if key in found]
-    write_json(output / _RESULTS, [asdict(result) for result in results])
-    _draw(plan, results, output)
+            _test(settings, folder, plan.cases(settings.explicit))
+    with locked(output, "compares", wait=True):  # several processes may share the study
+        results = []
+        for name, seed, settings, folder in runs:
+            found, cases = _read(folder / _RESULTS), plan.cases(settings.explicit)
+            results += [Result(name, seed, case, found[key]) for key, case in cases.items() if key in found]
+        write_json(output / _RESULTS, [asdict(result) for result in results])
+        _draw(plan, results, output)
     print(summary(results))
     written = [name for name in (_RESULTS, "by_length.png", "by_position.png") if (output / name).exists()]
     print(f"wrote {', '.join(written)} in {output}")

@@ -28,12 +28,12 @@ class Geometry(NamedTuple):
     Attributes:
         peers: (C, b), for each cell and band, the mask of the cell's peers in this band. The peers are the
             other cells in the cell's row, column and box.
-        units: (2b,), the masks of the rows of a band, then the masks of its boxes. All bands have equal
-            masks.
+        units: the masks of the b rows of a band, then the masks of its b boxes. All bands have equal masks.
+            numba compiles the search for each length of this tuple, so that n and b are constants.
     """
 
     peers: np.ndarray
-    units: np.ndarray
+    units: tuple[int, ...]
 
 
 @cache
@@ -47,8 +47,8 @@ def geometry(n: int) -> Geometry:
     same &= ~np.eye(n * n, dtype=bool)
     peers = (same * bit).reshape(n * n, b, b * n).sum(axis=2)
     first = bit[: b * n]  # the cells of the first band
-    units = [first[index[: b * n] == i].sum() for index in (row, box) for i in range(b)]
-    return Geometry(peers, np.array(units))
+    units = tuple(int(first[index[: b * n] == i].sum()) for index in (row, box) for i in range(b))
+    return Geometry(peers, units)
 
 
 _LOG = np.zeros(37, np.int64)  # _LOG[2**k % 37] is k; 2**0 to 2**35 have different remainders
@@ -57,30 +57,37 @@ for _k in range(36):
 
 
 @njit(cache=True, nogil=True)
-def _place(candidates, placed, missing, peers, digit, band, bit):
+def _size(geometry):
+    """n and b, the size of the board and of its boxes."""
+    b = len(geometry.units) // 2
+    return b * b, b
+
+
+@njit(cache=True, nogil=True)
+def _place(candidates, placed, missing, geometry, digit, band, bit):
     """Place ``digit`` in one cell: the cell of ``band`` whose mask is ``bit``.
 
     Removes all other candidates of this cell. Removes the digit from the candidates of the cell's peers: the
     cells in its row, column and box.
     """
-    n, b = candidates.shape
+    n, b = _size(geometry)
     cell = band * b * n + _LOG[bit % 37]
     for other in range(n):
         candidates[other, band] &= ~bit
     for j in range(b):
-        candidates[digit, j] &= ~peers[cell, j]
+        candidates[digit, j] &= ~geometry.peers[cell, j]
     candidates[digit, band] |= bit
     placed[band] |= bit
     missing[digit, band] -= 1
 
 
 @njit(cache=True, nogil=True)
-def _naked_singles(candidates, placed, missing, peers):
+def _naked_singles(candidates, placed, missing, geometry):
     """Fill naked singles: cells that have only one candidate.
 
     Returns whether every cell still has a candidate, and whether a digit was placed.
     """
-    n, b = candidates.shape
+    n, b = _size(geometry)
     everything = (1 << (b * n)) - 1
     found = False
     for band in range(b):
@@ -102,19 +109,19 @@ def _naked_singles(candidates, placed, missing, peers):
                 digit += 1
             if digit == n:  # an earlier placement removed the candidate
                 return False, found
-            _place(candidates, placed, missing, peers, digit, band, bit)
+            _place(candidates, placed, missing, geometry, digit, band, bit)
             found = True
     return True, found
 
 
 @njit(cache=True, nogil=True)
-def _hidden_singles(candidates, placed, missing, peers, units):
+def _hidden_singles(candidates, placed, missing, geometry):
     """Fill hidden singles: cells that are the only possible cell for a digit in a row, column or box.
 
     Returns whether every digit still has a possible cell in every row, column and box, and whether a digit
     was placed.
     """
-    n, b = candidates.shape
+    n, b = _size(geometry)
     found = False
     rows = 0  # mask of a band's first column; rows * m copies a row's mask m to all rows of the band
     for _ in range(b):
@@ -125,12 +132,12 @@ def _hidden_singles(candidates, placed, missing, peers, units):
         once, twice = 0, 0  # columns where the digit has at least one, and at least two, possible cells
         for band in range(b):
             if missing[digit, band]:
-                for unit in units:
+                for unit in geometry.units:
                     places = candidates[digit, band] & unit
                     if places == 0:
                         return False, found
                     if places & (places - 1) == 0 and places & placed[band] == 0:
-                        _place(candidates, placed, missing, peers, digit, band, places)
+                        _place(candidates, placed, missing, geometry, digit, band, places)
                         found = True
             mask = candidates[digit, band]
             for _ in range(b):
@@ -147,13 +154,13 @@ def _hidden_singles(candidates, placed, missing, peers, units):
                 bit = places & -places
                 places ^= bit
                 if candidates[digit, band] & bit:
-                    _place(candidates, placed, missing, peers, digit, band, bit)
+                    _place(candidates, placed, missing, geometry, digit, band, bit)
                     found = True
     return True, found
 
 
 @njit(cache=True, nogil=True)
-def _fill_singles(candidates, placed, missing, peers, units):
+def _fill_singles(candidates, placed, missing, geometry):
     """Fill naked and hidden singles until none is left.
 
     Returns whether every cell still has a candidate, and every digit still has a possible cell in every row,
@@ -161,22 +168,22 @@ def _fill_singles(candidates, placed, missing, peers, units):
     """
     found = True
     while found:
-        consistent, found = _naked_singles(candidates, placed, missing, peers)
+        consistent, found = _naked_singles(candidates, placed, missing, geometry)
         if consistent and not found:
-            consistent, found = _hidden_singles(candidates, placed, missing, peers, units)
+            consistent, found = _hidden_singles(candidates, placed, missing, geometry)
         if not consistent:
             return False
     return True
 
 
 @njit(cache=True, nogil=True)
-def _choose(candidates, placed):
+def _choose(candidates, placed, geometry):
     """Find the cell to guess: among the cells without a placed digit, the first with the fewest candidates.
 
     Returns the band and the bit of the cell. The band is -1 if all digits are placed. Cells without a placed
     digit must have at least two candidates.
     """
-    n, b = candidates.shape
+    n, b = _size(geometry)
     fewest, chosen, its = n + 1, -1, 0
     for band in range(b):
         once, twice, thrice = 0, 0, 0
@@ -201,9 +208,9 @@ def _choose(candidates, placed):
 
 
 @njit(cache=True, nogil=True)
-def _read(board, candidates, placed, missing, peers):
+def _read(board, candidates, placed, missing, geometry):
     """Set ``candidates``, ``placed`` and ``missing`` from a board. Its digits must keep the rules."""
-    n, b = candidates.shape
+    n, b = _size(geometry)
     everything = (1 << (b * n)) - 1
     placed[:] = 0
     missing[:] = b
@@ -216,7 +223,7 @@ def _read(board, candidates, placed, missing, peers):
                 placed[band] |= 1 << k
                 missing[digit, band] -= 1
                 for j in range(b):
-                    candidates[digit, j] |= peers[cell, j]
+                    candidates[digit, j] |= geometry.peers[cell, j]
             cell += 1
     for digit in range(n):
         for band in range(b):
@@ -230,9 +237,9 @@ def _read(board, candidates, placed, missing, peers):
 
 
 @njit(cache=True, nogil=True)
-def _write(board, candidates):
+def _write(board, candidates, geometry):
     """Write the solution to ``board``. Every cell must have exactly one candidate left."""
-    n, b = candidates.shape
+    n, b = _size(geometry)
     for cell in range(len(board)):
         for digit in range(n):
             if candidates[digit, cell // (b * n)] >> cell % (b * n) & 1:
@@ -256,12 +263,11 @@ def _search(candidates, placed, missing, guesses, geometry, state, random):
         The depth at which ``candidates`` has the solution (-1 if there is no solution), and the number of
         dead ends.
     """
-    peers, units = geometry
-    n = candidates.shape[1]
+    n, b = _size(geometry)
     depth, dead_ends = 0, 0
     while True:
-        if _fill_singles(candidates[depth], placed[depth], missing[depth], peers, units):
-            band, bit = _choose(candidates[depth], placed[depth])
+        if _fill_singles(candidates[depth], placed[depth], missing[depth], geometry):
+            band, bit = _choose(candidates[depth], placed[depth], geometry)
             if band < 0:
                 return depth, dead_ends
             guesses[depth] = band, bit, 0
@@ -286,10 +292,12 @@ def _search(candidates, placed, missing, guesses, geometry, state, random):
             digit += 1
             skipped -= left >> digit & 1
         guesses[depth - 1, 2] ^= 1 << digit
-        candidates[depth] = candidates[depth - 1]
-        placed[depth] = placed[depth - 1]
-        missing[depth] = missing[depth - 1]
-        _place(candidates[depth], placed[depth], missing[depth], peers, digit, band, bit)
+        for j in range(b):  # numba compiles loops faster than assignments of arrays
+            placed[depth, j] = placed[depth - 1, j]
+            for other in range(n):
+                candidates[depth, other, j] = candidates[depth - 1, other, j]
+                missing[depth, other, j] = missing[depth - 1, other, j]
+        _place(candidates[depth], placed[depth], missing[depth], geometry, digit, band, bit)
 
 
 @njit(cache=True, nogil=True)
@@ -304,8 +312,8 @@ def minimal_puzzles(seed, first, count, rating, geometry):
     Returns:
         Questions (P, C) and answers (P, C), both uint8, and ratings (P,) int64.
     """
-    cells, b = geometry.peers.shape
-    n = b * b
+    n, b = _size(geometry)
+    cells = n * n
     questions = np.zeros((count, cells), np.uint8)
     answers = np.zeros((count, cells), np.uint8)
     ratings = np.zeros(count, np.int64)
@@ -320,20 +328,20 @@ def minimal_puzzles(seed, first, count, rating, geometry):
         start(state, seed, index)
         question, answer = questions[kept], answers[kept]
         question[:] = 0
-        _read(question, candidates[0], placed[0], missing[0], geometry.peers)
+        _read(question, candidates[0], placed[0], missing[0], geometry)
         depth, _ = _search(candidates, placed, missing, guesses, geometry, state, True)
-        _write(answer, candidates[depth])
+        _write(answer, candidates[depth], geometry)
         question[:] = answer
         order[:] = np.arange(cells)
         shuffle(state, order)
         for cell in order:
             question[cell] = 0
-            _read(question, candidates[0], placed[0], missing[0], geometry.peers)
+            _read(question, candidates[0], placed[0], missing[0], geometry)
             candidates[0, answer[cell] - 1, cell // (b * n)] &= ~(1 << cell % (b * n))
             depth, _ = _search(candidates, placed, missing, guesses, geometry, state, False)
             if depth >= 0:  # there is a second solution without this clue, so put it back
                 question[cell] = answer[cell]
-        _read(question, candidates[0], placed[0], missing[0], geometry.peers)
+        _read(question, candidates[0], placed[0], missing[0], geometry)
         _, dead_ends = _search(candidates, placed, missing, guesses, geometry, state, False)
         if dead_ends >= rating:
             ratings[kept] = dead_ends

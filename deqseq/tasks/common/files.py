@@ -71,7 +71,8 @@ def writing(path: Path) -> Iterator[None]:
 def locked(folder: Path, what: str, shared: bool = False, wait: bool = False) -> Iterator[None]:
     """Make ``folder`` if it does not exist, and lock it until the context or the process ends.
 
-    On file systems without locks, nothing is locked.
+    A folder that it made is removed if it is empty in the end. On file systems without locks, nothing is
+    locked.
 
     Args:
         what: a verb for the error message, such as ``"prepares"``: what the lock's owner does to the folder.

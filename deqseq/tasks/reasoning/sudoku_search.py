@@ -38,7 +38,7 @@ class Geometry(NamedTuple):
 
 @cache
 def geometry(n: int) -> Geometry:
-    """The masks for boards of size ``n``, a square number."""
+    """The masks for boards of size ``n``, 4 or 9."""
     b = round(n**0.5)
     row, column = np.divmod(np.arange(n * n), n)
     box = row // b * b + column // b
@@ -85,7 +85,7 @@ def _place(candidates, placed, missing, geometry, digit, band, bit):
 def _naked_singles(candidates, placed, missing, geometry):
     """Fill naked singles: cells that have only one candidate.
 
-    Returns whether every cell still has a candidate, and whether a digit was placed.
+    Returns false if it found a cell without a candidate, and whether a digit was placed.
     """
     n, b = _size(geometry)
     everything = (1 << (b * n)) - 1
@@ -118,8 +118,8 @@ def _naked_singles(candidates, placed, missing, geometry):
 def _hidden_singles(candidates, placed, missing, geometry):
     """Fill hidden singles: cells that are the only possible cell for a digit in a row, column or box.
 
-    Returns whether every digit still has a possible cell in every row, column and box, and whether a digit
-    was placed.
+    Returns false if it found a digit without a possible cell in a row, column or box, and whether a digit was
+    placed.
     """
     n, b = _size(geometry)
     found = False
@@ -302,7 +302,9 @@ def _search(candidates, placed, missing, guesses, geometry, state, random):
 
 @njit(cache=True, nogil=True)
 def minimal_puzzles(seed, first, count, rating, geometry):
-    """Make ``count`` minimal puzzles and keep those with a rating of at least ``rating``.
+    """Make ``count`` minimal puzzles and keep the P puzzles with a rating of at least ``rating``.
+
+    The rating is the number of dead ends of the search that guesses digits in ascending order.
 
     Puzzle i depends only on ``seed`` and ``first + i``. It starts as a full random grid. Its clues are
     removed in random order. A clue stays if there would be a second solution without it. One pass over the
@@ -337,6 +339,7 @@ def minimal_puzzles(seed, first, count, rating, geometry):
         for cell in order:
             question[cell] = 0
             _read(question, candidates[0], placed[0], missing[0], geometry)
+            # Without the digit of the answer in this cell, any solution is a second solution.
             candidates[0, answer[cell] - 1, cell // (b * n)] &= ~(1 << cell % (b * n))
             depth, _ = _search(candidates, placed, missing, guesses, geometry, state, False)
             if depth >= 0:  # there is a second solution without this clue, so put it back

@@ -162,6 +162,8 @@ def conduct(
     """Train variants of a run with several seeds, test them and compare the results.
 
     Finished parts in the folder ``output`` are not repeated. By default, all variants and seeds are trained.
+    Several processes may share the folder, with other variants or seeds each. The comparison of a process
+    has the results that are finished by then.
 
     Raises:
         ValueError: the study cannot be loaded, a variant or seed is unknown, or ``output`` holds runs with
@@ -184,7 +186,7 @@ def conduct(
         if (variants is None or name in variants) and (seeds is None or seed in seeds):
             logger.info("%s, seed %d: %s", name, seed, folder)
             _test(settings, folder, plan.cases(settings.explicit))
-    with locked(output, "compares", wait=True):  # several processes may share the study
+    with locked(output, "compares", wait=True):  # processes that share the study write in turn
         results = []
         for name, seed, settings, folder in runs:
             found, cases = _read(folder / _RESULTS), plan.cases(settings.explicit)

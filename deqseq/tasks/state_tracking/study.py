@@ -226,8 +226,7 @@ def _draw(study: Study, results: Sequence[Result], output: Path) -> None:
         curve.setdefault(length, []).append(r.evaluation)
         if window != "-":
             models.setdefault((r.variant, r.seed, p, length), []).append((r.variant, r.evaluation))
-    # Draw the accuracy of one window only, because all windows give the same accuracy. Choose the window that
-    # was tested at the most lengths.
+    # One curve per model: that of the window tested at the most lengths. If searches converge, windows agree.
     curves = {case: max(found.values(), key=len) for case, found in by_window.items()}
     plot_by_length(curves, output / "by_length.png", chance, run.length)
     several = next((rows for rows in models.values() if len(rows) > 1), None)

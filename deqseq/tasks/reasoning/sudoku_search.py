@@ -85,7 +85,8 @@ def _place(candidates, placed, missing, geometry, digit, band, bit):
 def _naked_singles(candidates, placed, missing, geometry):
     """Fill naked singles: cells that have only one candidate.
 
-    Returns false if it found a cell without a candidate, and whether a digit was placed.
+    Returns two booleans. The first is false if a cell without a candidate was found. The second tells whether
+    a digit was placed.
     """
     n, b = _size(geometry)
     everything = (1 << (b * n)) - 1
@@ -118,8 +119,8 @@ def _naked_singles(candidates, placed, missing, geometry):
 def _hidden_singles(candidates, placed, missing, geometry):
     """Fill hidden singles: cells that are the only possible cell for a digit in a row, column or box.
 
-    Returns false if it found a digit without a possible cell in a row, column or box, and whether a digit was
-    placed.
+    Returns two booleans. The first is false if a row, column or box was found that has no possible cell for a
+    digit. The second tells whether a digit was placed.
     """
     n, b = _size(geometry)
     found = False

@@ -519,6 +519,44 @@ def test_seeds_give_different_batches(task: Task) -> None:
     assert texts[0] == texts[-1] and len(set(texts)) == 4
 
 
+@pytest.mark.parametrize("task", ["sudoku", "maze"])
+def test_hints_show_cells_of_the_answers_at_the_start_of_training(task: Task) -> None:
+    """Hints copy cells of the answers. Their number falls from batch to batch, down to none.
+
+    Symmetries are the same with and without hints.
+    """
+    found = {"sudoku": lambda: sudoku.generate(9, seed=1), "maze": lambda: generate_mazes(9, size=9, seed=1)}
+    options = {"augment": True, "seed": 3, "device": torch.device("cpu")}
+    plain = PuzzleStream(task, found[task](), 400, **options)
+    stream = PuzzleStream(task, found[task](), 400, hints=0.8, hint_batches=10, **options)
+    shares = []
+    for number in (0, 5, 9, 10, 11):
+        without, batch = plain.batch(number), stream.batch(number)
+        assert torch.equal(batch["labels"], without["labels"])
+        changed = batch["input_ids"] != without["input_ids"]
+        assert torch.equal(batch["input_ids"][changed], batch["labels"][changed])
+        could_change = without["input_ids"] != batch["labels"]
+        shares.append((changed & could_change).sum(1) / could_change.sum(1))
+    means = [float(share.mean()) for share in shares]
+    assert means == pytest.approx([0.4, 0.2, 0.04, 0.0, 0.0], abs=0.03)
+    assert float(shares[0].std()) > 0.2  # every puzzle has a share of its own
+    assert torch.equal(stream.batch(5)["input_ids"], stream.batch(5)["input_ids"])
+
+
+def test_a_resumed_run_has_the_same_hints(
+    puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"hints": 0.9, "hint_share": 0.8}
+    whole = train(small(puzzles, **changes), tmp_path / "whole", save_steps=100)
+    with interrupted(monkeypatch, 7), pytest.raises(KeyboardInterrupt):
+        train(small(puzzles, **changes), tmp_path / "cut", save_steps=5)
+    resumed = train(small(puzzles, **changes), tmp_path / "cut", save_steps=5)
+    without = train(small(puzzles), tmp_path / "without", save_steps=100)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert not torch.equal(whole.head.weight, without.head.weight)
+
+
 def test_marked_cells_must_be_one_path() -> None:
     """A ring of marked cells beside the path is a fault, although each cell of it has two neighbours."""
     rows = ["######", "#S   #", "####G#", "#  ###", "#  ###", "######"]

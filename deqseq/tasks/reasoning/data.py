@@ -56,15 +56,20 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
     Args:
         augment: apply a random symmetry to every puzzle. A maze is rotated or reflected. In a Sudoku, digits,
             rows and columns are permuted, and the board may be transposed.
+        hints: questions of the first batches also show cells of their answers. For each puzzle, a share is
+            drawn uniformly from 0 to a bound, and each cell is shown with this probability. The bound falls
+            linearly from ``hints`` in batch 0 to 0 in batch ``hint_batches``. Later batches have no hints.
 
     Attributes:
         start: number of the first batch to yield.
     """
 
     def __init__(
-        self, task: Task, puzzles: Puzzles, batch_size: int, *, augment: bool, seed: int, device: torch.device
-    ) -> None:
+        self, task: Task, puzzles: Puzzles, batch_size: int, *, augment: bool, hints: float = 0.0,
+        hint_batches: int = 0, seed: int, device: torch.device,
+    ) -> None:  # fmt: skip
         self.start = 0
+        self._hints, self._hint_batches = hints, hint_batches
         self._task, self._batch_size, self._augment = task, batch_size, augment
         self._boards = [board.long().to(device) for board in puzzles[:2]]
         self._seed = seed
@@ -86,7 +91,20 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
         boards = questions[rows], answers[rows]
         if self._augment:
             boards = (sudoku.augment if self._task == "sudoku" else _turn)(*boards, generator)
+        if self._hints and number < self._hint_batches:
+            bound = self._hints * (1 - number / self._hint_batches)
+            boards = _show(*boards, bound, generator), boards[1]
         return dict(zip(("input_ids", "labels"), boards, strict=True))
+
+
+def _show(questions: Tensor, answers: Tensor, bound: float, generator: torch.Generator) -> Tensor:
+    """Copy random cells of the answers (B, C) to the questions (B, C).
+
+    The share of copied cells is drawn for each board, uniformly from 0 to ``bound``.
+    """
+    share = torch.rand(len(questions), 1, generator=generator, device=questions.device) * bound
+    shown = torch.rand(questions.shape, generator=generator, device=questions.device) < share
+    return torch.where(shown, answers, questions)
 
 
 def _turn(questions: Tensor, answers: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,8 @@ def train(settings: TrainSettings, output: str | Path, save_steps: int | None = 
         if settings.compile:
             model.compile_map(arguments.device, graphs=True)
         stream = PuzzleStream(
-            settings.task, puzzles, settings.batch_size, augment=settings.augment, seed=settings.seed,
+            settings.task, puzzles, settings.batch_size, augment=settings.augment, hints=settings.hints,
+            hint_batches=round(settings.hint_share * settings.steps), seed=settings.seed,
             device=arguments.device,
         )  # fmt: skip
         trainer = _Trainer(settings, tests, arguments, stream, model=model)

@@ -56,9 +56,10 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
     Args:
         augment: apply a random symmetry to every puzzle. A maze is rotated or reflected. In a Sudoku, digits,
             rows and columns are permuted, and the board may be transposed.
-        hints: questions of the first batches also show cells of their answers. For each puzzle, a share is
-            drawn uniformly from 0 to a bound, and each cell is shown with this probability. The bound falls
-            linearly from ``hints`` in batch 0 to 0 in batch ``hint_batches``. Later batches have no hints.
+        hints: questions of the first batches also show cells of their answers. For each puzzle, a
+            probability is drawn uniformly from 0 to a bound, and each cell is shown with this probability.
+            The bound falls linearly from ``hints`` in batch 0 to 0 in batch ``hint_batches``. Later batches
+            have no hints.
 
     Attributes:
         start: number of the first batch to yield.
@@ -100,10 +101,10 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
 def _show(questions: Tensor, answers: Tensor, bound: float, generator: torch.Generator) -> Tensor:
     """Copy random cells of the answers (B, C) to the questions (B, C).
 
-    The share of copied cells is drawn for each board, uniformly from 0 to ``bound``.
+    For each board, a probability is drawn uniformly from 0 to ``bound``. Each cell is copied with it.
     """
-    share = torch.rand(len(questions), 1, generator=generator, device=questions.device) * bound
-    shown = torch.rand(questions.shape, generator=generator, device=questions.device) < share
+    probability = torch.rand(len(questions), 1, generator=generator, device=questions.device) * bound
+    shown = torch.rand(questions.shape, generator=generator, device=questions.device) < probability
     return torch.where(shown, answers, questions)
 
 

@@ -54,10 +54,10 @@ class TrainSettings:
             then fit these puzzles, and solve fewer fresh ones
         damage: probability that a step damages the iterates of a puzzle: some of its cells return to the
             initial guess, and the other cells continue
-        hints: at the start of training, the questions also show cells of their answers. For each puzzle, a
-            share is drawn from 0 to a bound, and each cell is shown with this probability. The bound falls
-            linearly from ``hints`` to 0
-        hint_share: share of the steps after which there are no hints any more
+        hints: at the start of training, new puzzles show some cells of their answers. For each puzzle, a
+            probability is drawn from 0 to a bound, and each cell is shown with this probability. The bound
+            falls linearly from ``hints`` to 0. A puzzle keeps its hints until it leaves the batch
+        hint_share: after this share of the steps, new puzzles have no hints
         loss: softmax, or stablemax, which replaces exp by a function that grows linearly
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps

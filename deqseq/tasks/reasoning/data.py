@@ -101,7 +101,8 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
 def _show(questions: Tensor, answers: Tensor, bound: float, generator: torch.Generator) -> Tensor:
     """Copy random cells of the answers (B, C) to the questions (B, C).
 
-    For each board, a probability is drawn uniformly from 0 to ``bound``. Each cell is copied with it.
+    For each board, a probability is drawn uniformly from 0 to ``bound``. Each cell is copied with this
+    probability.
     """
     probability = torch.rand(len(questions), 1, generator=generator, device=questions.device) * bound
     shown = torch.rand(questions.shape, generator=generator, device=questions.device) < probability

@@ -54,10 +54,10 @@ class TrainSettings:
             then fit these puzzles, and solve fewer fresh ones
         damage: probability that a step damages the iterates of a puzzle: some of its cells return to the
             initial guess, and the other cells continue
-        hints: at the start of training, new puzzles show some cells of their answers. For each puzzle, a
-            probability is drawn from 0 to a bound, and each cell is shown with this probability. The bound
-            falls linearly from ``hints`` to 0. A puzzle keeps its hints until it leaves the batch
-        hint_share: after this share of the steps, new puzzles have no hints
+        hints: largest probability that a puzzle shows a cell of its answer, at the first step; 0 means no
+            hints. Each puzzle draws its own probability between 0 and a bound, which falls linearly from
+            ``hints`` to 0. A puzzle keeps its hints until it leaves the batch
+        hint_share: share of the steps in which the bound of the hints falls to 0
         loss: softmax, or stablemax, which replaces exp by a function that grows linearly
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps

@@ -14,7 +14,8 @@ fit into --seconds. On GPUs, compilation takes more time; the column seconds inc
     persistent      a few iterations in each step; they start at the iterates of an earlier step
     one-batch       like persistent, with one batch and solved_steps 1
     segments        like persistent, with three iterations; only the last has an autograd graph
-    published       like segments, with one batch of 768, solved_steps 1, budget 16, learning rate 1e-4
+    published       like segments, with one batch of 768, solved_steps 1, budget 16, learning rate 1e-4,
+                    and no hints
     unrolled-16     16 iterations from a random iterate, all with an autograd graph
     phantom-4       a search from a random iterate, then 4 iterations with an autograd graph
     implicit        a search from a random iterate, then implicit differentiation

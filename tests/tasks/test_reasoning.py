@@ -834,3 +834,9 @@ def test_softmax_loss_is_torchs() -> None:
 def test_a_puzzle_must_be_able_to_leave_when_solved(puzzles: Path) -> None:
     with pytest.raises(ValueError, match="solved_steps must be at most budget = 3, got 4"):
         small(puzzles, solved_steps=4)
+
+
+def test_hints_need_steps(puzzles: Path) -> None:
+    with pytest.raises(ValueError, match=r"hints = 0\.5 needs hint_share above 0, got 0"):
+        small(puzzles, hints=0.5, hint_share=0)
+    assert small(puzzles, hint_share=0).hints == 0

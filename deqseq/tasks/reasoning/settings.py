@@ -57,7 +57,7 @@ class TrainSettings:
         hints: largest probability that a puzzle shows a cell of its answer, at the first step; 0 means no
             hints. Each puzzle draws its own probability between 0 and a bound, which falls linearly from
             ``hints`` to 0. A puzzle keeps its hints until it leaves the batch
-        hint_share: share of the steps in which the bound of the hints falls to 0
+        hint_share: share of the steps in which the bound of the hints falls to 0; above 0 if there are hints
         loss: softmax, or stablemax, which replaces exp by a function that grows linearly
         augment: apply a random symmetry to every training puzzle
         steps: optimiser steps
@@ -122,6 +122,10 @@ class TrainSettings:
             raise ValueError(
                 f"solved_steps must be at most budget = {self.budget}, got {self.solved_steps}: a puzzle "
                 "leaves when its budget is spent"
+            )
+        if self.hints and not self.hint_share:
+            raise ValueError(
+                f"hints = {self.hints} needs hint_share above 0, got 0: no step would have hints"
             )
         if self.keep == "best" and self.eval_steps == 0:
             raise ValueError("keep: best needs eval_steps >= 1, got 0")

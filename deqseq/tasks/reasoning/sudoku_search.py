@@ -1,12 +1,14 @@
 """The search that solves and rates Sudokus, and the generator of minimal puzzles. numba compiles this module.
 
 A band is a row of boxes. A mask is an integer with one bit for each cell of a band. A guess copies all masks
-to the next depth of the search, so a wrong guess needs no undoing. At each depth the search keeps three
-arrays:
+to the next depth of the search, so a wrong guess needs no undoing. At each depth the search keeps two arrays:
 
-- ``candidates`` (n, b): for each digit and band, the mask of the cells where the digit is a candidate.
+- ``candidates`` (b, n): for each band and digit, the mask of the cells where the digit is a candidate.
+  A placed digit stays the only candidate of its cell.
 - ``placed`` (b,): for each band, the mask of the cells whose digit is placed.
-- ``missing`` (n, b): how often each digit still has to be placed in each band.
+
+Inner loops run over the digits of a band, without branches. The compiler can then do several digits at a
+time.
 
 Shapes: n the size (cells along a side), C = n² cells, D = C + 1 depths. A board has b = √n bands, and a band
 has b rows of cells. A board (C,) uint8 has the digits in reading order, 0 for an empty cell. Bit k of band j
@@ -64,7 +66,7 @@ def _size(geometry):
 
 
 @njit(cache=True, nogil=True)
-def _place(candidates, placed, missing, geometry, digit, band, bit):
+def _place(candidates, placed, geometry, band, digit, bit):
     """Place ``digit`` in one cell: the cell of ``band`` whose mask is ``bit``.
 
     Removes all other candidates of this cell. Removes the digit from the candidates of the cell's peers: the
@@ -73,20 +75,29 @@ def _place(candidates, placed, missing, geometry, digit, band, bit):
     n, b = _size(geometry)
     cell = band * b * n + _LOG[bit % 37]
     for other in range(n):
-        candidates[other, band] &= ~bit
+        candidates[band, other] &= ~bit
     for j in range(b):
-        candidates[digit, j] &= ~geometry.peers[cell, j]
-    candidates[digit, band] |= bit
+        candidates[j, digit] &= ~geometry.peers[cell, j]
+    candidates[band, digit] |= bit
     placed[band] |= bit
-    missing[digit, band] -= 1
 
 
 @njit(cache=True, nogil=True)
-def _naked_singles(candidates, placed, missing, geometry):
+def _place_singles(candidates, placed, geometry, band, digit, singles):
+    """Place ``digit`` in the cells of the mask ``singles``, where it is still a candidate."""
+    while singles:
+        bit = singles & -singles
+        singles ^= bit
+        if candidates[band, digit] & bit:  # otherwise an earlier placement has removed it
+            _place(candidates, placed, geometry, band, digit, bit)
+
+
+@njit(cache=True, nogil=True)
+def _naked_singles(candidates, placed, geometry):
     """Fill naked singles: cells that have only one candidate.
 
     Returns two booleans. The first is false if a cell without a candidate was found. The second tells whether
-    a digit was placed.
+    there was a single.
     """
     n, b = _size(geometry)
     everything = (1 << (b * n)) - 1
@@ -94,74 +105,73 @@ def _naked_singles(candidates, placed, missing, geometry):
     for band in range(b):
         if placed[band] == everything:
             continue
-        once, twice = 0, 0
+        once, twice = 0, 0  # cells with at least one, and at least two, candidates
         for digit in range(n):
-            mask = candidates[digit, band]
+            mask = candidates[band, digit]
             twice |= once & mask
             once |= mask
         if once != everything:
             return False, found
         singles = once & ~twice & ~placed[band]
-        while singles:
-            bit = singles & -singles
-            singles ^= bit
-            digit = 0
-            while digit < n and candidates[digit, band] & bit == 0:
-                digit += 1
-            if digit == n:  # an earlier placement removed the candidate
-                return False, found
-            _place(candidates, placed, missing, geometry, digit, band, bit)
+        if singles:
             found = True
+            for digit in range(n):
+                _place_singles(candidates, placed, geometry, band, digit, candidates[band, digit] & singles)
     return True, found
 
 
 @njit(cache=True, nogil=True)
-def _hidden_singles(candidates, placed, missing, geometry):
+def _hidden_singles(candidates, placed, geometry, memory):
     """Fill hidden singles: cells that are the only possible cell for a digit in a row, column or box.
 
     Returns two booleans. The first is false if a row, column or box was found that has no possible cell for a
-    digit. The second tells whether a digit was placed.
+    digit. The second tells whether there was a single. ``memory`` (2, n) int64 is working memory.
     """
     n, b = _size(geometry)
-    found = False
+    everything, row = (1 << (b * n)) - 1, (1 << n) - 1
     rows = 0  # mask of a band's first column; rows * m copies a row's mask m to all rows of the band
     for _ in range(b):
         rows = rows << n | 1
+    # For each digit, the columns with at least one, and at least two, possible cells.
+    once, twice = memory[0], memory[1]
     for digit in range(n):
-        if missing[digit].sum() == 0:
+        once[digit], twice[digit] = 0, 0
+    for band in range(b):
+        for i in range(b):
+            for digit in range(n):
+                mask = candidates[band, digit] >> (n * i) & row
+                twice[digit] |= once[digit] & mask
+                once[digit] |= mask
+    columns, singles = memory[0], memory[1]  # the columns with one possible cell; the singles of a band
+    every = row
+    for digit in range(n):
+        every &= once[digit]
+        columns[digit] = rows * (once[digit] & ~twice[digit])
+    if every != row:
+        return False, False
+    found = False
+    for band in range(b):
+        if placed[band] == everything:
             continue
-        once, twice = 0, 0  # columns where the digit has at least one, and at least two, possible cells
-        for band in range(b):
-            if missing[digit, band]:
-                for unit in geometry.units:
-                    places = candidates[digit, band] & unit
-                    if places == 0:
-                        return False, found
-                    if places & (places - 1) == 0 and places & placed[band] == 0:
-                        _place(candidates, placed, missing, geometry, digit, band, places)
-                        found = True
-            mask = candidates[digit, band]
-            for _ in range(b):
-                row = mask & ((1 << n) - 1)
-                twice |= once & row
-                once |= row
-                mask >>= n
-        if once != (1 << n) - 1:
+        for digit in range(n):
+            singles[digit] = candidates[band, digit] & columns[digit]
+        impossible = False
+        for unit in geometry.units:
+            for digit in range(n):
+                places = candidates[band, digit] & unit
+                impossible |= places == 0
+                singles[digit] |= places if places & (places - 1) == 0 else 0
+        if impossible:
             return False, found
-        singles = once & ~twice
-        for band in range(b):
-            places = candidates[digit, band] & ~placed[band] & (rows * singles)
-            while places:
-                bit = places & -places
-                places ^= bit
-                if candidates[digit, band] & bit:
-                    _place(candidates, placed, missing, geometry, digit, band, bit)
-                    found = True
+        for digit in range(n):
+            left = singles[digit] & ~placed[band]
+            found |= left != 0
+            _place_singles(candidates, placed, geometry, band, digit, left)
     return True, found
 
 
 @njit(cache=True, nogil=True)
-def _fill_singles(candidates, placed, missing, geometry):
+def _fill_singles(candidates, placed, geometry, memory):
     """Fill naked and hidden singles until none is left.
 
     Returns whether every cell still has a candidate, and every digit still has a possible cell in every row,
@@ -169,9 +179,9 @@ def _fill_singles(candidates, placed, missing, geometry):
     """
     found = True
     while found:
-        consistent, found = _naked_singles(candidates, placed, missing, geometry)
+        consistent, found = _naked_singles(candidates, placed, geometry)
         if consistent and not found:
-            consistent, found = _hidden_singles(candidates, placed, missing, geometry)
+            consistent, found = _hidden_singles(candidates, placed, geometry, memory)
         if not consistent:
             return False
     return True
@@ -189,7 +199,7 @@ def _choose(candidates, placed, geometry):
     for band in range(b):
         once, twice, thrice = 0, 0, 0
         for digit in range(n):
-            mask = candidates[digit, band]
+            mask = candidates[band, digit]
             thrice |= twice & mask
             twice |= once & mask
             once |= mask
@@ -202,19 +212,18 @@ def _choose(candidates, placed, geometry):
             left ^= bit
             count = 0
             for digit in range(n):
-                count += candidates[digit, band] & bit != 0
+                count += candidates[band, digit] & bit != 0
             if count < fewest:
                 fewest, chosen, its = count, band, bit
     return chosen, its
 
 
 @njit(cache=True, nogil=True)
-def _read(board, candidates, placed, missing, geometry):
-    """Set ``candidates``, ``placed`` and ``missing`` from a board. Its digits must keep the rules."""
+def _read(board, candidates, placed, geometry):
+    """Set ``candidates`` and ``placed`` from a board. Its digits must keep the rules."""
     n, b = _size(geometry)
     everything = (1 << (b * n)) - 1
     placed[:] = 0
-    missing[:] = b
     candidates[:] = 0  # first collects the cells where a digit is ruled out; inverted below
     cell = 0
     for band in range(b):
@@ -222,18 +231,17 @@ def _read(board, candidates, placed, missing, geometry):
             if board[cell]:
                 digit = board[cell] - 1
                 placed[band] |= 1 << k
-                missing[digit, band] -= 1
                 for j in range(b):
-                    candidates[digit, j] |= geometry.peers[cell, j]
+                    candidates[j, digit] |= geometry.peers[cell, j]
             cell += 1
     for digit in range(n):
         for band in range(b):
-            candidates[digit, band] = everything & ~placed[band] & ~candidates[digit, band]
+            candidates[band, digit] = everything & ~placed[band] & ~candidates[band, digit]
     cell = 0
     for band in range(b):
         for k in range(b * n):
             if board[cell]:
-                candidates[board[cell] - 1, band] |= 1 << k
+                candidates[band, board[cell] - 1] |= 1 << k
             cell += 1
 
 
@@ -243,18 +251,17 @@ def _write(board, candidates, geometry):
     n, b = _size(geometry)
     for cell in range(len(board)):
         for digit in range(n):
-            if candidates[digit, cell // (b * n)] >> cell % (b * n) & 1:
+            if candidates[cell // (b * n), digit] >> cell % (b * n) & 1:
                 board[cell] = digit + 1
 
 
 @njit(cache=True, nogil=True)
-def _search(candidates, placed, missing, guesses, geometry, state, random):
+def _search(candidates, placed, guesses, geometry, state, random):
     """Search for the first solution of the board at depth 0.
 
     Args:
-        candidates: (D, n, b) int64.
+        candidates: (D, b, n) int64.
         placed: (D, b) int64.
-        missing: (D, n, b) int64.
         guesses: (D, 3) int64, working memory. For each depth, the band and the bit of the guessed cell, and
             the mask of the digits that are left to try.
         state: state of the random numbers.
@@ -265,15 +272,16 @@ def _search(candidates, placed, missing, guesses, geometry, state, random):
         dead ends.
     """
     n, b = _size(geometry)
+    memory = np.empty((2, n), np.int64)
     depth, dead_ends = 0, 0
     while True:
-        if _fill_singles(candidates[depth], placed[depth], missing[depth], geometry):
+        if _fill_singles(candidates[depth], placed[depth], geometry, memory):
             band, bit = _choose(candidates[depth], placed[depth], geometry)
             if band < 0:
                 return depth, dead_ends
             guesses[depth] = band, bit, 0
             for digit in range(n):
-                if candidates[depth, digit, band] & bit:
+                if candidates[depth, band, digit] & bit:
                     guesses[depth, 2] |= 1 << digit
             depth += 1
         else:
@@ -296,9 +304,8 @@ def _search(candidates, placed, missing, guesses, geometry, state, random):
         for j in range(b):  # numba compiles loops faster than assignments of arrays
             placed[depth, j] = placed[depth - 1, j]
             for other in range(n):
-                candidates[depth, other, j] = candidates[depth - 1, other, j]
-                missing[depth, other, j] = missing[depth - 1, other, j]
-        _place(candidates[depth], placed[depth], missing[depth], geometry, digit, band, bit)
+                candidates[depth, j, other] = candidates[depth - 1, j, other]
+        _place(candidates[depth], placed[depth], geometry, band, digit, bit)
 
 
 @njit(cache=True, nogil=True)
@@ -321,9 +328,8 @@ def minimal_puzzles(seed, first, count, rating, geometry):
     answers = np.zeros((count, cells), np.uint8)
     ratings = np.zeros(count, np.int64)
     state = np.zeros(1, np.uint64)
-    candidates = np.empty((cells + 1, n, b), np.int64)
+    candidates = np.empty((cells + 1, b, n), np.int64)
     placed = np.empty((cells + 1, b), np.int64)
-    missing = np.empty((cells + 1, n, b), np.int64)
     guesses = np.empty((cells + 1, 3), np.int64)
     order = np.arange(cells)
     kept = 0
@@ -331,22 +337,22 @@ def minimal_puzzles(seed, first, count, rating, geometry):
         start(state, seed, index)
         question, answer = questions[kept], answers[kept]
         question[:] = 0
-        _read(question, candidates[0], placed[0], missing[0], geometry)
-        depth, _ = _search(candidates, placed, missing, guesses, geometry, state, True)
+        _read(question, candidates[0], placed[0], geometry)
+        depth, _ = _search(candidates, placed, guesses, geometry, state, True)
         _write(answer, candidates[depth], geometry)
         question[:] = answer
         order[:] = np.arange(cells)
         shuffle(state, order)
         for cell in order:
             question[cell] = 0
-            _read(question, candidates[0], placed[0], missing[0], geometry)
+            _read(question, candidates[0], placed[0], geometry)
             # Without the digit of the answer in this cell, any solution is a second solution.
-            candidates[0, answer[cell] - 1, cell // (b * n)] &= ~(1 << cell % (b * n))
-            depth, _ = _search(candidates, placed, missing, guesses, geometry, state, False)
+            candidates[0, cell // (b * n), answer[cell] - 1] &= ~(1 << cell % (b * n))
+            depth, _ = _search(candidates, placed, guesses, geometry, state, False)
             if depth >= 0:  # there is a second solution without this clue, so put it back
                 question[cell] = answer[cell]
-        _read(question, candidates[0], placed[0], missing[0], geometry)
-        _, dead_ends = _search(candidates, placed, missing, guesses, geometry, state, False)
+        _read(question, candidates[0], placed[0], geometry)
+        _, dead_ends = _search(candidates, placed, guesses, geometry, state, False)
         if dead_ends >= rating:
             ratings[kept] = dead_ends
             kept += 1

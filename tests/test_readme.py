@@ -198,7 +198,8 @@ def test_the_limits_of_state_tracking_are_the_study_s_results() -> None:
     results = json.loads((ROOT / "docs/results/state-tracking-limits.json").read_text())
     page = (ROOT / "docs/state-tracking.md").read_text()
     names = {
-        "limit-32": "32, 0.2", "limit-11": "11, 0.4 (the run file)", "limit-11-rehearsal-0.6": "11, 0.6"
+        "limit-32": "32, 0.2", "limit-11": "11, 0.4 (the run file)", "limit-11-rehearsal-0.6": "11, 0.6",
+        "limit-32-rehearsal-0.4": "32, 0.4",
     }  # fmt: skip
     assert sorted({r["variant"] for r in results}) == sorted(names)
     for variant, name in names.items():

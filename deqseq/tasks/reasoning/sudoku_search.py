@@ -7,8 +7,8 @@ to the next depth of the search, so a wrong guess needs no undoing. At each dept
   A placed digit stays the only candidate of its cell.
 - ``placed`` (b,): for each band, the mask of the cells whose digit is placed.
 
-Inner loops run over the digits of a band, without branches. The compiler can then do several digits at a
-time.
+The loops that look for singles run over the digits of a band, without branches. The compiler can then do
+several digits at a time.
 
 Shapes: n the size (cells along a side), C = n² cells, D = C + 1 depths. A board has b = √n bands, and a band
 has b rows of cells. A board (C,) uint8 has the digits in reading order, 0 for an empty cell. Bit k of band j
@@ -97,7 +97,7 @@ def _naked_singles(candidates, placed, geometry):
     """Fill naked singles: cells that have only one candidate.
 
     Returns two booleans. The first is false if a cell without a candidate was found. The second tells whether
-    there was a single.
+    a digit was placed.
     """
     n, b = _size(geometry)
     everything = (1 << (b * n)) - 1
@@ -125,7 +125,7 @@ def _hidden_singles(candidates, placed, geometry, memory):
     """Fill hidden singles: cells that are the only possible cell for a digit in a row, column or box.
 
     Returns two booleans. The first is false if a row, column or box was found that has no possible cell for a
-    digit. The second tells whether there was a single. ``memory`` (2, n) int64 is working memory.
+    digit. The second tells whether a digit was placed. ``memory`` (2, n) int64 is working memory.
     """
     n, b = _size(geometry)
     everything, row = (1 << (b * n)) - 1, (1 << n) - 1
@@ -142,7 +142,8 @@ def _hidden_singles(candidates, placed, geometry, memory):
                 mask = candidates[band, digit] >> (n * i) & row
                 twice[digit] |= once[digit] & mask
                 once[digit] |= mask
-    columns, singles = memory[0], memory[1]  # the columns with one possible cell; the singles of a band
+    # Overwrite both with masks of cells: columns with one possible cell; singles of a band, filled ones too.
+    columns, singles = memory[0], memory[1]
     every = row
     for digit in range(n):
         every &= once[digit]

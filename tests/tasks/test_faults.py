@@ -143,6 +143,24 @@ def test_a_kill_while_the_seal_is_written_does_not_spoil_the_next_seal(tmp_path:
     assert fault(tmp_path) is None
 
 
+@pytest.mark.parametrize("name", ["_checksums", "_block_digest"])
+def test_a_file_that_another_process_removes_during_the_check_is_missing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "part" / "weights"
+    weights.parent.mkdir()
+    weights.write_text("1")
+    seal(tmp_path, [weights])
+    check = getattr(seals, name)
+
+    def after_removal(*args: Any) -> Any:
+        weights.unlink()
+        return check(*args)
+
+    monkeypatch.setattr(seals, name, after_removal)
+    assert fault(tmp_path) == "is damaged: part/weights is missing"
+
+
 def test_rotation_counts_whole_checkpoints_by_number(tmp_path: Path) -> None:
     for step in (10, 9, 100, 20, 30):  # the order of writing is not the order of steps
         (tmp_path / f"checkpoint-{step}").mkdir()

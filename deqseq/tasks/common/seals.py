@@ -96,7 +96,10 @@ def _fault(folder: Path, content: bool) -> str | None:
         if found.st_size != entry.get("bytes"):
             return f"is damaged: {name} has {found.st_size} bytes instead of {entry.get('bytes')}"
     if content:
-        checksums = _checksums([folder / name for name in files])
+        try:
+            checksums = _checksums([folder / name for name in files])
+        except FileNotFoundError as error:  # another process has removed the file since it was found above
+            return f"is damaged: {os.path.relpath(error.filename, folder)} is missing"
         for (name, entry), checksum in zip(files.items(), checksums, strict=True):
             if entry.get("xxh3_128", checksum) != checksum:
                 return f"is damaged: the checksum of {name} is not the one in {SEAL}"

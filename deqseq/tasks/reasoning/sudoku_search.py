@@ -7,7 +7,7 @@ to the next depth of the search, so a wrong guess needs no undoing. At each dept
   A placed digit stays the only candidate of its cell.
 - ``placed`` (b,): for each band, the mask of the cells whose digit is placed.
 
-The loops that look for singles run over the digits of a band, without branches. The compiler can then do
+The loops that look for singles go through the digits of a band without branches. So the compiler can process
 several digits at a time.
 
 Shapes: n the size (cells along a side), C = n² cells, D = C + 1 depths. A board has b = √n bands, and a band

@@ -35,7 +35,7 @@ from deqseq.tasks.reasoning.plots import plot_training
 from deqseq.tasks.reasoning.puzzles import CHARACTERS, Puzzles, Task, broken_rules
 from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
 from deqseq.tasks.reasoning.solve import _faults, _from_start, answer, board, questions
-from deqseq.tasks.reasoning.train import stablemax_cross_entropy, train
+from deqseq.tasks.reasoning.train import _Trainer, stablemax_cross_entropy, train
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")
 
@@ -175,6 +175,39 @@ def test_the_trained_model_is_the_average(puzzles: Path, tmp_path: Path) -> None
     tests = [entry for entry in log if "accuracy" in entry]
     assert [entry["step"] for entry in tests] == [6, 12]
     assert all(entry["accuracy"] == entry["raw_accuracy"] for entry in tests)
+
+
+def test_the_model_in_training_is_tested_with_both_weights(
+    puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the model in training is compiled, so tests use it, not the copy with the averaged weights."""
+    seen: list[tuple[Any, dict[str, torch.Tensor]]] = []
+    test = _Trainer.test
+
+    def state(model: Any) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    def accuracy(model: Any, *_: Any) -> float:
+        seen.append((model, state(model)))
+        return 0.25 * len(seen)
+
+    def checked(trainer: Any) -> None:
+        model, raw, averaged = trainer.model, state(trainer.model), state(trainer.average.model)
+        seen.clear()
+        test(trainer)
+        assert [tested for tested, _ in seen] == [model, model]
+        for (_, found), expected in zip(seen, (raw, averaged), strict=True):
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert any(not torch.equal(raw[name], averaged[name]) for name in raw)
+        assert all(torch.equal(value, raw[name]) for name, value in model.state_dict().items())
+        assert model.training
+
+    monkeypatch.setattr("deqseq.tasks.reasoning.train.accuracy", accuracy)
+    monkeypatch.setattr("deqseq.tasks.reasoning.train._Trainer.test", checked)
+    train(small(puzzles), tmp_path / "run", save_steps=100)
+    log = json.loads((tmp_path / "run" / "training.json").read_text())["log"]
+    tests = [(entry["raw_accuracy"], entry["accuracy"]) for entry in log if "accuracy" in entry]
+    assert tests == [(0.25, 0.5), (0.25, 0.5)]
 
 
 def test_iterates_persist_until_a_sequence_leaves() -> None:

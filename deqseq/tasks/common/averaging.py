@@ -1,12 +1,14 @@
 """Keeps a moving average of a model's weights during training."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 _FILE = "average.safetensors"
@@ -42,6 +44,20 @@ class Averaging(TrainerCallback):
         torch._foreach_lerp_(list(self.model.parameters()), list(model.parameters()), 1 - decay)
         self._updates += 1
 
+    @contextmanager
+    def lend(self, model: nn.Module) -> Iterator[None]:
+        """Within this context, ``model`` has the averaged weights.
+
+        On a GPU, tests in this context run the compiled map of ``model``. The copy :attr:`model` is not
+        compiled.
+        """
+        own = [weight.detach().clone() for weight in model.parameters()]
+        _overwrite(model, list(self.model.parameters()))
+        try:
+            yield
+        finally:
+            _overwrite(model, own)
+
     def save(self, folder: Path) -> None:
         found = {name: value.contiguous() for name, value in self.model.state_dict().items()}
         save_file({**found, _UPDATES: torch.tensor(self._updates)}, folder / _FILE)
@@ -51,3 +67,8 @@ class Averaging(TrainerCallback):
         self._updates = int(found.pop(_UPDATES))
         self.model.load_state_dict(found)
         self.model.to(device)
+
+
+@torch.no_grad()
+def _overwrite(model: nn.Module, weights: list[Tensor]) -> None:
+    torch._foreach_copy_(list(model.parameters()), weights)

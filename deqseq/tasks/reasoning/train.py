@@ -142,15 +142,15 @@ class _Trainer(PersistentTrainer):
 
         With ``keep: best``, keep the averaged weights if no earlier test was better.
         """
-        raw: Any = self.model
-        models = {"accuracy": self.average.model, "raw_accuracy": raw}
-        depth = self.settings.eval_depth
-        found = {name: accuracy(model, self.tests, depth) for name, model in models.items()}
+        model: Any = self.model
+        raw = accuracy(model, self.tests, self.settings.eval_depth)
+        with self.average.lend(model):
+            averaged = accuracy(model, self.tests, self.settings.eval_depth)
         if self.best is not None:
-            self.best.offer(found["accuracy"], self.state.global_step, self.average.model)
-        raw.train()
+            self.best.offer(averaged, self.state.global_step, self.average.model)
+        model.train()
         asked = self.control.should_log  # self.log clears this flag, but the loss must still be logged
-        self.log({name: round(value, 4) for name, value in found.items()})
+        self.log({"accuracy": round(averaged, 4), "raw_accuracy": round(raw, 4)})
         self.control.should_log = asked
 
 

@@ -188,7 +188,7 @@ def test_the_model_in_training_is_tested_with_both_weights(
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     def accuracy(model: Any, *_: Any) -> float:
-        seen.append((model, state(model)))
+        seen.append((model.eval(), state(model)))
         return 0.25 * len(seen)
 
     def checked(trainer: Any) -> None:
@@ -199,6 +199,9 @@ def test_the_model_in_training_is_tested_with_both_weights(
         for (_, found), expected in zip(seen, (raw, averaged), strict=True):
             assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert any(not torch.equal(raw[name], averaged[name]) for name in raw)
+        with pytest.raises(RuntimeError, match="a failed test"), trainer.average.lend(model):
+            assert torch.is_grad_enabled()
+            raise RuntimeError("a failed test")
         assert all(torch.equal(value, raw[name]) for name, value in model.state_dict().items())
         assert model.training
 

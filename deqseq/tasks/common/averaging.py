@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 
 _FILE = "average.safetensors"
@@ -45,18 +45,16 @@ class Averaging(TrainerCallback):
         self._updates += 1
 
     @contextmanager
+    @torch.no_grad()
     def lend(self, model: nn.Module) -> Iterator[None]:
-        """Within this context, ``model`` has the averaged weights.
-
-        On a GPU, tests in this context run the compiled map of ``model``. The copy :attr:`model` is not
-        compiled.
-        """
-        own = [weight.detach().clone() for weight in model.parameters()]
-        _overwrite(model, list(self.model.parameters()))
+        """Within this context, the parameters of ``model`` have their averages; its buffers are its own."""
+        weights = list(model.parameters())
+        own = [weight.clone() for weight in weights]
         try:
+            torch._foreach_copy_(weights, list(self.model.parameters()))
             yield
         finally:
-            _overwrite(model, own)
+            torch._foreach_copy_(weights, own)
 
     def save(self, folder: Path) -> None:
         found = {name: value.contiguous() for name, value in self.model.state_dict().items()}
@@ -67,8 +65,3 @@ class Averaging(TrainerCallback):
         self._updates = int(found.pop(_UPDATES))
         self.model.load_state_dict(found)
         self.model.to(device)
-
-
-@torch.no_grad()
-def _overwrite(model: nn.Module, weights: list[Tensor]) -> None:
-    torch._foreach_copy_(list(model.parameters()), weights)

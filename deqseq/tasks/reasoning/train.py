@@ -144,7 +144,7 @@ class _Trainer(PersistentTrainer):
         """
         model: Any = self.model
         raw = accuracy(model, self.tests, self.settings.eval_depth)
-        with self.average.lend(model):
+        with self.average.lend(model):  # on a GPU, only this model is compiled, not the copy with averages
             averaged = accuracy(model, self.tests, self.settings.eval_depth)
         if self.best is not None:
             self.best.offer(averaged, self.state.global_step, self.average.model)

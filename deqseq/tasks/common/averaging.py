@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 _FILE = "average.safetensors"
@@ -48,7 +48,7 @@ class Averaging(TrainerCallback):
     @torch.no_grad()
     def lend(self, model: nn.Module) -> Iterator[None]:
         """Within this context, the parameters of ``model`` have their averages; its buffers are its own."""
-        weights = list(model.parameters())
+        weights: list[Tensor] = list(model.parameters())
         own = [weight.clone() for weight in weights]
         try:
             torch._foreach_copy_(weights, list(self.model.parameters()))

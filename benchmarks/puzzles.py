@@ -137,7 +137,7 @@ def step_seconds(options: argparse.Namespace, changes: Mapping[str, Any], folder
     """Train in ``folder`` for a few steps. Returns the mean duration of a step, without compilation."""
     every, few = (2, 6) if options.quick else (5, 25)
     tests = {"eval_steps": every, "eval_depth": 1, "eval_puzzles": 1}  # the log has a time for every test
-    train(settings(options, **changes, **tests, steps=few), folder)
+    train(settings(options, **changes, **tests, steps=few), folder, save_steps=few)  # no earlier checkpoint
     times = {line["step"]: line["seconds"] for line in read_record(folder)["log"] if "accuracy" in line}
     return max(times[few] - times[every], 1e-3) / (few - every)
 

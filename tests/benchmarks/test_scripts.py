@@ -90,6 +90,22 @@ def test_puzzles(tmp_path: Path) -> None:
     assert sizes == [2, 4]
 
 
+def test_the_time_of_a_step(tmp_path: Path) -> None:
+    """The first five steps, with compilation, do not count. The steps that count write no checkpoint."""
+
+    def train(asked: Any, folder: Path, save_steps: int) -> None:
+        assert folder == tmp_path and save_steps == asked.steps == 25 and asked.eval_steps == 5
+
+    log = [{"step": 5, "accuracy": 0, "seconds": 30.0}, {"step": 25, "accuracy": 0, "seconds": 50.0}]
+    with patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):
+        script = runpy.run_path(str(BENCHMARKS / "puzzles.py"))
+    function = script["step_seconds"]
+    asked = script["argparse"].Namespace(run="maze-small", data="x", tests="y", quick=False)
+    changes = {"train": train, "read_record": lambda _: {"log": [{"step": 25, "loss": 1.0}, *log]}}
+    with patch.dict(function.__globals__, changes):
+        assert function(asked, {}, tmp_path) == 1.0
+
+
 def test_loop_overhead(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     small = ["--d-model", "32", "--length", "16", "--batch", "2", "--iterations", "3", "--rounds", "1"]

@@ -499,6 +499,26 @@ def test_compiled_maps_allow_several_backward_passes(monkeypatch: pytest.MonkeyP
         assert torch._functorch.config.donated_buffer is allowed
 
 
+def test_commands_search_from_as_many_starts_as_the_run_says(puzzles: Path, tmp_path: Path) -> None:
+    """``solve`` and the second table of ``evaluate`` do. An explicit model has one start."""
+    train(small(puzzles, starts=3, max_iter=1), tmp_path / "run", save_steps=100)
+    assert main(["evaluate", str(tmp_path / "run"), str(puzzles), "--depth", "2"]) == 0
+    written = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
+    assert [row["starts"] for row in written["rows"]] == [1]
+    assert [row["starts"] for row in written["adaptive"]] == [1, 2, 3]
+    evaluations = []
+    for words in ([], ["--starts", "1"]):
+        answers = tmp_path / f"{len(words)}.csv"
+        assert main(["solve", str(tmp_path / "run"), str(puzzles), *words, "--output", str(answers)]) == 0
+        with answers.open() as file:
+            evaluations.append({int(row["evaluations"]) for row in csv.DictReader(file)})
+    assert max(evaluations[0]) == 3 and evaluations[1] == {1}
+    train(small(puzzles, starts=3, explicit=True), tmp_path / "twin", save_steps=100)
+    assert main(["solve", str(tmp_path / "twin"), str(puzzles), "--output", str(tmp_path / "twin.csv")]) == 0
+    with pytest.raises(ValueError, match="starts = 3 needs a guess that varies, such as noise, got zero"):
+        small(puzzles, starts=3, guess="zero")
+
+
 def test_commands(
     trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     rendered_figures: Callable[[Path], bool],

@@ -84,7 +84,7 @@ def _evaluate(
     puzzles: Path,
     *,
     depth: list[PositiveInt] = [1, 2, 4, 8, 16, 32, 64],  # noqa: B006
-    starts: PositiveInt = 1,
+    starts: PositiveInt | None = None,
     count: PositiveInt | None = None,
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
@@ -109,7 +109,8 @@ def _evaluate(
         run: folder of a trained model
         puzzles: CSV file, or a folder with the published arrays of mazes
         depth: depths, in increasing order
-        starts: maximum number of starts for each puzzle; 1, 2, 4, ... starts are tested too
+        starts: maximum number of starts for each puzzle; 1, 2, 4, ... starts are tested too. By default, the
+            first table has 1 start, and the second as many as the run allows
         count: use only the first COUNT puzzles
         rtol: for the second table, relative residual of a board at which its search ends; by default the
             tolerance of the run
@@ -147,12 +148,13 @@ def _evaluate(
     if compile:
         model.compile_map(model.device)
     folder = ResultFolder(output or run / "evaluation", "evaluation", str(run), asked, force)
-    found = evaluate(model, tests, depth, starts, batch_size, progress=True)
+    found = evaluate(model, tests, depth, starts or 1, batch_size, progress=True)
     print(table(COLUMNS, found))
     adapted = []
     if solve is not None:
         adapted = [
-            adaptive(model, tests, replace(solve, window=None), batch_size, n) for n in breadths(starts)
+            adaptive(model, tests, replace(solve, window=None), batch_size, n)
+            for n in breadths(starts or settings.starts)
         ]
         print(f"\nsearches that end at a tolerance:\n{table(ADAPTIVE, adapted)}")
     folder.write(found, model, adaptive=[asdict(row) for row in adapted])
@@ -166,7 +168,7 @@ def _solve(
     puzzle: str,
     *,
     output: Path | None = None,
-    starts: PositiveInt = 1,
+    starts: PositiveInt | None = None,
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
     solver: str | dict[str, Any] | None = None,
@@ -187,7 +189,8 @@ def _solve(
         model: folder of a trained run
         puzzle: text of a puzzle, or a .csv or .csv.gz file of puzzles, or a folder with .csv or .csv.gz files
         output: CSV file for the answers; by default they are printed
-        starts: maximum number of random starts; the next start is tried until an answer can be trusted
+        starts: maximum number of random starts; the next start is tried until an answer can be trusted. By
+            default as in the run
         rtol: relative residual of the board at which a search ends; by default as in the run
         max_iter: maximum number of evaluations per start; by default as in the run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a

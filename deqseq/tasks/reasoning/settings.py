@@ -45,6 +45,8 @@ class TrainSettings:
         guess: initial iterate of a search; zero, noise, or any installed guess
         tolerance: relative residual of a board at which its search ends
         max_iter: in evaluation, maximum number of evaluations of the map in one search
+        starts: in evaluation, maximum number of searches for a puzzle, each from another start. A search that
+            does not meet the tolerance is followed by the next
         train_max_iter: in training, maximum number of evaluations of the map in one search. Only for gradient
             strategies that search
         budget: maximum number of steps for which a puzzle stays in the batch
@@ -92,6 +94,7 @@ class TrainSettings:
     guess: str | dict[str, Any] = "noise"
     tolerance: PositiveFinite = 1e-3
     max_iter: PositiveInt = 256
+    starts: PositiveInt = 1
     train_max_iter: PositiveInt = 16
     budget: PositiveInt = 32
     solved_steps: PositiveInt = 1
@@ -130,7 +133,12 @@ class TrainSettings:
         if self.keep == "best" and self.eval_steps == 0:
             raise ValueError("keep: best needs eval_steps >= 1, got 0")
         with torch.device("meta"):  # checks the parts and sizes
-            self.model()
+            layer: Any = self.model().layer
+        if self.starts > 1 and not self.explicit and not layer.eval_solve.guess.varies:
+            raise ValueError(
+                f"starts = {self.starts} needs a guess that varies, such as noise, got {self.guess}: all "
+                "starts would be equal"
+            )
         if self.explicit:  # checks the parts that only an implicit model uses
             replace(self, explicit=False)
 

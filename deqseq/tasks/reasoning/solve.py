@@ -55,12 +55,13 @@ class Answer:
 
 def solve(
     model: Path, puzzle: str, output: Path | None, figure: Path | None, solver: str | dict[str, Any] | None,
-    **search: Any,
+    starts: int | None, **search: Any,
 ) -> None:  # fmt: skip
     """Solve a puzzle or the puzzles in files. Prints the answers, or writes them to the CSV file ``output``.
 
     Args:
         figure: PNG file that shows the search for the first puzzle; a GIF is written beside it.
+        starts: maximum number of starts for a puzzle; ``None`` means that of the run.
         search: options of :func:`answer`.
 
     Raises:
@@ -71,7 +72,9 @@ def solve(
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
     network, settings = load(model, solver)
     found = list(questions(puzzle, settings.task, settings.size))
-    answers = answer(network, [question for _, question in found], progress=True, **search)
+    starts = starts or (1 if settings.explicit else settings.starts)
+    boards = [question for _, question in found]
+    answers = answer(network, boards, starts=starts, progress=True, **search)
     if output is not None:
         _write(output, found, answers, settings.task)
         trusted = sum(a.fault is None for a in answers)

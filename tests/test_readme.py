@@ -216,11 +216,11 @@ def test_the_limits_of_state_tracking_are_the_study_s_results() -> None:
 
 
 def test_the_tables_of_sudokus_are_those_of_the_results() -> None:
-    """docs/reasoning.md has the accuracies and evaluations of six runs from the JSON file."""
+    """docs/reasoning.md has the numbers of all runs, solvers and controls in the JSON file."""
     results = json.loads((ROOT / "docs/results/sudoku.json").read_text())
     page = (ROOT / "docs/reasoning.md").read_text().replace("**", "")
     runs = results["runs"]
-    assert [run["seed"] for run in runs] == [1, 2, 3] * 2
+    assert [run["seed"] for run in runs] == [1, 2, 3] * 2 + [2]
 
     def fixed(run: dict[str, Any], name: str, depth: int, starts: int) -> float:
         return float(_one(run[name]["rows"], depth=depth, starts=starts)["exact"])
@@ -228,7 +228,8 @@ def test_the_tables_of_sudokus_are_those_of_the_results() -> None:
     for run in runs:
         shares = [fixed(run, "depth", 2**power, 1) for power in range(3, 11)]
         shares.append(fixed(run, "best", 64, 16))
-        name = f"| {run['seed']} | {run['steps']:,} | "
+        average = run["settings"].get("average")
+        name = f"| {run['seed']} | {run['steps']:,}{f', average {average}' if average else ''} | "
         assert f"{name}{run['seconds']:.0f} | {' | '.join(map('{:.3f}'.format, shares))} |" in page
         (found,) = run["depth"]["adaptive"]
         assert f"{name}{found['converged']:.3f} | {found['exact']:.3f} | {found['evaluations']:.1f} |" in page
@@ -240,6 +241,15 @@ def test_the_tables_of_sudokus_are_those_of_the_results() -> None:
         at_64, at_1024 = (f"{fixed(run, 'depth', depth, 1):.3f}" for depth in (64, 1024))
         columns = [at_64, *several[:2], at_1024, several[2]]
         assert f"{name}{' | '.join(columns)} |" in page
+    for row in results["strategies"]:
+        assert f"| {row['steps']:,} | {row['seconds']:.0f} | {row['exact']:.3f} |" in page
+    coarse, fine = results["solvers"][::2], results["solvers"][1::2]
+    assert len(coarse) == 12
+    for pair in zip(coarse, fine, strict=True):
+        assert [row["tolerance"] for row in pair] == [0.1, 0.01] and len({row["solver"] for row in pair}) == 1
+        names = [("evaluations", ".1f"), ("seconds", ".1f"), ("converged", ".3f"), ("exact", ".3f")]
+        columns = [f"{row[name]:{digits}}" for name, digits in names for row in pair]
+        assert f" | {' | '.join(columns)} |" in page
 
 
 def _restarts(run: dict[str, Any]) -> list[dict[str, Any]]:

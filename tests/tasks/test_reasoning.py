@@ -506,6 +506,13 @@ def test_commands_search_from_as_many_starts_as_the_run_says(puzzles: Path, tmp_
     written = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
     assert [row["starts"] for row in written["rows"]] == [1]
     assert [row["starts"] for row in written["adaptive"]] == [1, 2, 3]
+    assert (
+        main(["evaluate", str(tmp_path / "run"), str(puzzles), "--depth", "2", "--starts", "2"]) == 2
+    )  # other settings
+    words = ["--starts", "2", "--output", str(tmp_path / "two")]
+    assert main(["evaluate", str(tmp_path / "run"), str(puzzles), "--depth", "2", *words]) == 0
+    written = json.loads((tmp_path / "two" / "evaluation.json").read_text())
+    assert [[row["starts"] for row in written[name]] for name in ("rows", "adaptive")] == [[1, 2]] * 2
     evaluations = []
     for words in ([], ["--starts", "1"]):
         answers = tmp_path / f"{len(words)}.csv"
@@ -513,9 +520,10 @@ def test_commands_search_from_as_many_starts_as_the_run_says(puzzles: Path, tmp_
         with answers.open() as file:
             evaluations.append({int(row["evaluations"]) for row in csv.DictReader(file)})
     assert max(evaluations[0]) == 3 and evaluations[1] == {1}
-    train(small(puzzles, starts=3, explicit=True), tmp_path / "twin", save_steps=100)
+    train(small(puzzles, starts=3, explicit=True, guess="zero"), tmp_path / "twin", save_steps=100)
+    assert main(["evaluate", str(tmp_path / "twin"), str(puzzles)]) == 0
     assert main(["solve", str(tmp_path / "twin"), str(puzzles), "--output", str(tmp_path / "twin.csv")]) == 0
-    with pytest.raises(ValueError, match="starts = 3 needs a guess that varies, such as noise, got zero"):
+    with pytest.raises(ValueError, match=r"starts = 3 needs a guess that varies, such as noise, got zero"):
         small(puzzles, starts=3, guess="zero")
 
 

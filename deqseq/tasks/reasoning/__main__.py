@@ -110,7 +110,7 @@ def _evaluate(
         puzzles: CSV file, or a folder with the published arrays of mazes
         depth: depths, in increasing order
         starts: maximum number of starts for each puzzle; 1, 2, 4, ... starts are tested too. By default, the
-            first table has 1 start, and the second as many as the run allows
+            first table has 1 start, and the second as many as the setting starts of the run
         count: use only the first COUNT puzzles
         rtol: for the second table, relative residual of a board at which its search ends; by default the
             tolerance of the run
@@ -142,20 +142,19 @@ def _evaluate(
             f"the model solves boards of {settings.size} x {settings.size} cells, {puzzles} has boards of "
             f"{tests.questions.shape[1]} cells"
         )
-    asked = {"puzzles": str(puzzles), "count": len(tests.ratings), "depth": depth, "starts": starts}
+    starts, most = (1, settings.starts) if starts is None else (starts, starts)
+    asked = {"puzzles": str(puzzles), "count": len(tests.ratings), "depth": depth}
+    asked |= {"starts": starts if starts == most else [starts, most]}
     asked |= {"rtol": rtol, "max_iter": max_iter, "solver": solver}
     solve = solve_options(model, rtol=rtol, max_iter=max_iter)
     if compile:
         model.compile_map(model.device)
     folder = ResultFolder(output or run / "evaluation", "evaluation", str(run), asked, force)
-    found = evaluate(model, tests, depth, starts or 1, batch_size, progress=True)
+    found = evaluate(model, tests, depth, starts, batch_size, progress=True)
     print(table(COLUMNS, found))
     adapted = []
     if solve is not None:
-        adapted = [
-            adaptive(model, tests, replace(solve, window=None), batch_size, n)
-            for n in breadths(starts or settings.starts)
-        ]
+        adapted = [adaptive(model, tests, replace(solve, window=None), batch_size, n) for n in breadths(most)]
         print(f"\nsearches that end at a tolerance:\n{table(ADAPTIVE, adapted)}")
     folder.write(found, model, adaptive=[asdict(row) for row in adapted])
     last = None if solve is None else (depth[-1], *residuals(model, tests, depth[-1], batch_size))

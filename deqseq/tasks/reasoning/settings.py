@@ -45,8 +45,8 @@ class TrainSettings:
         guess: initial iterate of a search; zero, noise, or any installed guess
         tolerance: relative residual of a board at which its search ends
         max_iter: in evaluation, maximum number of evaluations of the map in one search
-        starts: in evaluation, maximum number of searches for a puzzle, each from another start. A search that
-            does not meet the tolerance is followed by the next
+        starts: in the commands evaluate and solve, maximum number of searches for a puzzle, each from another
+            start. The next search follows if a search does not meet the tolerance
         train_max_iter: in training, maximum number of evaluations of the map in one search. Only for gradient
             strategies that search
         budget: maximum number of steps for which a puzzle stays in the batch
@@ -137,10 +137,10 @@ class TrainSettings:
         if self.starts > 1 and not self.explicit and not layer.eval_solve.guess.varies:
             raise ValueError(
                 f"starts = {self.starts} needs a guess that varies, such as noise, got {self.guess}: all "
-                "starts would be equal"
+                "starts would be equal. Give starts = 1, or another guess"
             )
         if self.explicit:  # checks the parts that only an implicit model uses
-            replace(self, explicit=False)
+            replace(self, explicit=False, starts=1)
 
     def model(self) -> "BoardModel":
         """A new model with random weights."""

@@ -72,7 +72,8 @@ def solve(
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
     network, settings = load(model, solver)
     found = list(questions(puzzle, settings.task, settings.size))
-    starts = starts or (1 if settings.explicit else settings.starts)
+    if starts is None:
+        starts = 1 if settings.explicit else settings.starts
     boards = [question for _, question in found]
     answers = answer(network, boards, starts=starts, progress=True, **search)
     if output is not None:

@@ -502,15 +502,13 @@ def test_compiled_maps_allow_several_backward_passes(monkeypatch: pytest.MonkeyP
 def test_commands_search_from_as_many_starts_as_the_run_says(puzzles: Path, tmp_path: Path) -> None:
     """``solve`` and the second table of ``evaluate`` do. An explicit model has one start."""
     train(small(puzzles, starts=3, max_iter=1), tmp_path / "run", save_steps=100)
-    assert main(["evaluate", str(tmp_path / "run"), str(puzzles), "--depth", "2"]) == 0
+    evaluate_run = ["evaluate", str(tmp_path / "run"), str(puzzles), "--depth", "2"]
+    assert main(evaluate_run) == 0
     written = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
     assert [row["starts"] for row in written["rows"]] == [1]
     assert [row["starts"] for row in written["adaptive"]] == [1, 2, 3]
-    assert (
-        main(["evaluate", str(tmp_path / "run"), str(puzzles), "--depth", "2", "--starts", "2"]) == 2
-    )  # other settings
-    words = ["--starts", "2", "--output", str(tmp_path / "two")]
-    assert main(["evaluate", str(tmp_path / "run"), str(puzzles), "--depth", "2", *words]) == 0
+    assert main([*evaluate_run, "--starts", "2"]) == 2  # the folder has a result with other settings
+    assert main([*evaluate_run, "--starts", "2", "--output", str(tmp_path / "two")]) == 0
     written = json.loads((tmp_path / "two" / "evaluation.json").read_text())
     assert [[row["starts"] for row in written[name]] for name in ("rows", "adaptive")] == [[1, 2]] * 2
     evaluations = []

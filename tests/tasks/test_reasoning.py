@@ -18,9 +18,11 @@ import pytest
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
+import yaml
 
 from deqseq import FixedIterations, Residual, SolveOptions
 from deqseq.backbones import RecursionBackbone
+from deqseq.guesses import Noise
 from deqseq.tasks.common.persistent import Iterates, PersistentTrainer
 from deqseq.tasks.common.settings import build, read_yaml
 from deqseq.tasks.reasoning import solve as solving
@@ -418,6 +420,40 @@ def test_solver_replaces_the_solver_of_the_run(trained: Path, puzzles: Path) -> 
     torch.testing.assert_close(half.z, (made.start(made.inputs(questions), 0) + full.z) / 2)
 
 
+def test_guess_replaces_the_guess_of_the_run(
+    trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``evaluate`` and ``solve`` start there. ``evaluate`` records it. A guess needs no token before it."""
+    half = "{name: noise, std: 0.5}"
+    x = torch.zeros(2, 16, 2 * 16)
+    whole, halved = (load(trained, guess=guess)[0].start(x, 3) for guess in (None, yaml.safe_load(half)))
+    assert whole.any() and torch.equal(halved, whole / 2)
+    command = ["evaluate", str(trained), str(puzzles), "--depth", "2", "--output", str(tmp_path / "found")]
+    rows, answers = [], []
+    for words in ([], ["--guess", half], ["--guess", "zero"]):
+        assert main([*command, *words, "--force"]) == 0
+        written = json.loads((tmp_path / "found" / "evaluation.json").read_text())
+        rows.append(written["rows"][0]["residual"])
+        assert main(["solve", str(trained), str(puzzles), *words, "--output", str(tmp_path / "a.csv")]) == 0
+        answers.append((tmp_path / "a.csv").read_text())
+    assert len(set(rows)) == len(set(answers)) == 3
+    assert written["settings"]["guess"] == "zero"
+    assert main(command) != 0 and "other settings (guess zero, now None)" in capsys.readouterr().err
+    assert main([*command, "--guess", "previous"]) != 0
+    assert "must not be previous" in capsys.readouterr().err
+
+
+def test_training_and_evaluation_can_have_different_guesses(puzzles: Path, tmp_path: Path) -> None:
+    settings = small(puzzles, guess=["noise", {"name": "noise", "std": 0.5}], steps=1)
+    train(settings, tmp_path / "run")
+    layer = load(tmp_path / "run")[0].layer
+    assert (layer.train_solve.guess, layer.eval_solve.guess) == (Noise(), Noise(std=0.5))
+    with pytest.raises(ValueError, match="must not be previous"):
+        small(puzzles, guess=["noise", "previous"])
+    with pytest.raises(ValueError, match="needs a guess that varies"):
+        small(puzzles, guess=["noise", "zero"], starts=2)
+
+
 ANDERSON = "{name: anderson, memory: 1, scope: sequence}"
 
 
@@ -456,10 +492,11 @@ def test_commands_take_a_solver(
         assert message in capsys.readouterr().err
 
 
-def test_explicit_models_take_no_solver(puzzles: Path, tmp_path: Path) -> None:
+def test_explicit_models_take_neither_solver_nor_guess(puzzles: Path, tmp_path: Path) -> None:
     train(small(puzzles, explicit=True, steps=1), tmp_path / "run")
-    with pytest.raises(ValueError, match="--solver is for implicit models"):
-        load(tmp_path / "run", "picard")
+    for name, part in (("solver", "picard"), ("guess", "zero")):
+        with pytest.raises(ValueError, match=f"--{name} is for implicit models"):
+            load(tmp_path / "run", **{name: part})
 
 
 def test_evaluation_refuses_what_makes_no_sense(puzzles: Path) -> None:

@@ -89,6 +89,7 @@ def _evaluate(
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
     solver: str | dict[str, Any] | None = None,
+    guess: str | dict[str, Any] | None = None,
     batch_size: PositiveInt = 512,
     compile: bool = False,
     output: Path | None = None,
@@ -118,6 +119,7 @@ def _evaluate(
             run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
+        guess: guess that replaces the run's guess: a name (zero) or a mapping ("{name: noise, std: 0.5}")
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation
@@ -135,7 +137,7 @@ def _evaluate(
     )
     from deqseq.tasks.reasoning.plots import plot_accuracy
 
-    model, settings = load(run, solver)
+    model, settings = load(run, solver, guess)
     tests = Puzzles(*(column[:count] for column in read(puzzles, settings.task)))
     if tests.questions.shape[1] != settings.size**2:
         raise ValueError(
@@ -146,6 +148,7 @@ def _evaluate(
     asked = {"puzzles": str(puzzles), "count": len(tests.ratings), "depth": depth}
     asked |= {"starts": starts if starts == most else [starts, most]}
     asked |= {"rtol": rtol, "max_iter": max_iter, "solver": solver}
+    asked |= {} if guess is None else {"guess": guess}  # older results do not have this key
     solve = solve_options(model, rtol=rtol, max_iter=max_iter)
     if compile:
         model.compile_map(model.device)
@@ -171,6 +174,7 @@ def _solve(
     rtol: PositiveFinite | None = None,
     max_iter: PositiveInt | None = None,
     solver: str | dict[str, Any] | None = None,
+    guess: str | dict[str, Any] | None = None,
     figure: Path | None = None,
 ) -> None:
     """Solve a puzzle, the puzzles in a CSV file, or the puzzles in a folder of CSV files.
@@ -194,6 +198,7 @@ def _solve(
         max_iter: maximum number of evaluations per start; by default as in the run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
+        guess: guess that replaces the run's guess: a name (zero) or a mapping ("{name: noise, std: 0.5}")
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
     """
     if output is not None and output.suffix.lower() != ".csv":
@@ -205,7 +210,8 @@ def _solve(
             command_line.check_folder(path.parent, path.name)
     from deqseq.tasks.reasoning.solve import solve
 
-    solve(model, puzzle, output, figure, solver, starts=starts, rtol=rtol, max_iter=max_iter)
+    parts = {"solver": solver, "guess": guess}
+    solve(model, puzzle, output, figure, parts, starts=starts, rtol=rtol, max_iter=max_iter)
 
 
 def _data(

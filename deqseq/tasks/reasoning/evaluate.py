@@ -31,7 +31,7 @@ from deqseq.tasks.common.models import needed_layer
 from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.common.runs import check_model, read_record, read_settings
 from deqseq.tasks.common.settings import build
-from deqseq.tasks.reasoning.model import BoardModel
+from deqseq.tasks.reasoning.model import BoardModel, check_guess
 from deqseq.tasks.reasoning.puzzles import Puzzles
 from deqseq.tasks.reasoning.settings import TrainSettings
 
@@ -99,16 +99,17 @@ ADAPTIVE: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def load(path: str | Path, solver: Any = None) -> tuple[BoardModel, TrainSettings]:
+def load(path: str | Path, solver: Any = None, guess: Any = None) -> tuple[BoardModel, TrainSettings]:
     """Load a trained model and the settings of its run. The model is put on the GPU if there is one.
 
     Args:
         path: folder of the run.
-        solver: name or mapping of a solver that replaces the run's solver for evaluation; ``None`` keeps it.
+        solver, guess: name or mapping of a solver or a guess that replaces the run's for evaluation; ``None``
+            keeps it.
 
     Raises:
         ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read;
-            ``solver`` is given for an explicit model, is unknown, or has a value out of range.
+            a solver or a guess is given for an explicit model, is unknown, or has a value out of range.
     """
     try:
         settings = build(TrainSettings, read_settings(path))
@@ -120,9 +121,11 @@ def load(path: str | Path, solver: Any = None) -> tuple[BoardModel, TrainSetting
         model: Any = BoardModel.from_pretrained(path)
     except Exception as error:  # transformers and safetensors raise many classes of errors
         raise ValueError(f"the model in {path} cannot be read: {error}") from error
-    if solver is not None:
-        layer = needed_layer(model, "--solver")
-        layer.eval_solve = replace(layer.eval_solve, solver=solver)
+    for name, part in {"solver": solver, "guess": guess}.items():
+        if part is not None:
+            layer = needed_layer(model, f"--{name}")
+            layer.eval_solve = replace(layer.eval_solve, **{name: part})
+            check_guess(layer)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model.eval(), settings
 

@@ -93,8 +93,7 @@ class BoardModel(PreTrainedModel):
         if config.implicit:
             pairs = {name: _pair(getattr(config, name)) for name in ("solver", "convergence", "guess")}
             self.layer = ImplicitSequenceLayer(config.backbone, gradient=config.gradient, **pairs)
-            if isinstance(self.layer.train_solve.guess, Previous):
-                raise ValueError("the guess of a board must not be previous: a board has no token before it")
+            check_guess(self.layer)
         else:
             self.layer = ExplicitSequenceLayer(explicit(config.backbone))
         backbone = self.layer.backbone
@@ -197,6 +196,12 @@ class BoardModel(PreTrainedModel):
         solve = self.layer.solve if number is None else self.layer.eval_solve
         found = solve.guess.propose(x, number, None)
         return torch.zeros_like(x) if found is None else found
+
+
+def check_guess(layer: ImplicitSequenceLayer) -> None:
+    """Raise ``ValueError`` if a guess of ``layer`` needs the token before: a board has none."""
+    if any(isinstance(solve.guess, Previous) for solve in (layer.train_solve, layer.eval_solve)):
+        raise ValueError("the guess of a board must not be previous: a board has no token before it")
 
 
 def explicit(backbone: Mapping[str, Any]) -> dict[str, Any]:

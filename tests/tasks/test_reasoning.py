@@ -423,7 +423,7 @@ def test_solver_replaces_the_solver_of_the_run(trained: Path, puzzles: Path) -> 
 def test_guess_replaces_the_guess_of_the_run(
     trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``evaluate`` and ``solve`` start there. ``evaluate`` records it. A guess needs no token before it."""
+    """``evaluate`` and ``solve`` start there, and ``evaluate`` records it. ``previous`` is refused."""
     half = "{name: noise, std: 0.5}"
     x = torch.zeros(2, 16, 2 * 16)
     whole, halved = (load(trained, guess=guess)[0].start(x, 3) for guess in (None, yaml.safe_load(half)))
@@ -438,9 +438,12 @@ def test_guess_replaces_the_guess_of_the_run(
         answers.append((tmp_path / "a.csv").read_text())
     assert len(set(rows)) == len(set(answers)) == 3
     assert written["settings"]["guess"] == "zero"
-    assert main(command) != 0 and "other settings (guess zero, now None)" in capsys.readouterr().err
-    assert main([*command, "--guess", "previous"]) != 0
-    assert "must not be previous" in capsys.readouterr().err
+    assert main(command) == 2 and "other settings (guess zero, now None)" in capsys.readouterr().err
+    for words in (command, ["solve", str(trained), str(puzzles)]):
+        assert main([*words, "--guess", "previous"]) == 2
+        assert "must not be previous" in capsys.readouterr().err
+        assert main([*words, "--guess", "oracle"]) == 2
+        assert "unknown guess 'oracle'" in capsys.readouterr().err
 
 
 def test_training_and_evaluation_can_have_different_guesses(puzzles: Path, tmp_path: Path) -> None:
@@ -452,6 +455,18 @@ def test_training_and_evaluation_can_have_different_guesses(puzzles: Path, tmp_p
         small(puzzles, guess=["noise", "previous"])
     with pytest.raises(ValueError, match="needs a guess that varies"):
         small(puzzles, guess=["noise", "zero"], starts=2)
+
+
+def test_a_guess_that_does_not_vary_is_refused_before_the_search(
+    puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has two starts, and all of them would be equal. No table is printed."""
+    train(small(puzzles, starts=2, steps=1), tmp_path / "run")
+    capsys.readouterr()
+    for command in ("evaluate", "solve"):
+        assert main([command, str(tmp_path / "run"), str(puzzles), "--guess", "zero"]) == 2
+        out, err = capsys.readouterr()
+        assert not out and "2 starts would all be equal with the guess Zero()" in err
 
 
 ANDERSON = "{name: anderson, memory: 1, scope: sequence}"

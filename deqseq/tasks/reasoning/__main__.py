@@ -119,7 +119,8 @@ def _evaluate(
             run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
-        guess: guess that replaces the run's guess: a name (zero) or a mapping ("{name: noise, std: 0.5}")
+        guess: guess for this command, instead of the run's: a name (zero) or a mapping ("{name: noise, std:
+            0.5}"). With several starts, it must be noise, or another guess that varies
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation
@@ -131,6 +132,7 @@ def _evaluate(
         COLUMNS,
         adaptive,
         breadths,
+        check_starts,
         evaluate,
         load,
         residuals,
@@ -145,10 +147,11 @@ def _evaluate(
             f"{tests.questions.shape[1]} cells"
         )
     starts, most = (1, settings.starts) if starts is None else (starts, starts)
+    if not settings.explicit:
+        check_starts(model, most)
     asked = {"puzzles": str(puzzles), "count": len(tests.ratings), "depth": depth}
     asked |= {"starts": starts if starts == most else [starts, most]}
-    asked |= {"rtol": rtol, "max_iter": max_iter, "solver": solver}
-    asked |= {} if guess is None else {"guess": guess}  # older results do not have this key
+    asked |= {"rtol": rtol, "max_iter": max_iter, "solver": solver, "guess": guess}
     solve = solve_options(model, rtol=rtol, max_iter=max_iter)
     if compile:
         model.compile_map(model.device)
@@ -198,7 +201,8 @@ def _solve(
         max_iter: maximum number of evaluations per start; by default as in the run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
-        guess: guess that replaces the run's guess: a name (zero) or a mapping ("{name: noise, std: 0.5}")
+        guess: guess for this command, instead of the run's: a name (zero) or a mapping ("{name: noise, std:
+            0.5}"). With several starts, it must be noise, or another guess that varies
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
     """
     if output is not None and output.suffix.lower() != ".csv":
@@ -210,8 +214,9 @@ def _solve(
             command_line.check_folder(path.parent, path.name)
     from deqseq.tasks.reasoning.solve import solve
 
-    parts = {"solver": solver, "guess": guess}
-    solve(model, puzzle, output, figure, parts, starts=starts, rtol=rtol, max_iter=max_iter)
+    solve(
+        model, puzzle, output, figure, solver=solver, guess=guess, starts=starts, rtol=rtol, max_iter=max_iter
+    )
 
 
 def _data(

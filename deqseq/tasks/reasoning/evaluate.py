@@ -109,7 +109,8 @@ def load(path: str | Path, solver: Any = None, guess: Any = None) -> tuple[Board
 
     Raises:
         ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read;
-            a solver or a guess is given for an explicit model, is unknown, or has a value out of range.
+            a solver or a guess is given for an explicit model, is unknown, or has a value out of range; the
+            guess is ``previous``.
     """
     try:
         settings = build(TrainSettings, read_settings(path))
@@ -121,11 +122,12 @@ def load(path: str | Path, solver: Any = None, guess: Any = None) -> tuple[Board
         model: Any = BoardModel.from_pretrained(path)
     except Exception as error:  # transformers and safetensors raise many classes of errors
         raise ValueError(f"the model in {path} cannot be read: {error}") from error
-    for name, part in {"solver": solver, "guess": guess}.items():
-        if part is not None:
-            layer = needed_layer(model, f"--{name}")
-            layer.eval_solve = replace(layer.eval_solve, **{name: part})
-            check_guess(layer)
+    given = {name: part for name, part in (("solver", solver), ("guess", guess)) if part is not None}
+    for name in given:
+        needed_layer(model, f"--{name}")
+    if given:
+        model.layer.eval_solve = replace(model.layer.eval_solve, **given)
+        check_guess(model.layer)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model.eval(), settings
 
@@ -186,9 +188,14 @@ def check_starts(model: BoardModel, starts: int) -> None:
     """
     check_count("starts", starts)
     layer = model.layer
-    if starts > 1 and not (isinstance(layer, ImplicitSequenceLayer) and layer.eval_solve.guess.varies):
+    if starts == 1:
+        return
+    if not isinstance(layer, ImplicitSequenceLayer):
+        raise ValueError(f"{starts} starts would all be equal with an explicit model: give --starts 1")
+    if not layer.eval_solve.guess.varies:
         raise ValueError(
-            f"{starts} starts would all be equal: use an implicit model whose guess varies (noise)"
+            f"{starts} starts would all be equal with the guess {layer.eval_solve.guess}: give --starts 1, "
+            "or a guess that varies, such as noise"
         )
 
 

@@ -42,8 +42,8 @@ class TrainSettings:
         backbone: the map, as a mapping {name: NAME, option: value}. It must not be causal
         solver: solver, or a list of two solvers: one for training and one for evaluation
         gradient: gradient strategy. Unrolled with 1 iteration does one iteration in every training step
-        guess: initial iterate of a search; zero, noise, or any installed guess; or a list of two guesses: one
-            for training and one for evaluation
+        guess: initial iterate of a search: zero, noise, or any installed guess but previous. A list of two
+            gives one for training and one for evaluation, also for the tests during training
         tolerance: relative residual of a board at which its search ends
         max_iter: in evaluation, maximum number of evaluations of the map in one search
         starts: in the commands evaluate and solve, maximum number of searches for a puzzle, each from another

@@ -54,14 +54,15 @@ class Answer:
 
 
 def solve(
-    model: Path, puzzle: str, output: Path | None, figure: Path | None, parts: dict[str, Any],
-    starts: int | None, **search: Any,
+    model: Path, puzzle: str, output: Path | None, figure: Path | None, *,
+    solver: str | dict[str, Any] | None, guess: str | dict[str, Any] | None, starts: int | None,
+    **search: Any,
 ) -> None:  # fmt: skip
     """Solve a puzzle or the puzzles in files. Prints the answers, or writes them to the CSV file ``output``.
 
     Args:
         figure: PNG file that shows the search for the first puzzle; a GIF is written beside it.
-        parts: solver and guess, as for :func:`~deqseq.tasks.reasoning.evaluate.load`.
+        solver, guess: as for :func:`~deqseq.tasks.reasoning.evaluate.load`.
         starts: maximum number of starts for a puzzle; ``None`` means that of the run.
         search: options of :func:`answer`.
 
@@ -71,7 +72,7 @@ def solve(
     """
     if output is not None and output.resolve() in [file.resolve() for file in _files(puzzle)]:
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
-    network, settings = load(model, **parts)
+    network, settings = load(model, solver, guess)
     found = list(questions(puzzle, settings.task, settings.size))
     if starts is None:
         starts = 1 if settings.explicit else settings.starts

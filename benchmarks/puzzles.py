@@ -156,7 +156,7 @@ def learn(options: argparse.Namespace, key: Mapping[str, Any]) -> Row:
     return {
         "steps": steps, "seconds": record["seconds"],
         "evaluations": sum(evaluations) / len(evaluations) if evaluations else None,
-        "exact": accuracy(model, tests, options.depth),
+        "exact": accuracy(model, tests, options.depth).share,
         "raw": next(entry["raw_accuracy"] for entry in reversed(log) if "raw_accuracy" in entry),
     }  # fmt: skip
 

@@ -29,7 +29,7 @@ from deqseq.tasks.reasoning import solve as solving
 from deqseq.tasks.reasoning import sudoku
 from deqseq.tasks.reasoning.__main__ import main
 from deqseq.tasks.reasoning.data import PuzzleStream
-from deqseq.tasks.reasoning.evaluate import _judged, adaptive, auroc, by_depth, evaluate, load
+from deqseq.tasks.reasoning.evaluate import Accuracy, _judged, adaptive, auroc, by_depth, evaluate, load
 from deqseq.tasks.reasoning.files import read_csv, write_csv
 from deqseq.tasks.reasoning.mazes import generate as generate_mazes
 from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
@@ -169,6 +169,31 @@ def test_the_best_weights_are_kept(puzzles: Path, tmp_path: Path, monkeypatch: p
     assert any(not torch.equal(value, kept[12][name]) for name, value in resumed.items())
 
 
+def test_a_test_ends_once_its_weights_cannot_be_the_best(
+    puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four tests of six puzzles each, two in a batch. The weights of the third are the best."""
+    tests = iter([[1, 0, 1, 1, 0, 1], [1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 0, 1], [0, 0, 1, 1, 1, 1]])
+    raw = True
+
+    def residuals(_: Any, tested: Puzzles, *__: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        nonlocal raw
+        right = torch.tensor([1, 0] if raw else next(tests)).bool()
+        assert len(right) == len(tested.questions)
+        raw = not raw  # every test tries the raw weights first
+        for batch in right.split(2):
+            yield batch.float(), batch
+
+    monkeypatch.setattr("deqseq.tasks.reasoning.evaluate._residuals", residuals)
+    settings = small(puzzles, keep="best", batch_size=2, eval_steps=3, eval_puzzles=6)
+    train(settings, tmp_path / "run", save_steps=100)
+    record = json.loads((tmp_path / "run" / "training.json").read_text())
+    found = [(entry["accuracy"], entry["tested"]) for entry in record["log"] if "accuracy" in entry]
+    assert found == [(0.6667, 6), (0.6667, 6), (0.8333, 6), (0.0, 2)]
+    assert [entry["raw_accuracy"] for entry in record["log"] if "accuracy" in entry] == [0.5] * 4
+    assert record["kept_step"] == 9
+
+
 def test_the_trained_model_is_the_average(puzzles: Path, tmp_path: Path) -> None:
     raw = train(small(puzzles, average=0.0), tmp_path / "raw", save_steps=100).state_dict()
     averaged = train(small(puzzles, average=0.9), tmp_path / "averaged", save_steps=100).state_dict()
@@ -189,9 +214,9 @@ def test_the_model_in_training_is_tested_with_both_weights(
     def state(model: Any) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in model.state_dict().items()}
 
-    def accuracy(model: Any, *_: Any) -> float:
+    def accuracy(model: Any, *_: Any) -> Accuracy:
         seen.append((model.eval(), state(model)))
-        return 0.25 * len(seen)
+        return Accuracy(0.25 * len(seen), 8)
 
     def checked(trainer: Any) -> None:
         model, raw, averaged = trainer.model, state(trainer.model), state(trainer.average.model)

@@ -199,12 +199,30 @@ def check_starts(model: BoardModel, starts: int) -> None:
         )
 
 
-def accuracy(model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512) -> float:
-    """The share of puzzles solved from start 0 in ``depth`` evaluations. Calls ``model.eval()``."""
-    return residuals(model, puzzles, depth, batch_size)[1].double().mean().item()
+class Accuracy(NamedTuple):
+    """The share of solved puzzles, in [0, 1], and the number of puzzles that it is measured on."""
+
+    share: float
+    puzzles: int
 
 
-@torch.no_grad()
+def accuracy(
+    model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512, least: float = 0.0
+) -> Accuracy:
+    """The share of puzzles solved from start 0 in ``depth`` evaluations. Calls ``model.eval()``.
+
+    Ends after the first batch of ``batch_size`` puzzles with which the share of all puzzles can no longer be
+    at least ``least``. The result is then the share of the puzzles so far.
+    """
+    wrong = tried = 0
+    for _, right in _residuals(model, puzzles, depth, batch_size):
+        tried += len(right)
+        wrong += len(right) - int(right.sum())
+        if 1 - wrong / len(puzzles.questions) < least:
+            break
+    return Accuracy(1 - wrong / tried, tried)
+
+
 def residuals(
     model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512
 ) -> tuple[Tensor, Tensor]:
@@ -212,14 +230,20 @@ def residuals(
 
     Returns the relative residual of each board, (P,), and whether its answer is right, (P,) bool.
     """
+    batches = list(_residuals(model, puzzles, depth, batch_size))
+    residual, right = (torch.cat(column) for column in zip(*batches, strict=True))
+    return residual, right
+
+
+def _residuals(
+    model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The results of :func:`residuals`, batch by batch."""
     model.eval()
-    parts: list[tuple[Tensor, Tensor]] = []
     for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
         with model.precision():
             (found,) = by_depth(model, questions.long().to(model.device), [depth])
-        parts.append((found.residual.float(), (found.answers == answers.to(model.device)).all(1)))
-    residual, right = (torch.cat(column) for column in zip(*parts, strict=True))
-    return residual, right
+        yield found.residual.float(), (found.answers == answers.to(model.device)).all(1)
 
 
 @torch.no_grad()

@@ -140,17 +140,24 @@ class _Trainer(PersistentTrainer):
     def test(self) -> None:
         """Log the share of ``tests`` that are solved with averaged weights, and with raw weights.
 
-        With ``keep: best``, keep the averaged weights if no earlier test was better.
+        Raw weights are tested on the first batch only. With ``keep: best``, keep the averaged weights if no
+        earlier test was better. The test ends early if they cannot be the best.
         """
         model: Any = self.model
-        raw = accuracy(model, self.tests, self.settings.eval_depth)
+        depth, batch_size = self.settings.eval_depth, self.settings.batch_size
+        first = Puzzles(*(column[:batch_size] for column in self.tests))
+        raw = accuracy(model, first, depth, batch_size)
+        least = 0.0 if self.best is None else self.best.score
         with self.average.lend(model):  # on a GPU, only this model is compiled, not the copy with averages
-            averaged = accuracy(model, self.tests, self.settings.eval_depth)
-        if self.best is not None:
-            self.best.offer(averaged, self.state.global_step, self.average.model)
+            averaged = accuracy(model, self.tests, depth, batch_size, least)
+        if self.best is not None and averaged.puzzles == len(self.tests.questions):
+            self.best.offer(averaged.share, self.state.global_step, self.average.model)
         model.train()
         asked = self.control.should_log  # self.log clears this flag, but the loss must still be logged
-        self.log({"accuracy": round(averaged, 4), "raw_accuracy": round(raw, 4)})
+        self.log({
+            "accuracy": round(averaged.share, 4), "tested": averaged.puzzles,
+            "raw_accuracy": round(raw.share, 4),
+        })  # fmt: skip
         self.control.should_log = asked
 
 

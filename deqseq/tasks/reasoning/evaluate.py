@@ -207,18 +207,19 @@ class Accuracy(NamedTuple):
 
 
 def accuracy(
-    model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512, least: float = 0.0
+    model: BoardModel, puzzles: Puzzles, depth: int, batch_size: int = 512, least: float | None = None
 ) -> Accuracy:
     """The share of puzzles solved from start 0 in ``depth`` evaluations. Calls ``model.eval()``.
 
-    Ends after the first batch of ``batch_size`` puzzles with which the share of all puzzles can no longer be
-    at least ``least``. The result is then the share of the puzzles so far.
+    With ``least``, the test ends after a batch of ``batch_size`` puzzles if less than half of the puzzles so
+    far are solved, or if the share of all puzzles can no longer be at least ``least``. The result is then the
+    share of the puzzles so far.
     """
     wrong = tried = 0
     for _, right in _residuals(model, puzzles, depth, batch_size):
         tried += len(right)
         wrong += len(right) - int(right.sum())
-        if 1 - wrong / len(puzzles.questions) < least:
+        if least is not None and (wrong > tried / 2 or 1 - wrong / len(puzzles.questions) < least):
             break
     return Accuracy(1 - wrong / tried, tried)
 

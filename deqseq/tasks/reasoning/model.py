@@ -40,6 +40,7 @@ class BoardConfig(PretrainedConfig):
         implicit: true: an implicit layer; false: an explicit layer, which applies the map once.
         backbone: the map. It must not be causal.
         solver, gradient, convergence, guess: parts of the implicit layer.
+        embed_std: standard deviation of the initial embeddings.
         bf16: evaluate under autocast to bfloat16 on GPUs.
     """
 
@@ -53,6 +54,7 @@ class BoardConfig(PretrainedConfig):
     gradient: Any = "phantom"
     convergence: Any = None
     guess: Any = "zero"
+    embed_std: float = 1.0
     bf16: bool = False
 
 
@@ -113,7 +115,7 @@ class BoardModel(PreTrainedModel):
         vocabulary = config.size + 1 if config.task == "sudoku" else len(CHARACTERS["maze"])
         self.embed = nn.Embedding(vocabulary, self.d_read)
         self.head = nn.Linear(self.d_read, vocabulary, bias=False)
-        nn.init.normal_(self.embed.weight)
+        nn.init.normal_(self.embed.weight, std=config.embed_std)
         nn.init.trunc_normal_(self.head.weight, std=1 / math.sqrt(self.d_read))
         self.post_init()
 

@@ -40,6 +40,8 @@ class TrainSettings:
         size: cells along a side of a board
         explicit: train the explicit twin, which applies the map once
         backbone: the map, as a mapping {name: NAME, option: value}. It must not be causal
+        embed_std: standard deviation of the initial embeddings of the cells' tokens. With larger embeddings,
+            the map depends more on the question, and less on the iterates
         solver: solver, or a list of two solvers: one for training and one for evaluation
         gradient: gradient strategy. Unrolled with 1 iteration does one iteration in every training step
         guess: initial iterate of a search: zero, noise, or any installed guess but previous. A list of two
@@ -77,7 +79,7 @@ class TrainSettings:
         eval_depth: number of evaluations of the map in a test during training
         eval_puzzles: maximum number of puzzles in a test during training. Raw weights, which are not
             averaged, are tested on the first batch_size of them. With keep: best, a test ends early if its
-            weights cannot be the best
+            weights cannot be the best, or solve less than half of the puzzles so far
         bf16: autocast to bfloat16; weights stay float32, and evaluation on a CPU uses float32
         compile: compile the map with torch.compile; on GPUs only
         seed: seed of weights and data
@@ -92,6 +94,7 @@ class TrainSettings:
     size: PositiveInt = 9
     explicit: bool = False
     backbone: dict[str, Any]
+    embed_std: PositiveFinite = 1.0
     solver: Any = "picard"
     gradient: str | dict[str, Any]
     guess: str | dict[str, Any] | list[Any] = "noise"
@@ -156,5 +159,5 @@ class TrainSettings:
         return BoardModel(BoardConfig(
             task=self.task, size=self.size, implicit=not self.explicit, backbone=self.backbone,
             solver=self.solver, gradient=self.gradient, convergence=policies, guess=self.guess,
-            bf16=self.bf16,
+            embed_std=self.embed_std, bf16=self.bf16,
         ))  # fmt: skip

@@ -141,16 +141,17 @@ class _Trainer(PersistentTrainer):
         """Log the share of ``tests`` that are solved with averaged weights, and with raw weights.
 
         Raw weights are tested on the first batch only. With ``keep: best``, keep the averaged weights if no
-        earlier test was better. The test ends early if they cannot be the best.
+        earlier test was better. Their test ends early if they cannot be the best, or if they solve less than
+        half of the puzzles so far.
         """
         model: Any = self.model
         depth, batch_size = self.settings.eval_depth, self.settings.batch_size
         first = Puzzles(*(column[:batch_size] for column in self.tests))
         raw = accuracy(model, first, depth, batch_size)
-        least = 0.0 if self.best is None else self.best.score
+        least = None if self.best is None else self.best.score
         with self.average.lend(model):  # on a GPU, only this model is compiled, not the copy with averages
             averaged = accuracy(model, self.tests, depth, batch_size, least)
-        if self.best is not None and averaged.puzzles == len(self.tests.questions):
+        if self.best is not None:  # a share of fewer puzzles is below the best, or below half
             self.best.offer(averaged.share, self.state.global_step, self.average.model)
         model.train()
         asked = self.control.should_log  # self.log clears this flag, but the loss must still be logged

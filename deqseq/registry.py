@@ -128,7 +128,7 @@ class Registry(Generic[Part]):
             return part, part
         if len(specs) != 2:
             raise ValueError(
-                f"{self.kind} takes one value or a pair (training, evaluation), got {len(specs)} values"
+                f"{self.kind} takes one value or a pair (training, evaluation), got a list of {len(specs)}"
             )
         return self.create(specs[0]), self.create(specs[1])
 

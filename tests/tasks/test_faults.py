@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import stat
@@ -368,6 +369,30 @@ def test_a_run_that_has_saved_nothing_does_not_block_its_folder(tmp_path: Path) 
     seal(tmp_path / "checkpoint-1")
     with pytest.raises(ValueError, match="seed: 3 there, 4 asked for"):
         RunFolder(tmp_path, {"seed": 4, "length": 8})
+
+
+def test_the_settings_that_differ_are_named(tmp_path: Path) -> None:
+    there = {
+        "guess": "noise",
+        "size": {"width": 8, "depth": 2},
+        "stages": [{"until": 0.5}, {"until": 1}],
+        "old": 1,
+    }
+    here = {
+        "guess": ["noise", "zero"],
+        "size": {"width": 9},
+        "stages": [{"until": 0.6}, {"until": 1}],
+        "new": 2,
+    }
+    (tmp_path / "settings.json").write_text(json.dumps(there))
+    (tmp_path / "training.json").write_text("{}")
+    expected = "; ".join([
+        "guess: noise there, ['noise', 'zero'] asked for", "size.width: 8 there, 9 asked for",
+        "size.depth: 2 there, None asked for", "stages.0.until: 0.5 there, 0.6 asked for",
+        "old: 1 there, None asked for", "new: None there, 2 asked for",
+    ])  # fmt: skip
+    with pytest.raises(ValueError, match=re.escape(f"({expected})")):
+        RunFolder(tmp_path, here)
 
 
 def test_a_kill_in_the_first_checkpoint_does_not_block_the_folder(

@@ -872,7 +872,7 @@ def test_a_run_that_diverges_ends_with_an_error(
         ({"backbone": {**LLAMA, "board": 9}}, "board must be size = 4, got 9"),
         ({"guess": "previous"}, "must not be previous"),
         ({"gradient": "implicit", "solver": "noisy"}, "would add noise to the gradient"),
-        ({"solver": ["picard"] * 3}, "got 3 values"),
+        ({"solver": ["picard"] * 3}, "got a list of 3"),
     ],
 )
 def test_parts_that_do_not_fit_leave_no_folder(

@@ -14,7 +14,7 @@ from typing import Any
 
 from deqseq.tasks.common.files import PART, locked, nearest_folder, write_json
 from deqseq.tasks.common.seals import SEAL, checkpoints, fault, seal, unseal
-from deqseq.tasks.common.settings import flat
+from deqseq.tasks.common.settings import differences
 
 logger = logging.getLogger(__name__)
 
@@ -146,11 +146,10 @@ class RunFolder:
     def _check_same(self, file: Path, advice: str) -> None:
         recorded = read_json(file)
         missing = {name: value for name, value in self._defaults.items() if name not in recorded}
-        there, here = dict(flat({**recorded, **missing})), dict(flat(self._settings))
         different = [
-            f"{name}: {there.get(name)} there, {here.get(name)} asked for"
-            for name in {**there, **here}
-            if there.get(name) != here.get(name) and name.partition(".")[0] not in self._may_change
+            f"{name}: {there} there, {here} asked for"
+            for name, there, here in differences({**recorded, **missing}, self._settings)
+            if name.partition(".")[0] not in self._may_change
         ]
         if different:
             raise ValueError(

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import MISSING, fields, is_dataclass
@@ -140,6 +140,23 @@ def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
         yield from flat(value, f"{name}.{key}" if name else str(key))
+
+
+def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted name, the old and the new value of everything that differs between nested data.
+
+    A missing entry of a mapping counts as ``None``. Lists of different lengths are compared as a whole.
+    """
+    keys: Iterable[Any] = ()
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = {**old, **new}
+        old, new = ({key: tree.get(key) for key in keys} for tree in (old, new))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        keys = range(len(old))
+    elif old != new:
+        yield name, old, new
+    for key in keys:
+        yield from differences(old[key], new[key], f"{name}.{key}" if name else str(key))
 
 
 def yaml_value(text: str, what: str) -> Any:

@@ -179,34 +179,43 @@ def test_the_best_weights_are_kept(puzzles: Path, tmp_path: Path, monkeypatch: p
     assert any(not torch.equal(value, kept[12][name]) for name, value in resumed.items())
 
 
+@pytest.mark.parametrize(
+    ("keep", "expected", "kept"),
+    [
+        ("best", [(0.0, 2), (0.5, 6), (0.3333, 6), (0.6667, 6), (0.25, 4), (0.6667, 6)], 12),
+        ("last", [(0.3333, 6), (0.5, 6), (0.3333, 6), (0.6667, 6), (0.3333, 6), (0.6667, 6)], None),
+    ],
+)
 def test_a_test_ends_once_its_weights_cannot_be_the_best(
-    puzzles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or once they solve less than half. Six tests of six puzzles each, two in a batch."""
+    keep: str, expected: list[tuple[float, int]], kept: int | None, puzzles: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Or if they solve nothing in the first batch. Each test has six puzzles, in batches of two."""
     answers = [
-        [0, 0, 1, 1, 1, 1], [1, 0, 1, 1, 0, 1], [1, 1, 0, 0, 1, 1],
-        [1, 1, 1, 1, 0, 1], [0, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1],
+        [0, 0, 0, 0, 1, 1], [1, 0, 1, 0, 1, 0], [1, 0, 0, 1, 0, 0],
+        [1, 0, 1, 0, 1, 1], [1, 0, 0, 0, 1, 0], [0, 1, 0, 1, 1, 1],
     ]  # fmt: skip
     tests = iter(answers)
     raw = True
 
-    def residuals(_: Any, tested: Puzzles, *__: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def residuals(
+        model: Any, tested: Puzzles, depth: int, batch_size: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         nonlocal raw
-        right = torch.tensor([1, 0] if raw else next(tests)).bool()
+        right = torch.tensor([1, 0, 0, 0, 0, 0] if raw else next(tests)).bool()
         assert len(right) == len(tested.questions)
         raw = not raw  # every test tries the raw weights first
-        for batch in right.split(2):
+        for batch in right.split(batch_size):
             yield batch.float(), batch
 
     monkeypatch.setattr("deqseq.tasks.reasoning.evaluate._residuals", residuals)
-    settings = small(puzzles, keep="best", batch_size=2, eval_steps=2, eval_puzzles=6)
+    settings = small(puzzles, keep=keep, batch_size=2, eval_steps=2, eval_puzzles=6)
     train(settings, tmp_path / "run", save_steps=100)
     record = json.loads((tmp_path / "run" / "training.json").read_text())
     log = [entry for entry in record["log"] if "accuracy" in entry]
-    found = [(entry["accuracy"], entry["tested"]) for entry in log]
-    assert found == [(0.0, 2), (0.6667, 6), (0.6667, 6), (0.8333, 6), (0.5, 4), (0.0, 2)]
-    assert [entry["raw_accuracy"] for entry in log] == [0.5] * 6
-    assert record["kept_step"] == 8
+    assert [(entry["accuracy"], entry["tested"]) for entry in log] == expected
+    assert [entry["raw_accuracy"] for entry in log] == [0.1667] * 6
+    assert record.get("kept_step") == kept
 
 
 def test_the_trained_model_is_the_average(puzzles: Path, tmp_path: Path) -> None:

@@ -211,17 +211,18 @@ def accuracy(
 ) -> Accuracy:
     """The share of puzzles solved from start 0 in ``depth`` evaluations. Calls ``model.eval()``.
 
-    With ``least``, the test ends after a batch of ``batch_size`` puzzles if less than half of the puzzles so
-    far are solved, or if the share of all puzzles can no longer be at least ``least``. The result is then the
-    share of the puzzles so far.
+    Args:
+        least: a share in [0, 1]. If it is given, the test ends after a batch in two cases: no puzzle so far
+            is solved, or the share of all puzzles can no longer be at least ``least``. The result is then
+            the share of the puzzles so far.
     """
-    wrong = tried = 0
-    for _, right in _residuals(model, puzzles, depth, batch_size):
-        tried += len(right)
-        wrong += len(right) - int(right.sum())
-        if least is not None and (wrong > tried / 2 or 1 - wrong / len(puzzles.questions) < least):
+    count, tried, right = len(puzzles.questions), 0, 0
+    for _, solved in _residuals(model, puzzles, depth, batch_size):
+        tried += len(solved)
+        right += int(solved.sum())
+        if least is not None and (right == 0 or (count - tried + right) / count < least):
             break
-    return Accuracy(1 - wrong / tried, tried)
+    return Accuracy(right / tried, tried)
 
 
 def residuals(

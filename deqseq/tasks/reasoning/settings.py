@@ -40,8 +40,8 @@ class TrainSettings:
         size: cells along a side of a board
         explicit: train the explicit twin, which applies the map once
         backbone: the map, as a mapping {name: NAME, option: value}. It must not be causal
-        embed_std: standard deviation of the initial embeddings of the cells' tokens. With larger embeddings,
-            the map depends more on the question, and less on the iterates
+        embed_std: standard deviation of the initial embeddings of the cells' tokens. With a larger one, the
+            question weighs more against the iterates at the start of training
         solver: solver, or a list of two solvers: one for training and one for evaluation
         gradient: gradient strategy. Unrolled with 1 iteration does one iteration in every training step
         guess: initial iterate of a search: zero, noise, or any installed guess but previous. A list of two
@@ -73,13 +73,13 @@ class TrainSettings:
         max_grad_norm: gradients are clipped to this norm; 0 means no clipping
         average: decay of the moving average of the weights; the trained model has averaged weights
         keep: weights of the trained model. last: the averaged weights of the last step. best: those of the
-            step whose test had the highest accuracy. They were chosen on the test puzzles, so measure the
-            accuracy on other puzzles
+            step whose test had the highest accuracy. A test then ends early if its weights can no longer be
+            the best, or if they solve nothing in the first batch. The test puzzles choose the weights, so
+            measure the accuracy on other puzzles
         eval_steps: steps between two tests during training; 0 means no tests
         eval_depth: number of evaluations of the map in a test during training
         eval_puzzles: maximum number of puzzles in a test during training. Raw weights, which are not
-            averaged, are tested on the first batch_size of them. With keep: best, a test ends early if its
-            weights cannot be the best, or solve less than half of the puzzles so far
+            averaged, are tested on the first 256, or on the first batch_size if these are more
         bf16: autocast to bfloat16; weights stay float32, and evaluation on a CPU uses float32
         compile: compile the map with torch.compile; on GPUs only
         seed: seed of weights and data

@@ -28,6 +28,8 @@ from deqseq.tasks.reasoning.settings import TrainSettings
 logger = logging.getLogger(__name__)
 
 _CHECKSUM = "puzzles.json"
+_RAW_PUZZLES = 256
+"""Raw weights are tested on this many puzzles, or on as many as a training step has, if these are more."""
 
 
 def train(settings: TrainSettings, output: str | Path, save_steps: int | None = None) -> BoardModel:
@@ -140,18 +142,17 @@ class _Trainer(PersistentTrainer):
     def test(self) -> None:
         """Log the share of ``tests`` that are solved with averaged weights, and with raw weights.
 
-        Raw weights are tested on the first batch only. With ``keep: best``, keep the averaged weights if no
-        earlier test was better. Their test ends early if they cannot be the best, or if they solve less than
-        half of the puzzles so far.
+        With ``keep: best``, keep the averaged weights if no earlier test was better. The test of averaged
+        weights then ends early if they cannot be the best, or if they solve nothing in the first batch.
         """
         model: Any = self.model
         depth, batch_size = self.settings.eval_depth, self.settings.batch_size
-        first = Puzzles(*(column[:batch_size] for column in self.tests))
+        first = Puzzles(*(column[: max(batch_size, _RAW_PUZZLES)] for column in self.tests))
         raw = accuracy(model, first, depth, batch_size)
         least = None if self.best is None else self.best.score
         with self.average.lend(model):  # on a GPU, only this model is compiled, not the copy with averages
             averaged = accuracy(model, self.tests, depth, batch_size, least)
-        if self.best is not None:  # a share of fewer puzzles is below the best, or below half
+        if self.best is not None:  # the share of a test that ended early is 0, or below the best
             self.best.offer(averaged.share, self.state.global_step, self.average.model)
         model.train()
         asked = self.control.should_log  # self.log clears this flag, but the loss must still be logged

@@ -273,7 +273,7 @@ def test_pairs(make_layer: MakeLayer) -> None:
     assert layer.train_solve == SolveOptions(Anderson(), FixedIterations(2), None, Noise())
     assert layer.eval_solve == SolveOptions(Picard(0.5), FixedIterations(3), None, Noise(0.5))
     for wrong in ({"solver": ("picard",) * 3}, {"convergence": (None,)}, {"guess": []}):
-        with pytest.raises(ValueError, match=r"a pair \(training, evaluation\), got [013]"):
+        with pytest.raises(ValueError, match=r"a pair \(training, evaluation\), got a list of [013]"):
             make_layer("module", **wrong)
 
 

@@ -30,7 +30,7 @@ The columns:
     evaluations     mean number of evaluations of f in a step
     exact           share of the test puzzles that are solved in --depth evaluations, from random iterates
     raw             like exact, with the weights of the last step instead of their moving average. It is
-                    measured on the first 256 test puzzles, or on the first batch_size if these are more
+                    measured on the first 512 test puzzles
 
 The script writes every row as soon as it is measured. To resume an interrupted run, repeat its command.
 

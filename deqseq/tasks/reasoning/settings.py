@@ -79,7 +79,7 @@ class TrainSettings:
         eval_steps: steps between two tests during training; 0 means no tests
         eval_depth: number of evaluations of the map in a test during training
         eval_puzzles: maximum number of puzzles in a test during training. Raw weights, which are not
-            averaged, are tested on the first 256, or on the first batch_size if these are more
+            averaged, are tested on the first 512 of them
         bf16: autocast to bfloat16; weights stay float32, and evaluation on a CPU uses float32
         compile: compile the map with torch.compile; on GPUs only
         seed: seed of weights and data

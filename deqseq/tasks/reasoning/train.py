@@ -28,8 +28,8 @@ from deqseq.tasks.reasoning.settings import TrainSettings
 logger = logging.getLogger(__name__)
 
 _CHECKSUM = "puzzles.json"
-_RAW_PUZZLES = 256
-"""Raw weights are tested on this many puzzles, or on as many as a training step has, if these are more."""
+_TEST_BATCH = 512
+"""Puzzles that a test solves together. Raw weights are tested on the first batch of this size."""
 
 
 def train(settings: TrainSettings, output: str | Path, save_steps: int | None = None) -> BoardModel:
@@ -146,10 +146,11 @@ class _Trainer(PersistentTrainer):
         weights then ends early if they cannot be the best, or if they solve nothing in the first batch.
         """
         model: Any = self.model
-        depth, batch_size = self.settings.eval_depth, self.settings.batch_size
-        first = Puzzles(*(column[: max(batch_size, _RAW_PUZZLES)] for column in self.tests))
+        depth, batch_size, least = self.settings.eval_depth, _TEST_BATCH, None
+        if self.best is not None:  # smaller batches, so that a bad test ends sooner
+            batch_size, least = self.settings.batch_size, self.best.score
+        first = Puzzles(*(column[:_TEST_BATCH] for column in self.tests))
         raw = accuracy(model, first, depth, batch_size)
-        least = None if self.best is None else self.best.score
         with self.average.lend(model):  # on a GPU, only this model is compiled, not the copy with averages
             averaged = accuracy(model, self.tests, depth, batch_size, least)
         if self.best is not None:  # the share of a test that ended early is 0, or below the best

@@ -145,7 +145,8 @@ def flat(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the dotted name, the old and the new value of everything that differs between nested data.
 
-    A missing entry of a mapping counts as ``None``. Lists of different lengths are compared as a whole.
+    A name that only one mapping has counts as ``None`` in the other. For lists of different lengths, both
+    whole lists are the values.
     """
     keys: Iterable[Any] = ()
     if isinstance(old, Mapping) and isinstance(new, Mapping):

@@ -212,9 +212,9 @@ def accuracy(
     """The share of puzzles solved from start 0 in ``depth`` evaluations. Calls ``model.eval()``.
 
     Args:
-        least: a share in [0, 1]. If it is given, the test ends after a batch in two cases: no puzzle so far
-            is solved, or the share of all puzzles can no longer be at least ``least``. The result is then
-            the share of the puzzles so far.
+        least: a share in [0, 1], or ``None``. With a share, the test can end after any batch: if no puzzle
+            has been solved, or if the share of all puzzles can no longer reach ``least``. The result is
+            then the share of the puzzles tried so far.
     """
     count, tried, right = len(puzzles.questions), 0, 0
     for _, solved in _residuals(model, puzzles, depth, batch_size):

@@ -142,8 +142,9 @@ class _Trainer(PersistentTrainer):
     def test(self) -> None:
         """Log the share of ``tests`` that are solved with averaged weights, and with raw weights.
 
-        With ``keep: best``, keep the averaged weights if no earlier test was better. The test of averaged
-        weights then ends early if they cannot be the best, or if they solve nothing in the first batch.
+        With ``keep: best``, keep the averaged weights if no earlier test was better. To save time, their
+        test ends early in two cases: they can no longer be the best, or they solve nothing in the first
+        batch.
         """
         model: Any = self.model
         depth, batch_size, least = self.settings.eval_depth, _TEST_BATCH, None

@@ -964,6 +964,17 @@ def test_the_figure_of_a_short_run_has_no_curves(
     assert rendered_figures(tmp_path / "training.png") and not recwarn.list
 
 
+def test_the_figure_marks_tests_that_ended_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = list(figure.subplots(2))
+    monkeypatch.setattr("deqseq.tasks.reasoning.plots.save_figure", lambda path, draw, *_, **__: draw(axes))
+    shares = ((1, 0.5, 100), (2, 0.9, 20), (3, 0.8, 100))
+    log = [{"step": step, "accuracy": share, "tested": tested} for step, share, tested in shares]
+    plot_training(log, tmp_path / "training.png")
+    curve, hollow = axes[1].lines
+    assert list(curve.get_xdata()) == [1, 2, 3] and list(hollow.get_xdata()) == [2]
+
+
 def test_solving_overwrites_no_puzzles(
     trained: Path, puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,10 @@ _WRONG = "#e8a33d"
 
 
 def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Plot a run's log as a PNG: the loss, and the shares of solved training and test puzzles."""
+    """Plot a run's log as a PNG: the loss, and the shares of solved training and test puzzles.
+
+    A test that ended early has a hollow marker: its share is of fewer puzzles than in the largest test.
+    """
 
     def draw(axes: list[Any]) -> None:
         top, bottom = axes
@@ -33,6 +36,11 @@ def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
             tests = "accuracy" in name  # rare, so each gets a marker
             if found:
                 axis.plot(*zip(*found, strict=True), label=label, marker="o" if tests else None)
+        most = max((entry.get("tested", 0) for entry in log), default=0)
+        early = [(entry["step"], entry["accuracy"]) for entry in log if entry.get("tested", most) < most]
+        if early:
+            bottom.plot(*zip(*early, strict=True), "o", color="white", markersize=4, zorder=3)
+            bottom.set_title("hollow markers: tests that ended early", fontsize=9)
         top.set(ylabel="loss", yscale="log")
         bottom.set(xlabel="step", ylabel="solved", ylim=(-0.02, 1.02))
         if bottom.lines:  # a short run without tests may have no curves here

@@ -220,7 +220,7 @@ def test_the_tables_of_sudokus_are_those_of_the_results() -> None:
     results = json.loads((ROOT / "docs/results/sudoku.json").read_text())
     page = (ROOT / "docs/reasoning.md").read_text().replace("**", "")
     runs = results["runs"]
-    assert [run["seed"] for run in runs] == [1, 2, 3] * 2 + [2]
+    assert [run["seed"] for run in runs] == [1, 2, 3] * 2 and {run["steps"] for run in runs} == {13_000}
 
     def fixed(run: dict[str, Any], name: str, depth: int, starts: int) -> float:
         return float(_one(run[name]["rows"], depth=depth, starts=starts)["exact"])
@@ -228,8 +228,7 @@ def test_the_tables_of_sudokus_are_those_of_the_results() -> None:
     for run in runs:
         shares = [fixed(run, "depth", 2**power, 1) for power in range(3, 11)]
         shares.append(fixed(run, "best", 64, 16))
-        average = run["settings"].get("average")
-        name = f"| {run['seed']} | {run['steps']:,}{f', average {average}' if average else ''} | "
+        name = f"| {run['date']} | {run['seed']} | "
         assert f"{name}{run['seconds']:.0f} | {' | '.join(map('{:.3f}'.format, shares))} |" in page
         (found,) = run["depth"]["adaptive"]
         assert f"{name}{found['converged']:.3f} | {found['exact']:.3f} | {found['evaluations']:.1f} |" in page
@@ -250,6 +249,25 @@ def test_the_tables_of_sudokus_are_those_of_the_results() -> None:
         names = [("evaluations", ".1f"), ("seconds", ".1f"), ("converged", ".3f"), ("exact", ".3f")]
         columns = [f"{row[name]:{digits}}" for name, digits in names for row in pair]
         assert f" | {' | '.join(columns)} |" in page
+
+
+def test_the_tables_of_mazes_are_those_of_the_results() -> None:
+    results = json.loads((ROOT / "docs/results/mazes.json").read_text())
+    page = (ROOT / "docs/reasoning.md").read_text().replace("**", "")
+    assert [run["seed"] for run in results["runs"]] == [1, 2, 3]
+    for run in results["runs"]:
+        rows, others = (
+            {row["depth"]: row for row in found} for found in (run["rows"], run["others"]["rows"])
+        )
+        shares = [f"{rows[depth]['exact']:.3f}" for depth in (16, 24, 32, 40, 48, 64, 128)]
+        (found,) = run["adaptive"]
+        columns = [*shares, f"{found['exact']:.3f}", f"{found['evaluations']:.1f}"]
+        name = f"| {run['seed']} | {run['seconds']:.0f} | {run['kept_step']:,} | "
+        assert f"{name}{' | '.join(columns)} |" in page
+        aurocs = [rows[depth]["auroc"] for depth in (16, 24, 32, 40, 48)]
+        aurocs += [others[depth]["auroc"] for depth in (24, 32, 40)]
+        solved = 1 - others[64]["wrong"] / run["others"]["mazes"]
+        assert f"| {run['seed']} | {' | '.join(map('{:.3f}'.format, aurocs))} | {solved:.4f} |" in page
 
 
 def _restarts(run: dict[str, Any]) -> list[dict[str, Any]]:

@@ -155,7 +155,9 @@ class Registry(Generic[Part]):
             raise ValueError(f"a {self.kind} given as a mapping needs a 'name'; got {options}")
         if not isinstance(options["name"], str):
             raise ValueError(f"the name of a {self.kind} must be text, got {options['name']!r}")
-        if options["name"].lstrip().startswith(("{", "[")):
+        if options["name"].lstrip().startswith("["):
+            raise ValueError(f"a single {self.kind} is needed here, got the list {options['name']}")
+        if options["name"].lstrip().startswith("{"):
             raise ValueError(f"{self.kind} {options['name']!r} is neither a name nor a mapping in YAML")
         name, _, argument = options.pop("name").partition(":")
         return name, (_value(argument),) if argument else (), options

@@ -91,6 +91,7 @@ def test_unknown_names_list_the_known(registry: Registry[object]) -> None:
         (solvers, "torchdeq", "method"),
         (solvers, "picard:fast", "fast"),
         (solvers, "{name: picard", "neither a name nor a mapping"),
+        (guesses, "[noise, zero]", r"a single guess is needed here, got the list \[noise, zero\]"),
         (gradients, "unrolled", "iterations"),
         (gradients, {"name": "phantom", "step": 3}, "step"),
         (solvers, {"name": "noisy", "std": 0}, "std"),

@@ -964,15 +964,22 @@ def test_the_figure_of_a_short_run_has_no_curves(
     assert rendered_figures(tmp_path / "training.png") and not recwarn.list
 
 
-def test_the_figure_marks_tests_that_ended_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("tested", "hollow"), [((100, 20, 100), [(2, 0.9)]), ((9, 9, 9), []), ((), [])])
+def test_the_figure_marks_tests_that_ended_early(
+    tested: tuple[int, ...], hollow: list[tuple[int, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their markers are hollow, above the curve of the raw weights. Old logs do not have ``tested``."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     axes = list(figure.subplots(2))
     monkeypatch.setattr("deqseq.tasks.reasoning.plots.save_figure", lambda path, draw, *_, **__: draw(axes))
-    shares = ((1, 0.5, 100), (2, 0.9, 20), (3, 0.8, 100))
-    log = [{"step": step, "accuracy": share, "tested": tested} for step, share, tested in shares]
+    log = [{"step": i + 1, "accuracy": (0.5, 0.9, 0.8)[i], "raw_accuracy": 0.5} for i in range(3)]
+    log = [{**entry, **({"tested": tested[i]} if tested else {})} for i, entry in enumerate(log)]
     plot_training(log, tmp_path / "training.png")
-    curve, hollow = axes[1].lines
-    assert list(curve.get_xdata()) == [1, 2, 3] and list(hollow.get_xdata()) == [2]
+    raw, averaged, *marks = axes[1].lines
+    assert list(raw.get_ydata()) == [0.5] * 3 and list(averaged.get_ydata()) == [0.5, 0.9, 0.8]
+    assert [point for mark in marks for point in zip(*mark.get_data(), strict=True)] == hollow
+    assert all(mark.get_markerfacecolor() == "white" != mark.get_color() for mark in marks)
+    assert all(mark.get_color() == averaged.get_color() for mark in marks)
 
 
 def test_solving_overwrites_no_puzzles(

@@ -22,29 +22,32 @@ _WRONG = "#e8a33d"
 def plot_training(log: Sequence[Mapping[str, float]], path: Path) -> None:
     """Plot a run's log as a PNG: the loss, and the shares of solved training and test puzzles.
 
-    A test that ended early has a hollow marker: its share is of fewer puzzles than in the largest test.
+    A test that ended early has a hollow marker: it tried fewer puzzles than the largest test of the run.
     """
 
     def draw(axes: list[Any]) -> None:
         top, bottom = axes
         curves = (
             (top, "loss", "loss"), (bottom, "solved", "training puzzles that leave the batch"),
-            (bottom, "accuracy", "test, averaged weights"), (bottom, "raw_accuracy", "test, raw weights"),
+            (bottom, "raw_accuracy", "test, raw weights"), (bottom, "accuracy", "test, averaged weights"),
         )  # fmt: skip
         for axis, name, label in curves:
             found = [(entry["step"], entry[name]) for entry in log if name in entry]
             tests = "accuracy" in name  # rare, so each gets a marker
             if found:
                 axis.plot(*zip(*found, strict=True), label=label, marker="o" if tests else None)
-        most = max((entry.get("tested", 0) for entry in log), default=0)
-        early = [(entry["step"], entry["accuracy"]) for entry in log if entry.get("tested", most) < most]
+        largest = max((entry.get("tested", 0) for entry in log), default=0)
+        early = [
+            (entry["step"], entry["accuracy"]) for entry in log if entry.get("tested", largest) < largest
+        ]
         if early:
-            bottom.plot(*zip(*early, strict=True), "o", color="white", markersize=4, zorder=3)
+            colour = bottom.lines[-1].get_color()
+            bottom.plot(*zip(*early, strict=True), "o", color=colour, markerfacecolor="white")
             bottom.set_title("hollow markers: tests that ended early", fontsize=9)
         top.set(ylabel="loss", yscale="log")
         bottom.set(xlabel="step", ylabel="solved", ylim=(-0.02, 1.02))
         if bottom.lines:  # a short run without tests may have no curves here
-            bottom.legend(loc="center right")
+            bottom.legend()
 
     save_figure(path, draw, 2, 1, (8, 6), sharex=True)
 

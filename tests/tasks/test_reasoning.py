@@ -29,14 +29,16 @@ from deqseq.tasks.reasoning import solve as solving
 from deqseq.tasks.reasoning import sudoku
 from deqseq.tasks.reasoning.__main__ import main
 from deqseq.tasks.reasoning.data import PuzzleStream
-from deqseq.tasks.reasoning.evaluate import Accuracy, _judged, adaptive, auroc, by_depth, evaluate, load
+from deqseq.tasks.reasoning.evaluate import Accuracy, _judged, adaptive, auroc, evaluate, load
 from deqseq.tasks.reasoning.files import read_csv, write_csv
 from deqseq.tasks.reasoning.mazes import generate as generate_mazes
 from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
 from deqseq.tasks.reasoning.plots import plot_training
 from deqseq.tasks.reasoning.puzzles import CHARACTERS, Puzzles, Task, broken_rules
+from deqseq.tasks.reasoning.search import by_depth, from_start, search
 from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
-from deqseq.tasks.reasoning.solve import _faults, _from_start, answer, board, questions
+from deqseq.tasks.reasoning.solve import _faults, answer, board, questions
+from deqseq.tasks.reasoning.symmetries import random_symmetries
 from deqseq.tasks.reasoning.train import _Trainer, stablemax_cross_entropy, train
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")
@@ -504,17 +506,18 @@ def test_training_and_evaluation_can_have_different_guesses(puzzles: Path, tmp_p
     with pytest.raises(ValueError, match="must not be previous"):
         small(puzzles, guess=["noise", "previous"])
     with pytest.raises(ValueError, match="needs a guess that varies"):
-        small(puzzles, guess=["noise", "zero"], starts=2)
+        small(puzzles, guess=["noise", "zero"], starts=2, augment=False)
 
 
 def test_a_guess_that_does_not_vary_is_refused_before_the_search(
     puzzles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The run has two starts, and all of them would be equal. No table is printed."""
+    """The run has two starts, and without symmetries all of them would be equal. No table is printed."""
     train(small(puzzles, starts=2, steps=1), tmp_path / "run")
     capsys.readouterr()
     for command in ("evaluate", "solve"):
-        assert main([command, str(tmp_path / "run"), str(puzzles), "--guess", "zero"]) == 2
+        words = [command, str(tmp_path / "run"), str(puzzles), "--guess", "zero", "--symmetries", "false"]
+        assert main(words) == 2
         out, err = capsys.readouterr()
         assert not out and "2 starts would all be equal with the guess Zero()" in err
 
@@ -623,8 +626,10 @@ def test_commands_search_from_as_many_starts_as_the_run_says(puzzles: Path, tmp_
     train(small(puzzles, starts=3, explicit=True, guess="zero"), tmp_path / "twin", save_steps=100)
     assert main(["evaluate", str(tmp_path / "twin"), str(puzzles)]) == 0
     assert main(["solve", str(tmp_path / "twin"), str(puzzles), "--output", str(tmp_path / "twin.csv")]) == 0
-    with pytest.raises(ValueError, match=r"starts = 3 needs a guess that varies, such as noise, got zero"):
-        small(puzzles, starts=3, guess="zero")
+    with pytest.raises(
+        ValueError, match=r"without augment needs a guess that varies, such as noise, got zero"
+    ):
+        small(puzzles, starts=3, guess="zero", augment=False)
 
 
 def test_commands(
@@ -782,19 +787,74 @@ def test_the_first_start_that_can_be_trusted_gives_the_answer(
         i: "odd" for i, cells in enumerate(answers) if cells.sum() % 2
     })  # fmt: skip
     solve = made.layer.eval_solve
-    with torch.no_grad():
-        starts = [[_from_start(made, one, n, solve)[0] for n in range(4)] for one in boards[:, None]]
+    starts = [[from_start(made, one, n, solve) for n in range(4)] for one in boards[:, None]]
     found = answer(made, list(boards), starts=4)
     needed = []
     for one, tries in zip(found, starts, strict=True):
-        needed.append(next((n + 1 for n, t in enumerate(tries) if t.fault is None), None))
-        best = min(tries, key=lambda t: t.residual) if needed[-1] is None else tries[needed[-1] - 1]
-        assert (one.board, one.fault) == (best.board, best.fault)
-        assert one.residual == pytest.approx(best.residual, rel=1e-4)
+        good = [n for n, t in enumerate(tries) if t.answers.sum() % 2 == 0]
+        best = tries[good[0]] if good else min(tries, key=lambda t: float(t.residual))
+        needed.append(good[0] + 1 if good else None)
+        assert one.board == "".join(".1234"[c] if c else "?" for c in best.answers[0].tolist())
+        assert one.fault == (None if good else "odd")
+        assert one.residual == pytest.approx(float(best.residual), rel=1e-4)
         assert one.evaluations == (needed[-1] or 4)
     assert {1, 2, None} <= set(needed)
     with pytest.raises(ValueError, match="2 starts would all be equal"):
         answer(model(guess="zero"), list(boards), starts=2)
+
+
+def test_later_starts_solve_symmetric_copies(trained: Path, puzzles: Path) -> None:
+    """Start 3 solves all boards after the symmetry of seed 3, and changes the answers back."""
+    made, _ = load(trained)
+    boards = read_csv(puzzles, "sudoku").questions
+    symmetry = random_symmetries("sudoku", 4, 1, torch.Generator("cpu").manual_seed(3))
+    found = from_start(made, boards, 3)
+    (deep,) = by_depth(made, boards, [2], 3)
+    made.symmetries = False
+    changed = symmetry.apply(boards.long())
+    copies = from_start(made, changed, 3)
+    (deep_copies,) = by_depth(made, changed, [2], 3)
+    assert torch.equal(symmetry.apply(found.answers.long()), copies.answers.long())
+    assert torch.equal(symmetry.apply(deep.answers.long()), deep_copies.answers.long())
+    assert torch.equal(found.residual, copies.residual) and torch.equal(deep.residual, deep_copies.residual)
+    first = from_start(made, boards, 0)
+    assert not torch.equal(from_start(made, boards, 3).residual, found.residual)
+    made.symmetries = True
+    assert torch.equal(from_start(made, boards, 0).answers, first.answers)
+
+
+def test_symmetries_let_starts_differ_without_noise(trained: Path, puzzles: Path, tmp_path: Path) -> None:
+    """Runs have symmetries if they were trained with them. ``--symmetries`` decides otherwise."""
+    assert load(trained)[0].symmetries and not load(trained, symmetries=False)[0].symmetries
+    train(small(puzzles, augment=False, steps=1), tmp_path / "run")
+    assert not load(tmp_path / "run")[0].symmetries and load(tmp_path / "run", symmetries=True)[0].symmetries
+    made, tests = load(trained, guess="zero")[0], read_csv(puzzles, "sudoku")
+    small_set = Puzzles(*(column[:8] for column in tests))
+    one, _, eight = evaluate(made, small_set, [2], starts=3)
+    assert eight.residual < one.residual
+    words = ["--starts", "3", "--guess", "zero", "--max_iter", "1"]
+    rows = []
+    for more in ([], ["--symmetries", "true"], ["--symmetries", "false", "--guess", "noise"]):
+        output = tmp_path / f"{len(rows)}.csv"
+        assert main(["solve", str(trained), str(puzzles), *words, *more, "--output", str(output)]) == 0
+        rows.append(output.read_text())
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_a_board_is_solved_alone_as_in_a_batch(trained: Path, puzzles: Path) -> None:
+    """From any number of starts: all boards of a batch have the same symmetries."""
+    made, _ = load(trained)
+    boards = read_csv(puzzles, "sudoku").questions[:20]
+    solve = replace(made.layer.eval_solve, convergence=Residual(rtol=1e-9, max_iter=2, scope="sequence"))
+    middle = float(search(made, boards, 1, solve).residual.median())
+    solve = replace(solve, convergence=Residual(rtol=middle, max_iter=2, scope="sequence"))
+    batch = search(made, boards, 4, solve)
+    for row, one in enumerate(boards[:, None]):
+        alone = search(made, one, 4, solve)
+        assert torch.equal(alone.answers[0], batch.answers[row])
+        assert alone.evaluations == batch.evaluations[row] and alone.converged == batch.converged[row]
+        assert float(alone.residual) == pytest.approx(float(batch.residual[row]), rel=1e-4)
+    assert len(batch.evaluations.unique()) > 1
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import gzip
 import sys
 from collections import Counter
 from collections.abc import Callable
+from math import isqrt
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from deqseq.tasks.reasoning import collect, mazes, sudoku
 from deqseq.tasks.reasoning.__main__ import main
 from deqseq.tasks.reasoning.files import read_arrays, read_csv, write_csv
 from deqseq.tasks.reasoning.puzzles import FREE, GOAL, PATH, START, WALL, Puzzles, Task
+from deqseq.tasks.reasoning.symmetries import Symmetries, random_symmetries
 from deqseq.tasks.reasoning.verify import solve_sudoku, verify
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")
@@ -42,11 +45,6 @@ Make = Callable[..., Puzzles]
 
 def digits(text: str) -> list[int]:
     return [0 if character == "." else int(character) for character in text]
-
-
-def seeded(boards: torch.Tensor, seed: int = 0) -> torch.Generator:
-    """A seeded random generator on the device of ``boards``."""
-    return torch.Generator(boards.device).manual_seed(seed)
 
 
 def equal(one: Puzzles, other: Puzzles) -> bool:
@@ -274,32 +272,52 @@ class TestSolver:
         return question, answer
 
 
-class TestAugment:
-    def augmented(self, puzzles: Puzzles, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return sudoku.augment(puzzles.questions.long(), puzzles.answers.long(), seeded(puzzles.answers, seed))
+class TestSymmetries:
+    @staticmethod
+    def draw(size: int, count: int, seed: int = 0, task: Task = "sudoku") -> Symmetries:
+        return random_symmetries(task, size, count, torch.Generator("cpu").manual_seed(seed))
 
-    def test_puzzles_stay_minimal_with_one_solution(self, sudokus: Puzzles) -> None:
-        questions, answers = self.augmented(sudokus, 1)
+    def test_sudokus_stay_minimal_with_one_solution(self, sudokus: Puzzles) -> None:
+        found = self.draw(9, len(sudokus.ratings), seed=1)
+        questions, answers = (found.apply(boards.long()) for boards in sudokus[:2])
         assert questions.dtype == answers.dtype == torch.int64
         assert not (questions == sudokus.questions).all(1).any()
         assert torch.equal((questions > 0).sum(1), (sudokus.questions > 0).sum(1))
         changed = Puzzles(questions.to(torch.uint8), answers.to(torch.uint8), sudokus.ratings)
         verify("sudoku", changed, rated=False)
 
+    def test_mazes_keep_their_paths(self, small_mazes: Puzzles) -> None:
+        size, count = isqrt(small_mazes.questions.shape[1]), len(small_mazes.ratings)
+        found = self.draw(size, count, task="maze")
+        questions, answers = (found.apply(boards.long()).byte() for boards in small_mazes[:2])
+        assert not torch.equal(questions, small_mazes.questions)
+        verify("maze", Puzzles(questions, answers, small_mazes.ratings))
+
+    @pytest.mark.parametrize(("task", "size"), [("sudoku", 4), ("sudoku", 9), ("maze", 7)])
+    def test_undo_changes_boards_back(self, task: Task, size: int) -> None:
+        boards = torch.randint(0, size + 1 if task == "sudoku" else 6, (20, size * size))
+        for count in (20, 1):  # a symmetry for each board, one for all
+            found = self.draw(size, count, task=task)
+            changed = found.apply(boards)
+            assert not torch.equal(changed, boards)
+            assert torch.equal(found.undo(changed), boards) and torch.equal(
+                found.apply(found.undo(boards)), boards
+            )
+
     def test_the_seed_decides(self, sudokus: Puzzles) -> None:
-        one, same, other = (self.augmented(sudokus, seed)[0] for seed in (1, 1, 2))
+        boards = sudokus.questions.long()
+        one, same, other = (self.draw(9, len(boards), seed).apply(boards) for seed in (1, 1, 2))
         assert torch.equal(one, same) and not torch.equal(one, other)
 
-    def test_all_symmetries_of_a_small_grid_are_drawn(self) -> None:
-        """``augment`` draws every board that a symmetry can make, with about equal frequency.
+    def test_all_symmetries_of_a_small_sudoku_are_drawn(self) -> None:
+        """Every board that a symmetry can make is drawn, with about equal frequency.
 
         A board of size 4 has 24 · 8 · 8 · 2 symmetries. Here only row 0 has clues, so many symmetries give
         equal boards. 24 · 4 · 2 boards are different.
         """
-        grid = torch.tensor(digits("1234341221434321")).expand(4000, 16)
-        questions = torch.zeros_like(grid)
-        questions[:, :4] = grid[:, :4]
-        images, counts = sudoku.augment(questions, grid, seeded(grid))[0].unique(dim=0, return_counts=True)
+        questions = torch.zeros(4000, 16, dtype=torch.int64)
+        questions[:, :4] = torch.tensor([1, 2, 3, 4])
+        images, counts = self.draw(4, 4000).apply(questions).unique(dim=0, return_counts=True)
         assert len(images) == 24 * 4 * 2  # orders of the digits, lines for the clues, row or column
         assert counts.min() > 5 and counts.max() < 50  # 21 on average
 
@@ -308,7 +326,7 @@ class TestAugment:
         count = 20_000
         questions = torch.zeros(count, size * size, dtype=torch.int64)
         questions[:, 0] = 1
-        found, _ = sudoku.augment(questions, questions, seeded(questions))
+        found = self.draw(size, count).apply(questions)
         cells = found.argmax(1).bincount(minlength=size * size)
         kinds = found.amax(1).bincount(minlength=size + 1)[1:]
         for counts in (cells, kinds):
@@ -316,21 +334,16 @@ class TestAugment:
             assert ((counts - mean).abs() < 5 * mean**0.5).all()
 
     @pytest.mark.parametrize(
-        ("questions", "answers", "said"),
+        ("arguments", "said"),
         [
-            ((2, 81), (3, 81), r"same shape .*got \(2, 81\) and \(3, 81\)"),
-            ((81,), (81,), "same shape"),
-            ((2, 25), (2, 25), "16 or 81 cells, got 25"),
+            (("sudoku", 5, 2), "16 or 81 cells, got 25"),
+            (("sudoku", 9, 0), "count must be a whole number >= 1, got 0"),
+            (("chess", 8, 1), "task must be one of sudoku, maze, got 'chess'"),
         ],
     )
-    def test_refusals(self, questions: tuple[int, ...], answers: tuple[int, ...], said: str) -> None:
-        boards = [torch.zeros(shape, dtype=torch.int64) for shape in (questions, answers)]
+    def test_refusals(self, arguments: tuple[Any, int, int], said: str) -> None:
         with pytest.raises(ValueError, match=said):
-            sudoku.augment(*boards, seeded(boards[0]))
-
-    def test_types_are_checked(self, sudokus: Puzzles) -> None:
-        with pytest.raises(ValueError, match=r"must be int64, got torch\.uint8"):
-            sudoku.augment(sudokus.questions, sudokus.answers, torch.Generator())
+            random_symmetries(*arguments, torch.Generator("cpu"))
 
 
 class TestFiles:

@@ -90,6 +90,7 @@ def _evaluate(
     max_iter: PositiveInt | None = None,
     solver: str | dict[str, Any] | None = None,
     guess: str | dict[str, Any] | None = None,
+    symmetries: bool | None = None,
     batch_size: PositiveInt = 512,
     compile: bool = False,
     output: Path | None = None,
@@ -120,7 +121,9 @@ def _evaluate(
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
         guess: guess for this command, instead of the run's: a name (zero) or a mapping ("{name: noise, std:
-            0.5}"). With several starts, it must be noise, or another guess that varies
+            0.5}"). With several starts and without symmetries, it must be noise, or another guess that varies
+        symmetries: every start but the first solves a symmetric copy of the puzzle, and its answer is changed
+            back; by default if the setting augment of the run is true
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation
@@ -132,14 +135,14 @@ def _evaluate(
         COLUMNS,
         adaptive,
         breadths,
-        check_starts,
         evaluate,
         load,
         residuals,
     )
     from deqseq.tasks.reasoning.plots import plot_accuracy
+    from deqseq.tasks.reasoning.search import check_starts
 
-    model, settings = load(run, solver, guess)
+    model, settings = load(run, solver, guess, symmetries)
     tests = Puzzles(*(column[:count] for column in read(puzzles, settings.task)))
     if tests.questions.shape[1] != settings.size**2:
         raise ValueError(
@@ -151,7 +154,7 @@ def _evaluate(
         check_starts(model, most)
     asked = {"puzzles": str(puzzles), "count": len(tests.ratings), "depth": depth}
     asked |= {"starts": starts if starts == most else [starts, most]}
-    asked |= {"rtol": rtol, "max_iter": max_iter, "solver": solver, "guess": guess}
+    asked |= {"rtol": rtol, "max_iter": max_iter, "solver": solver, "guess": guess, "symmetries": symmetries}
     solve = solve_options(model, rtol=rtol, max_iter=max_iter)
     if compile:
         model.compile_map(model.device)
@@ -178,6 +181,7 @@ def _solve(
     max_iter: PositiveInt | None = None,
     solver: str | dict[str, Any] | None = None,
     guess: str | dict[str, Any] | None = None,
+    symmetries: bool | None = None,
     figure: Path | None = None,
 ) -> None:
     """Solve a puzzle, the puzzles in a CSV file, or the puzzles in a folder of CSV files.
@@ -202,7 +206,9 @@ def _solve(
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
         guess: guess for this command, instead of the run's: a name (zero) or a mapping ("{name: noise, std:
-            0.5}"). With several starts, it must be noise, or another guess that varies
+            0.5}"). With several starts and without symmetries, it must be noise, or another guess that varies
+        symmetries: every start but the first solves a symmetric copy of the puzzle, and its answer is changed
+            back; by default if the setting augment of the run is true
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
     """
     if output is not None and output.suffix.lower() != ".csv":
@@ -215,8 +221,9 @@ def _solve(
     from deqseq.tasks.reasoning.solve import solve
 
     solve(
-        model, puzzle, output, figure, solver=solver, guess=guess, starts=starts, rtol=rtol, max_iter=max_iter
-    )
+        model, puzzle, output, figure, solver=solver, guess=guess, starts=starts, symmetries=symmetries,
+        rtol=rtol, max_iter=max_iter,
+    )  # fmt: skip
 
 
 def _data(

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from deqseq.tasks.common.seeds import batch_seed
-from deqseq.tasks.reasoning import sudoku
 from deqseq.tasks.reasoning.files import read_arrays, read_csv
 from deqseq.tasks.reasoning.puzzles import Puzzles, Task
+from deqseq.tasks.reasoning.symmetries import random_symmetries
 
 _TENTH = 10
 
@@ -54,8 +54,7 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
     Batch ``i`` depends only on ``i``, the seed and the other arguments.
 
     Args:
-        augment: apply a random symmetry to every puzzle. A maze is rotated or reflected. In a Sudoku, digits,
-            rows and columns are permuted, and the board may be transposed.
+        augment: apply a random symmetry to every puzzle.
         hints: questions of the first batches also show cells of their answers. For each puzzle, a
             probability is drawn uniformly from 0 to a bound, and each cell is shown with this probability.
             The bound falls linearly from ``hints`` in batch 0 to 0 in batch ``hint_batches``. Later batches
@@ -91,7 +90,9 @@ class PuzzleStream(IterableDataset[dict[str, Tensor]]):
         )
         boards = questions[rows], answers[rows]
         if self._augment:
-            boards = (sudoku.augment if self._task == "sudoku" else _turn)(*boards, generator)
+            size = isqrt(questions.shape[1])
+            symmetries = random_symmetries(self._task, size, self._batch_size, generator)
+            boards = symmetries.apply(boards[0]), symmetries.apply(boards[1])
         if self._hints and number < self._hint_batches:
             bound = self._hints * (1 - number / self._hint_batches)
             boards = _show(*boards, bound, generator), boards[1]
@@ -107,13 +108,3 @@ def _show(questions: Tensor, answers: Tensor, bound: float, generator: torch.Gen
     probability = torch.rand(len(questions), 1, generator=generator, device=questions.device) * bound
     shown = torch.rand(questions.shape, generator=generator, device=questions.device) < probability
     return torch.where(shown, answers, questions)
-
-
-def _turn(questions: Tensor, answers: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Apply to each board (B, C) a random one of the eight rotations and reflections of a square."""
-    n = isqrt(questions.shape[1])
-    cells = torch.arange(n * n, device=questions.device).view(n, n)
-    turns = [torch.rot90(board, k).flatten() for board in (cells, cells.T) for k in range(4)]
-    choice = torch.randint(8, (len(questions),), generator=generator, device=questions.device)
-    places = torch.stack(turns)[choice]
-    return questions.gather(1, places), answers.gather(1, places)

@@ -7,10 +7,11 @@ from deqseq.tasks.common.results import table
 from deqseq.tasks.common.runs import read_record
 from deqseq.tasks.common.settings import build, read_yaml
 from deqseq.tasks.reasoning import mazes, sudoku
-from deqseq.tasks.reasoning.evaluate import COLUMNS, Evaluation, by_depth, evaluate, residuals
+from deqseq.tasks.reasoning.evaluate import COLUMNS, Evaluation, evaluate, residuals
 from deqseq.tasks.reasoning.files import read_csv, write_csv
 from deqseq.tasks.reasoning.plots import plot_accuracy, plot_solving
 from deqseq.tasks.reasoning.puzzles import Puzzles, Task
+from deqseq.tasks.reasoning.search import by_depth
 from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
 from deqseq.tasks.reasoning.train import train
 
@@ -44,9 +45,8 @@ def demo(task: Task, output: Path) -> None:
         print(table(COLUMNS, rows[name]))
         seconds.append(f"{name}: {read_record(folder)['seconds']:.0f} s of training")
         if name == "implicit":
-            first = tests.questions[:1].long().to(model.device)
             with model.precision():
-                steps = by_depth(model, first, [*range(1, 17), 20, 24, 28, 32])
+                steps = by_depth(model, tests.questions[:1], [*range(1, 17), 20, 24, 28, 32])
                 boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]
             last = (_DEPTHS[-1], *residuals(model, tests, _DEPTHS[-1]))
             plot_solving(task, tests.questions[0], boards, tests.answers[0], output / f"{task}.png")

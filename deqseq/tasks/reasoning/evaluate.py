@@ -3,13 +3,12 @@
 Depth is the number of evaluations of f in a search. Breadth is the number of starts: searches for the same
 puzzle from different initial guesses.
 
-Shapes: P puzzles, B puzzles of a batch, C cells of a board, V tokens in the vocabulary, D width of z.
+Shapes: P puzzles, C cells of a board.
 """
 
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,20 +18,17 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from deqseq.breadth import solve_with_restarts
 from deqseq.checks import check_count
 from deqseq.layer import ImplicitSequenceLayer
-from deqseq.loop import Runner
 from deqseq.policies import Residual
-from deqseq.policy import FixedIterations
-from deqseq.problem import Problem, SolveOptions
-from deqseq.status import Status
+from deqseq.problem import SolveOptions
 from deqseq.tasks.common.models import needed_layer
 from deqseq.tasks.common.results import Column, column
 from deqseq.tasks.common.runs import check_model, read_record, read_settings
 from deqseq.tasks.common.settings import build
 from deqseq.tasks.reasoning.model import BoardModel, check_guess
 from deqseq.tasks.reasoning.puzzles import Puzzles
+from deqseq.tasks.reasoning.search import by_depth, check_starts, search
 from deqseq.tasks.reasoning.settings import TrainSettings
 
 
@@ -99,13 +95,17 @@ ADAPTIVE: tuple[Column, ...] = (
 )  # fmt: skip
 
 
-def load(path: str | Path, solver: Any = None, guess: Any = None) -> tuple[BoardModel, TrainSettings]:
+def load(
+    path: str | Path, solver: Any = None, guess: Any = None, symmetries: bool | None = None
+) -> tuple[BoardModel, TrainSettings]:
     """Load a trained model and the settings of its run. The model is put on the GPU if there is one.
 
     Args:
         path: folder of the run.
         solver, guess: name or mapping of a solver or a guess that replaces the run's for evaluation; ``None``
             keeps it.
+        symmetries: whether several starts solve symmetric copies of a puzzle (:attr:`BoardModel.symmetries`).
+            By default, they do if the model was trained with the setting ``augment``.
 
     Raises:
         ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read;
@@ -128,75 +128,9 @@ def load(path: str | Path, solver: Any = None, guess: Any = None) -> tuple[Board
     if given:
         model.layer.eval_solve = replace(model.layer.eval_solve, **given)
         check_guess(model.layer)
+    model.symmetries = settings.augment if symmetries is None else symmetries
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     return model.eval(), settings
-
-
-class Solved(NamedTuple):
-    """The results of one start for a batch of boards, after ``depth`` evaluations.
-
-    Attributes:
-        depth: number of evaluations of f so far.
-        answers: (B, C) uint8.
-        residual: (B,) relative residual of the whole board at the last evaluation; zero for an explicit
-            model.
-        z: (B, C, D) iterates.
-    """
-
-    depth: int
-    answers: Tensor
-    residual: Tensor
-    z: Tensor
-
-
-@torch.no_grad()
-def by_depth(
-    model: BoardModel, questions: Tensor, depths: Sequence[int], number: int = 0
-) -> Iterator[Solved]:
-    """Solve ``questions`` (B, C) from start ``number``. Yields the boards at every depth of ``depths``.
-
-    The depths must increase. One search with the layer's solver for evaluation passes through all depths. An
-    explicit model ignores ``depths`` and yields its boards once.
-    """
-    layer = model.layer
-    if not isinstance(layer, ImplicitSequenceLayer):
-        out = model(questions)
-        answers = out.logits.argmax(-1).to(torch.uint8)
-        yield Solved(1, answers, torch.zeros(len(questions), device=answers.device), out.z)
-        return
-    x = model.inputs(questions)
-    solve = replace(layer.eval_solve, convergence=FixedIterations(depths[-1]))
-    board = Residual(rtol=1, scope="sequence")  # measures whole boards; its tolerance is not used
-    runner = Runner(Problem(layer.backbone, layer.backbone.prepare(x), model.start(x, number), solve))
-    runner.begin()
-    for depth in depths:
-        while runner.passes < depth:
-            runner.proceed()
-        carry = runner.carry
-        assert carry.fz is not None
-        z = carry.proposal.clone()  # the next pass may overwrite the proposal
-        everywhere = torch.ones_like(carry.tokens.settled)
-        residual = board.judge(carry.z, carry.fz, carry.tokens.iterations, everywhere).residual[:, 0]
-        yield Solved(depth, model.answers(z).argmax(-1).to(torch.uint8), residual, z)
-
-
-def check_starts(model: BoardModel, starts: int) -> None:
-    """Raise an error unless ``model`` can solve puzzles from ``starts`` different starts.
-
-    Raises:
-        ValueError: ``starts`` is below 1; or it is above 1, and all starts would be equal.
-    """
-    check_count("starts", starts)
-    layer = model.layer
-    if starts == 1:
-        return
-    if not isinstance(layer, ImplicitSequenceLayer):
-        raise ValueError(f"{starts} starts would all be equal with an explicit model: give --starts 1")
-    if not layer.eval_solve.guess.varies:
-        raise ValueError(
-            f"{starts} starts would all be equal with the guess {layer.eval_solve.guess}: give --starts 1, "
-            "or a guess that varies, such as noise"
-        )
 
 
 class Accuracy(NamedTuple):
@@ -244,7 +178,7 @@ def _residuals(
     model.eval()
     for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
         with model.precision():
-            (found,) = by_depth(model, questions.long().to(model.device), [depth])
+            (found,) = by_depth(model, questions, [depth])
         yield found.residual.float(), (found.answers == answers.to(model.device)).all(1)
 
 
@@ -284,10 +218,10 @@ def evaluate(
     rows = torch.arange(len(puzzles.ratings)).split(batch_size)
     bar = tqdm(total=starts * len(rows), desc="solves", leave=False, disable=None if progress else True)
     for part in rows:
-        questions = puzzles.questions[part].long().to(model.device)
         for number in range(starts):
             with model.precision():
-                for place, found in enumerate(by_depth(model, questions, depths, number)):
+                found_at = by_depth(model, puzzles.questions[part], depths, number)
+                for place, found in enumerate(found_at):
                     answers[place, number, part] = found.answers.cpu()
                     residuals[place, number, part] = found.residual.float().cpu()
             bar.update()
@@ -348,21 +282,6 @@ def auroc(residual: Tensor, right: Tensor) -> float | None:
     return float((len(bad) - at_most + 0.5 * equal.double()).sum() / (len(good) * len(bad)))
 
 
-@contextmanager
-def compacting(model: BoardModel) -> Iterator[None]:
-    """A context in which boards that have converged leave the batch of an implicit model."""
-    layer = model.layer
-    if not isinstance(layer, ImplicitSequenceLayer):
-        yield
-        return
-    before, layer.compact = layer.compact, True
-    try:
-        yield
-    finally:
-        layer.compact = before
-
-
-@torch.no_grad()
 def adaptive(
     model: BoardModel, puzzles: Puzzles, solve: SolveOptions | None = None, batch_size: int = 512,
     starts: int = 1,
@@ -374,7 +293,7 @@ def adaptive(
     Args:
         solve: solve options with the policy ``Residual``; by default the layer's ``eval_solve``.
         batch_size: number of puzzles solved together.
-        starts: maximum number of starts (:func:`~deqseq.solve_with_restarts`).
+        starts: maximum number of starts for a puzzle.
 
     Raises:
         ValueError: the model is explicit, the policy is not ``Residual`` with scope ``"sequence"``, or all
@@ -392,22 +311,14 @@ def adaptive(
     model.eval()
     parts: list[tuple[Tensor, ...]] = []
     begin = time.perf_counter()
-    with compacting(model):
-        for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
-            with model.precision():
-                tokens = questions.long().to(model.device)
-                out = solve_with_restarts(layer, model.inputs(tokens), starts, solve=solve)
-                boards = model.answers(out.z).argmax(-1)
-            right = (boards == answers.to(model.device)).all(1)
-            found = out.solution
-            assert found is not None
-            # With this policy, all cells of a board have the same values.
-            converged, iterations = found.status[:, 0] == Status.CONVERGED, found.iterations[:, 0]
-            parts.append(tuple(t.cpu() for t in (right, converged, iterations, found.residual[:, 0])))
-    right, converged, iterations, residual = (torch.cat(column) for column in zip(*parts, strict=True))
+    for questions, answers in zip(*(t.split(batch_size) for t in puzzles[:2]), strict=True):
+        found = search(model, questions, starts, solve)
+        right = (found.answers == answers).all(1)
+        parts.append((right, found.converged, found.evaluations, found.residual))
+    right, converged, evaluations, residual = (torch.cat(column) for column in zip(*parts, strict=True))
     return Adaptive(
         policy.rtol, policy.max_iter, starts, right.double().mean().item(), converged.double().mean().item(),
         right[converged].double().mean().item() if converged.any() else None,
-        auroc(residual, right), iterations.double().mean().item(),
+        auroc(residual, right), evaluations.double().mean().item(),
         time.perf_counter() - begin,
     )  # fmt: skip

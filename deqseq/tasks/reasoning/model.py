@@ -79,6 +79,10 @@ class BoardModel(PreTrainedModel):
     With a :class:`~deqseq.backbones.RecursionBackbone`, the output layer reads only the latent z_H. The
     embedded question enters only the updates of z_L. Both are as in TRM (arXiv 2510.04871).
 
+    Attributes:
+        symmetries: if true, every start but the first solves a symmetric copy of a puzzle, and its answer is
+            changed back. For models that were trained on such copies.
+
     Raises:
         ValueError: the task, the size or a part is unknown, or a part does not fit such boards.
     """
@@ -89,6 +93,7 @@ class BoardModel(PreTrainedModel):
 
     def __init__(self, config: BoardConfig) -> None:
         super().__init__(config)
+        self.symmetries = False
         check_task(config.task)
         size_of(self.task, config.size**2)
         self.layer: ImplicitSequenceLayer | ExplicitSequenceLayer

@@ -49,7 +49,8 @@ class TrainSettings:
         tolerance: relative residual of a board at which its search ends
         max_iter: in evaluation, maximum number of evaluations of the map in one search
         starts: in the commands evaluate and solve, maximum number of searches for a puzzle, each from another
-            start. The next search follows if a search does not meet the tolerance
+            start. The next search follows if a search does not meet the tolerance. If ``augment`` is true,
+            every search but the first solves a symmetric copy of the puzzle
         train_max_iter: in training, maximum number of evaluations of the map in one search. Only for gradient
             strategies that search
         budget: maximum number of steps for which a puzzle stays in the batch
@@ -64,7 +65,8 @@ class TrainSettings:
             ``hints`` to 0. A puzzle keeps its hints until it leaves the batch
         hint_share: share of the steps in which the bound of the hints falls to 0; above 0 if there are hints
         loss: softmax, or stablemax, which replaces exp by a function that grows linearly
-        augment: apply a random symmetry to every training puzzle
+        augment: apply a random symmetry to every training puzzle. A maze is rotated or reflected. In a
+            Sudoku, digits, rows and columns are permuted, and the board may be transposed
         steps: optimiser steps
         batch_size: puzzles per optimiser step
         learning_rate: highest learning rate, reached after a warm-up over 5 % of the steps. It decays over
@@ -140,10 +142,11 @@ class TrainSettings:
             raise ValueError("keep: best needs eval_steps >= 1, got 0")
         with torch.device("meta"):  # checks the parts and sizes
             layer: Any = self.model().layer
-        if self.starts > 1 and not self.explicit and not layer.eval_solve.guess.varies:
+        varies = self.augment or layer.eval_solve.guess.varies
+        if self.starts > 1 and not self.explicit and not varies:
             raise ValueError(
-                f"starts = {self.starts} needs a guess that varies, such as noise, got {self.guess}: all "
-                "starts would be equal. Give starts = 1, or another guess"
+                f"starts = {self.starts} without augment needs a guess that varies, such as noise, got "
+                f"{self.guess}: all starts would be equal. Give starts = 1, or another guess"
             )
         if self.explicit:  # checks the parts that only an implicit model uses
             replace(self, explicit=False, starts=1)

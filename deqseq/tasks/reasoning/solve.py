@@ -4,7 +4,7 @@ import csv
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from deqseq.problem import SolveOptions
-from deqseq.status import Status
+from deqseq.layer import ImplicitSequenceLayer
 from deqseq.tasks.common.files import PART
 from deqseq.tasks.common.models import solve_options
-from deqseq.tasks.reasoning.evaluate import by_depth, check_starts, compacting, load
+from deqseq.tasks.reasoning.evaluate import load
 from deqseq.tasks.reasoning.files import BROKEN, open_csv
 from deqseq.tasks.reasoning.model import BoardModel
 from deqseq.tasks.reasoning.plots import plot_solving
@@ -30,6 +29,7 @@ from deqseq.tasks.reasoning.puzzles import (
     broken_rules,
     sudoku_units,
 )
+from deqseq.tasks.reasoning.search import Found, by_depth, search
 
 _BATCH = 256  # boards solved together
 _COLUMNS = ("source", "question", "answer", "residual", "evaluations", "trust")
@@ -56,15 +56,15 @@ class Answer:
 def solve(
     model: Path, puzzle: str, output: Path | None, figure: Path | None, *,
     solver: str | dict[str, Any] | None, guess: str | dict[str, Any] | None, starts: int | None,
-    **search: Any,
+    symmetries: bool | None, **limits: Any,
 ) -> None:  # fmt: skip
     """Solve a puzzle or the puzzles in files. Prints the answers, or writes them to the CSV file ``output``.
 
     Args:
         figure: PNG file that shows the search for the first puzzle; a GIF is written beside it.
-        solver, guess: as for :func:`~deqseq.tasks.reasoning.evaluate.load`.
+        solver, guess, symmetries: as for :func:`~deqseq.tasks.reasoning.evaluate.load`.
         starts: maximum number of starts for a puzzle; ``None`` means that of the run.
-        search: options of :func:`answer`.
+        limits: limits of each search, as for :func:`answer`.
 
     Raises:
         ValueError: as in :func:`questions` and :func:`answer`; there is no trained model; ``output`` is one
@@ -72,12 +72,12 @@ def solve(
     """
     if output is not None and output.resolve() in [file.resolve() for file in _files(puzzle)]:
         raise ValueError(f"--output would overwrite the puzzles in {output}: choose another name")
-    network, settings = load(model, solver, guess)
+    network, settings = load(model, solver, guess, symmetries)
     found = list(questions(puzzle, settings.task, settings.size))
     if starts is None:
         starts = 1 if settings.explicit else settings.starts
     boards = [question for _, question in found]
-    answers = answer(network, boards, starts=starts, progress=True, **search)
+    answers = answer(network, boards, starts=starts, progress=True, **limits)
     if output is not None:
         _write(output, found, answers, settings.task)
         trusted = sum(a.fault is None for a in answers)
@@ -162,7 +162,6 @@ def board(text: str, task: Task, size: int) -> Tensor:
     return torch.tensor([CHARACTERS[task].index(c) for c in cells], dtype=torch.uint8)
 
 
-@torch.no_grad()
 def answer(
     model: BoardModel, boards: Sequence[Tensor], *, starts: int = 1, rtol: float | None = None,
     max_iter: int | None = None, progress: bool = False,
@@ -179,57 +178,27 @@ def answer(
         ValueError: ``starts`` or a limit is out of range, or is given for an explicit model; all starts would
             be equal.
     """
-    check_starts(model, starts)
     options = solve_options(model, rtol=rtol, max_iter=max_iter)
-    found: list[Answer] = []
+    explicit = not isinstance(model.layer, ImplicitSequenceLayer)
+    answers: list[Answer] = []
+
+    def trusted(questions: Tensor, found: Found) -> Tensor:
+        broken = _faults(model.task, questions, found.answers)
+        return found.converged & torch.tensor([row not in broken for row in range(len(questions))])
+
     rows = torch.stack(list(boards)).split(_BATCH)
     for part in tqdm(rows, desc="puzzles", leave=False, disable=None if progress else True):
-        kept = _from_start(model, part, 0, options)
-        for number in range(1, starts):  # not solve_with_restarts: a broken rule is a reason to restart too
-            again = [i for i, one in enumerate(kept) if one.fault is not None]
-            if not again:
-                break
-            for i, new in zip(again, _from_start(model, part[again], number, options), strict=True):
-                kept[i] = _better(kept[i], new)
-        found += kept
-    return found
-
-
-def _better(old: Answer, new: Answer) -> Answer:
-    """Returns ``new`` if it can be trusted or has the smaller residual, else ``old``.
-
-    ``old`` cannot be trusted. The result has the evaluations of both.
-    """
-    assert old.evaluations is not None and new.evaluations is not None
-    better = new if new.fault is None or _size(new) < _size(old) else old
-    return replace(better, evaluations=old.evaluations + new.evaluations)
-
-
-def _size(one: Answer) -> float:
-    """The residual of an answer. NaN and ``None`` count as infinite."""
-    return math.inf if one.residual is None or math.isnan(one.residual) else one.residual
-
-
-def _from_start(model: BoardModel, part: Tensor, number: int, options: SolveOptions | None) -> list[Answer]:
-    """Solve the puzzles ``part`` (B, C) from start ``number``. An explicit model has start 0 only."""
-    tokens, found = part.long().to(model.device), list[Answer]()
-    with model.precision(), compacting(model):
-        z0 = None if number == 0 else model.start(model.inputs(tokens), number)
-        out = model(tokens, z0=z0, solve=options)
-    answers = out.logits.argmax(-1).to(torch.uint8).cpu()
-    faults = _faults(model.task, part, answers)
-    for i, cells in enumerate(answers):
-        residual = evaluations = None
-        fault = faults.get(i)
-        if (solution := out.solution) is not None:
-            residual = float(solution.residual[i].square().mean().sqrt())
-            evaluations = int(solution.iterations[i].max())
-            status = Status(int(solution.status[i].max()))
-            if fault is None and status != Status.CONVERGED:
-                fault = "the search did not converge"
-        text = "".join(CHARACTERS[model.task][c] if c else "?" for c in cells.tolist())
-        found.append(Answer(text, residual, evaluations, fault))
-    return found
+        found = search(model, part, starts, options, trusted)
+        faults = _faults(model.task, part, found.answers)
+        for row, cells in enumerate(found.answers.tolist()):
+            unfinished = None if found.converged[row] else "the search did not converge"
+            answers.append(Answer(
+                "".join(CHARACTERS[model.task][c] if c else "?" for c in cells),
+                None if explicit else float(found.residual[row]),
+                None if explicit else int(found.evaluations[row]),
+                faults.get(row, unfinished),
+            ))  # fmt: skip
+    return answers
 
 
 def _faults(task: Task, questions: Tensor, answers: Tensor) -> dict[int, str]:
@@ -312,7 +281,7 @@ def _draw(model: BoardModel, question: Tensor, path: Path) -> None:
     """Draw the model's answer at several depths, from 1 to 64 evaluations of f, from start 0."""
     depths = [*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64]
     with model.precision():
-        steps = by_depth(model, question[None].long().to(model.device), depths)
+        steps = by_depth(model, question[None], depths)
         boards = [(s.depth, s.answers[0].cpu(), float(s.residual[0])) for s in steps]
     if plot_solving(model.task, question, boards, None, path):
         print(f"wrote {path} and {path.with_suffix('.gif')}")

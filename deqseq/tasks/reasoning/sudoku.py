@@ -1,12 +1,7 @@
-"""Sudokus of size 4 and 9: generates random minimal puzzles, and applies symmetries that keep them valid."""
-
-from math import isqrt
-
-import torch
-from torch import Tensor
+"""Generates random minimal Sudokus of size 4 and 9."""
 
 from deqseq.tasks.reasoning.collect import CHUNK, collect, compiled
-from deqseq.tasks.reasoning.puzzles import SUDOKU_SIZES, Puzzles, size_of
+from deqseq.tasks.reasoning.puzzles import SUDOKU_SIZES, Puzzles
 
 
 def generate(
@@ -53,48 +48,3 @@ def generate(
         count, seed=seed, workers=workers, progress=progress,
         advice=f"lower the count or the rating (now {rating}), or raise the size (now {size})",
     )  # fmt: skip
-
-
-def augment(questions: Tensor, answers: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Apply random symmetries. A changed Sudoku is still valid, and has as many solutions as before.
-
-    There are six symmetries: permute the digits; permute the bands (rows of boxes); permute the rows within
-    each band; permute the stacks (columns of boxes); permute the columns within each stack; transpose the
-    board. A combination of all symmetries is drawn uniformly for each puzzle. The rating of a puzzle may
-    change a little, because the search that rates it reads cells and digits in a fixed order.
-
-    Args:
-        questions: (B, n²) int64, 0 for empty cells.
-        answers: (B, n²) int64.
-        generator: random generator on the device of the tensors. With the same seed, different kinds of
-            devices draw different symmetries.
-
-    Returns:
-        The changed questions and answers, both (B, n²) int64.
-
-    Raises:
-        ValueError: wrong shapes, types or devices.
-    """
-    if questions.shape != answers.shape or questions.ndim != 2:
-        shapes = f"{tuple(questions.shape)} and {tuple(answers.shape)}"
-        raise ValueError(f"questions and answers must have the same shape (B, n²), got {shapes}")
-    if questions.dtype != torch.int64 or answers.dtype != torch.int64:
-        raise ValueError(f"boards must be int64, got {questions.dtype} and {answers.dtype}")
-    device = questions.device
-    if answers.device != device or generator.device.type != device.type:
-        raise ValueError(f"answers and generator must be on {device}, like the questions")
-    batch, n = len(questions), size_of("sudoku", questions.shape[1])
-    b = isqrt(n)
-
-    def permutations(*shape: int) -> Tensor:
-        return torch.rand(batch, *shape, generator=generator, device=device).argsort(-1)
-
-    def lines() -> Tensor:
-        return (permutations(b)[:, :, None] * b + permutations(b, b)).flatten(1)
-
-    # ``cells`` maps every new cell to the old cell whose digit it takes. ``digits`` maps old to new digits.
-    cells = lines()[:, :, None] * n + lines()[:, None, :]
-    transposed = torch.rand(batch, 1, 1, generator=generator, device=device) < 0.5
-    cells = torch.where(transposed, cells.transpose(1, 2), cells).flatten(1)
-    digits = torch.nn.functional.pad(permutations(n) + 1, (1, 0))
-    return digits.gather(1, questions.gather(1, cells)), digits.gather(1, answers.gather(1, cells))

@@ -1,0 +1,210 @@
+"""Searches for the answers to boards: from one start, or from more until the answers can be trusted.
+
+Start 0 solves a board as it is. If the model was trained on symmetric copies of its puzzles
+(:attr:`BoardModel.symmetries`), every other start solves such a copy, and its answer is changed back. All
+boards have the same symmetry at a start.
+
+Shapes: B boards, C cells of a board, D width of z.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deqseq.checks import check_count
+from deqseq.layer import ImplicitSequenceLayer
+from deqseq.loop import Runner
+from deqseq.policies import Residual
+from deqseq.policy import FixedIterations
+from deqseq.problem import Problem, SolveOptions
+from deqseq.status import Status
+from deqseq.tasks.reasoning.model import BoardModel
+from deqseq.tasks.reasoning.symmetries import Symmetries, random_symmetries
+
+
+@dataclass
+class Found:
+    """Answers to B boards, on the CPU.
+
+    Attributes:
+        answers: (B, C) uint8.
+        residual: (B,) relative residual of the whole board at the last evaluation; zero for an explicit
+            model.
+        evaluations: (B,) number of evaluations of f from all starts; one for an explicit model.
+        converged: (B,) bool, the search met its tolerance; true for an explicit model.
+    """
+
+    answers: Tensor
+    residual: Tensor
+    evaluations: Tensor
+    converged: Tensor
+
+
+Trusted = Callable[[Tensor, Found], Tensor]
+"""A function of the questions (B, C) and what was found: which answers can be trusted, (B,) bool."""
+
+
+def search(
+    model: BoardModel, questions: Tensor, starts: int = 1, solve: SolveOptions | None = None,
+    trusted: Trusted = lambda _, found: found.converged,
+) -> Found:  # fmt: skip
+    """Solve boards from start 0, then those whose answers cannot be trusted from start 1, and so on.
+
+    For each board, the first answer that can be trusted is kept. If there is none, the answer with the
+    smallest residual is kept.
+
+    Args:
+        questions: (B, C) tokens.
+        starts: maximum number of starts.
+        solve: solve options; by default the layer's ``eval_solve``.
+        trusted: decides which answers can be trusted; by default, those of searches that converged.
+
+    Raises:
+        ValueError: as in :func:`check_starts`.
+    """
+    check_starts(model, starts)
+    found = from_start(model, questions, 0, solve)
+    good = trusted(questions, found)
+    for number in range(1, starts):
+        rows = (~good).nonzero()[:, 0]
+        if not len(rows):
+            break
+        new = from_start(model, questions[rows], number, solve)
+        new_good = trusted(questions[rows], new)
+        least = found.residual[rows].nan_to_num(torch.inf)
+        better = new_good | (new.residual.nan_to_num(torch.inf) < least)
+        evaluations = found.evaluations.index_add(0, rows, new.evaluations)
+        rows = rows[better]
+        kept = {f.name: getattr(found, f.name).index_copy(0, rows, getattr(new, f.name)[better])
+                for f in fields(Found)}  # fmt: skip
+        found = Found(**{**kept, "evaluations": evaluations})
+        good = good.index_copy(0, rows, new_good[better])
+    return found
+
+
+@torch.no_grad()
+def from_start(model: BoardModel, questions: Tensor, number: int, solve: SolveOptions | None = None) -> Found:
+    """Solve the boards ``questions`` (B, C) from start ``number``. An explicit model has start 0 only.
+
+    Boards that have converged leave the batch, so easy boards cost less. ``solve`` is as in :func:`search`.
+    """
+    copy = _symmetry(model, number)
+    with model.precision(), _compacting(model):
+        tokens = _changed(questions, copy, model.device)
+        z0 = None if number == 0 else model.start(model.inputs(tokens), number)
+        out = model(tokens, z0=z0, solve=solve)
+    answers, solution = _changed_back(out.logits, copy).cpu(), out.solution
+    if solution is None:
+        ones = torch.ones(len(answers), dtype=torch.int64)
+        return Found(answers, torch.zeros(len(answers)), ones, ones.bool())
+    residual = solution.residual.float().square().mean(1).sqrt()
+    converged = (solution.status == Status.CONVERGED).all(1)
+    return Found(answers, residual.cpu(), solution.iterations.amax(1).cpu(), converged.cpu())
+
+
+class Solved(NamedTuple):
+    """The results of one start for B boards, after ``depth`` evaluations, on the device of the model.
+
+    Attributes:
+        depth: number of evaluations of f so far.
+        answers: (B, C) uint8.
+        residual: (B,) relative residual of the whole board at the last evaluation; zero for an explicit
+            model.
+        z: (B, C, D) iterates. If this start solves symmetric copies, they are those of the copies.
+    """
+
+    depth: int
+    answers: Tensor
+    residual: Tensor
+    z: Tensor
+
+
+@torch.no_grad()
+def by_depth(
+    model: BoardModel, questions: Tensor, depths: Sequence[int], number: int = 0
+) -> Iterator[Solved]:
+    """Solve ``questions`` (B, C) from start ``number``. Yields the boards at every depth of ``depths``.
+
+    The depths must increase. One search with the layer's solver for evaluation passes through all depths. An
+    explicit model ignores ``depths`` and yields its boards once.
+    """
+    copy = _symmetry(model, number)
+    tokens = _changed(questions, copy, model.device)
+    layer = model.layer
+    if not isinstance(layer, ImplicitSequenceLayer):
+        out = model(tokens)
+        zeros = torch.zeros(len(tokens), device=model.device)
+        yield Solved(1, _changed_back(out.logits, copy), zeros, out.z)
+        return
+    x = model.inputs(tokens)
+    solve = replace(layer.eval_solve, convergence=FixedIterations(depths[-1]))
+    board = Residual(rtol=1, scope="sequence")  # measures whole boards; its tolerance is not used
+    runner = Runner(Problem(layer.backbone, layer.backbone.prepare(x), model.start(x, number), solve))
+    runner.begin()
+    for depth in depths:
+        while runner.passes < depth:
+            runner.proceed()
+        carry = runner.carry
+        assert carry.fz is not None
+        z = carry.proposal.clone()  # the next pass may overwrite the proposal
+        everywhere = torch.ones_like(carry.tokens.settled)
+        residual = board.judge(carry.z, carry.fz, carry.tokens.iterations, everywhere).residual[:, 0]
+        yield Solved(depth, _changed_back(model.answers(z), copy), residual, z)
+
+
+def check_starts(model: BoardModel, starts: int) -> None:
+    """Raise an error unless ``model`` can solve puzzles from ``starts`` different starts.
+
+    Raises:
+        ValueError: ``starts`` is below 1; or it is above 1, and all starts would be equal.
+    """
+    check_count("starts", starts)
+    layer = model.layer
+    if starts == 1:
+        return
+    if not isinstance(layer, ImplicitSequenceLayer):
+        raise ValueError(f"{starts} starts would all be equal with an explicit model: give --starts 1")
+    if not (layer.eval_solve.guess.varies or model.symmetries):
+        raise ValueError(
+            f"{starts} starts would all be equal with the guess {layer.eval_solve.guess} and without "
+            "symmetries: give --starts 1, or a guess that varies, such as noise, or --symmetries true"
+        )
+
+
+def _symmetry(model: BoardModel, number: int) -> Symmetries | None:
+    """The symmetry of start ``number``, or ``None`` if it solves the boards as they are."""
+    if number == 0 or not model.symmetries:
+        return None
+    generator = torch.Generator("cpu").manual_seed(number)  # the same symmetries on all devices
+    found = random_symmetries(model.task, model.config.size, 1, generator)
+    return Symmetries(found.cells.to(model.device), found.tokens.to(model.device))
+
+
+def _changed(questions: Tensor, symmetry: Symmetries | None, device: torch.device) -> Tensor:
+    """The tokens (B, C) int64 of ``questions`` (B, C) after ``symmetry``."""
+    tokens = questions.long().to(device)
+    return tokens if symmetry is None else symmetry.apply(tokens)
+
+
+def _changed_back(logits: Tensor, symmetry: Symmetries | None) -> Tensor:
+    """The answers (B, C) uint8 with the highest ``logits`` (B, C, V), before ``symmetry``."""
+    tokens = logits.argmax(-1)
+    return (tokens if symmetry is None else symmetry.undo(tokens)).to(torch.uint8)
+
+
+@contextmanager
+def _compacting(model: BoardModel) -> Iterator[None]:
+    """A context in which boards that have converged leave the batch of an implicit model."""
+    layer = model.layer
+    if not isinstance(layer, ImplicitSequenceLayer):
+        yield
+        return
+    before, layer.compact = layer.compact, True
+    try:
+        yield
+    finally:
+        layer.compact = before

@@ -38,7 +38,7 @@ from deqseq.tasks.reasoning.puzzles import CHARACTERS, Puzzles, Task, broken_rul
 from deqseq.tasks.reasoning.search import by_depth, from_start, search
 from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
 from deqseq.tasks.reasoning.solve import _faults, answer, board, questions
-from deqseq.tasks.reasoning.symmetries import random_symmetries
+from deqseq.tasks.reasoning.symmetries import numbered_symmetry
 from deqseq.tasks.reasoning.train import _Trainer, stablemax_cross_entropy, train
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")
@@ -562,7 +562,7 @@ def test_commands_take_a_solver(
 
 def test_explicit_models_take_neither_solver_nor_guess(puzzles: Path, tmp_path: Path) -> None:
     train(small(puzzles, explicit=True, steps=1), tmp_path / "run")
-    for name, part in (("solver", "picard"), ("guess", "zero")):
+    for name, part in (("solver", "picard"), ("guess", "zero"), ("symmetries", True)):
         with pytest.raises(ValueError, match=f"--{name} is for implicit models"):
             load(tmp_path / "run", **{name: part})
 
@@ -804,10 +804,10 @@ def test_the_first_start_that_can_be_trusted_gives_the_answer(
 
 
 def test_later_starts_solve_symmetric_copies(trained: Path, puzzles: Path) -> None:
-    """Start 3 solves all boards after the symmetry of seed 3, and changes the answers back."""
+    """Start 3 solves all boards after symmetry 3, and its answers are changed back."""
     made, _ = load(trained)
     boards = read_csv(puzzles, "sudoku").questions
-    symmetry = random_symmetries("sudoku", 4, 1, torch.Generator("cpu").manual_seed(3))
+    symmetry = numbered_symmetry("sudoku", 4, 3)
     found = from_start(made, boards, 3)
     (deep,) = by_depth(made, boards, [2], 3)
     made.symmetries = False
@@ -839,6 +839,77 @@ def test_symmetries_let_starts_differ_without_noise(trained: Path, puzzles: Path
         assert main(["solve", str(trained), str(puzzles), *words, *more, "--output", str(output)]) == 0
         rows.append(output.read_text())
     assert rows[0] == rows[1] != rows[2]
+    command = ["evaluate", str(trained), str(puzzles), "--depth", "2", "--output", str(tmp_path / "found")]
+    for more, code in ([], 0), (["--symmetries", "true"], 0), (["--symmetries", "false"], 2):
+        assert main([*command, *more]) == code  # the result has symmetries
+
+
+def test_every_start_of_a_maze_is_different() -> None:
+    """Without noise, a maze has eight starts: its rotations and reflections."""
+    options = {
+        "task": "maze",
+        "size": 5,
+        "guess": "zero",
+        "backbone": {**RECURSION, "map": {**MIXER, "tokens": 25}},
+    }
+    made = model(**options)
+    made.symmetries = True
+    boards = generate_mazes(4, size=5, seed=1).questions
+    residuals = torch.stack([from_start(made, boards, number).residual for number in range(9)])
+    assert all(len(residual.unique()) == 8 for residual in residuals.T)
+    assert torch.equal(residuals[0], residuals[8])
+    with pytest.raises(ValueError, match="at most 8 different starts, one for each symmetry, got 9"):
+        search(made, boards, 9)
+
+
+def test_searches_follow_the_guess_of_the_solve_options(puzzles: Path) -> None:
+    made, boards = model(guess="zero"), read_csv(puzzles, "sudoku").questions[:5]
+    noisy = model()
+    solve = noisy.layer.eval_solve
+    noisy.load_state_dict(made.state_dict())
+    for number in (0, 2):
+        one, other = from_start(made, boards, number, solve), from_start(noisy, boards, number)
+        assert torch.equal(one.residual, other.residual)
+    search(made, boards, 2, solve)
+    with pytest.raises(ValueError, match="2 starts would all be equal with the guess Zero"):
+        search(noisy, boards, 2, made.layer.eval_solve)
+
+
+def test_searches_refuse_what_makes_no_sense(puzzles: Path) -> None:
+    made, boards = model(), read_csv(puzzles, "sudoku").questions[:2]
+    fixed = replace(made.layer.eval_solve, convergence=FixedIterations(3))
+    with pytest.raises(ValueError, match="several starts need a policy with a tolerance"):
+        search(made, boards, 2, fixed)
+    with pytest.raises(ValueError, match="an explicit model has one start, got 2 starts"):
+        search(model(implicit=False), boards, 2)
+    with pytest.raises(ValueError, match=r"call model.eval\(\) first"):
+        search(made.train(), boards)
+
+
+def test_answers_that_have_not_converged_are_searched_again(puzzles: Path) -> None:
+    """They are not trusted, also if they keep the rules."""
+    made, tests = model(), read_csv(puzzles, "sudoku")
+    never = Residual(rtol=1e-30, max_iter=2, scope="sequence")
+    made.layer.eval_solve = replace(made.layer.eval_solve, convergence=never)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solving, "_faults", lambda task, part, answers: {})
+        found = answer(made, list(tests.questions[:5]), starts=3)
+    assert {(one.fault, one.evaluations) for one in found} == {("the search did not converge", 6)}
+
+
+def test_the_rules_are_checked_for_the_boards_that_are_searched_again(puzzles: Path) -> None:
+    """``search`` gives ``trusted`` the questions of these boards only, in order."""
+    made, boards = model(), read_csv(puzzles, "sudoku").questions
+    marks = boards.long().sum(1) % 3
+    seen = []
+
+    def trusted(questions: torch.Tensor, found: Any) -> torch.Tensor:
+        seen.append(questions)
+        return questions.long().sum(1) % 3 < len(seen)  # one third more with every start
+
+    search(made, boards, 5, trusted=trusted)
+    assert [len(part) for part in seen] == [60, int((marks > 0).sum()), int((marks > 1).sum())]
+    assert torch.equal(seen[1], boards[marks > 0]) and torch.equal(seen[2], boards[marks > 1])
 
 
 def test_a_board_is_solved_alone_as_in_a_batch(trained: Path, puzzles: Path) -> None:

@@ -16,7 +16,7 @@ from deqseq.tasks.reasoning import collect, mazes, sudoku
 from deqseq.tasks.reasoning.__main__ import main
 from deqseq.tasks.reasoning.files import read_arrays, read_csv, write_csv
 from deqseq.tasks.reasoning.puzzles import FREE, GOAL, PATH, START, WALL, Puzzles, Task
-from deqseq.tasks.reasoning.symmetries import Symmetries, random_symmetries
+from deqseq.tasks.reasoning.symmetries import Symmetries, numbered_symmetry, random_symmetries
 from deqseq.tasks.reasoning.verify import solve_sudoku, verify
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'deqseq[reason]'")
@@ -294,15 +294,22 @@ class TestSymmetries:
         verify("maze", Puzzles(questions, answers, small_mazes.ratings))
 
     @pytest.mark.parametrize(("task", "size"), [("sudoku", 4), ("sudoku", 9), ("maze", 7)])
-    def test_undo_changes_boards_back(self, task: Task, size: int) -> None:
+    def test_the_inverse_changes_boards_back(self, task: Task, size: int) -> None:
         boards = torch.randint(0, size + 1 if task == "sudoku" else 6, (20, size * size))
         for count in (20, 1):  # a symmetry for each board, one for all
             found = self.draw(size, count, task=task)
-            changed = found.apply(boards)
-            assert not torch.equal(changed, boards)
-            assert torch.equal(found.undo(changed), boards) and torch.equal(
-                found.apply(found.undo(boards)), boards
-            )
+            assert not torch.equal(found.apply(boards), boards)
+            assert torch.equal(found.inverse().apply(found.apply(boards)), boards)
+            assert torch.equal(found.apply(found.inverse().apply(boards)), boards)
+
+    def test_numbered_symmetries_begin_with_none_and_differ(self) -> None:
+        """The eight of a maze are all different, and then they repeat."""
+        for task, size, count in (("sudoku", 9, 32), ("maze", 7, 8)):
+            found = [numbered_symmetry(task, size, number) for number in range(count)]
+            boards = torch.randint(1, 6, (3, size * size))
+            assert torch.equal(found[0].apply(boards), boards)
+            assert len({tuple(f.cells[0].tolist() + f.tokens[0].tolist()) for f in found}) == count
+        assert torch.equal(numbered_symmetry("maze", 7, 9).cells, found[1].cells)
 
     def test_the_seed_decides(self, sudokus: Puzzles) -> None:
         boards = sudokus.questions.long()
@@ -337,6 +344,7 @@ class TestSymmetries:
         ("arguments", "said"),
         [
             (("sudoku", 5, 2), "16 or 81 cells, got 25"),
+            (("sudoku", 4.0, 2), "size must be a whole number"),
             (("sudoku", 9, 0), "count must be a whole number >= 1, got 0"),
             (("chess", 8, 1), "task must be one of sudoku, maze, got 'chess'"),
         ],
@@ -344,6 +352,16 @@ class TestSymmetries:
     def test_refusals(self, arguments: tuple[Any, int, int], said: str) -> None:
         with pytest.raises(ValueError, match=said):
             random_symmetries(*arguments, torch.Generator("cpu"))
+
+    def test_boards_are_checked(self, sudokus: Puzzles) -> None:
+        found = self.draw(9, 2)
+        with pytest.raises(ValueError, match=r"must be int64, got torch\.uint8"):
+            found.apply(sudokus.questions[:2])
+        for shape in ((3, 81), (2, 16), (81,)):
+            with pytest.raises(ValueError, match=r"shape \(2, 81\), got"):
+                found.apply(torch.zeros(shape, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"shape \(B, 81\), got"):
+            self.draw(9, 1).apply(torch.zeros(2, 16, dtype=torch.int64))
 
 
 class TestFiles:

@@ -98,14 +98,14 @@ def _evaluate(
 ) -> None:
     """Test a trained model at several depths, and with several starts. Writes JSON and a figure.
 
-    A depth is a number of evaluations of the model's map f. A start is an initial value of the search. If a
-    puzzle is solved from several starts, the start with the smallest residual gives the answer. The column
-    exact has the share of right answers. The column vote has the share of puzzles for which the most frequent
-    answer of all starts is right. In the second table, the depth is not fixed: each search ends when the
-    residual of the board meets the tolerance. If a search has not met it after --max_iter evaluations, it is
-    repeated from the next start. The rows of this table allow 1, 2, 4, ... and --starts starts. They are
-    equal if all first searches meet the tolerance. The column evaluations is the mean over the boards, from
-    all their starts.
+    A depth is a number of evaluations of the model's map f. A start is an initial value of the search, and a
+    symmetric copy of the puzzle (--symmetries). If a puzzle is solved from several starts, the start with the
+    smallest residual gives the answer. The column exact has the share of right answers. The column vote has
+    the share of puzzles for which the most frequent answer of all starts is right. In the second table, the
+    depth is not fixed: each search ends when the residual of the board meets the tolerance. If a search has
+    not met it after --max_iter evaluations, it is repeated from the next start. The rows of this table allow
+    1, 2, 4, ... and --starts starts. They are equal if all first searches meet the tolerance. The column
+    evaluations is the mean over the boards, from all their starts.
 
     Args:
         run: folder of a trained model
@@ -121,9 +121,10 @@ def _evaluate(
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
         guess: guess for this command, instead of the run's: a name (zero) or a mapping ("{name: noise, std:
-            0.5}"). With several starts and without symmetries, it must be noise, or another guess that varies
-        symmetries: every start but the first solves a symmetric copy of the puzzle, and its answer is changed
-            back; by default if the setting augment of the run is true
+            0.5}"). Without symmetries, several starts need noise, or another guess that varies
+        symmetries: true: every start but the first solves a symmetric copy of the puzzle, and its answer is
+            changed back. false: all starts solve the puzzle as it is. By default, the setting augment of the
+            run
         batch_size: puzzles solved together
         compile: compile the map, on GPUs only; saves time at large depths and with many starts
         output: folder for results, by default RUN/evaluation
@@ -154,7 +155,13 @@ def _evaluate(
         check_starts(model, most)
     asked = {"puzzles": str(puzzles), "count": len(tests.ratings), "depth": depth}
     asked |= {"starts": starts if starts == most else [starts, most]}
-    asked |= {"rtol": rtol, "max_iter": max_iter, "solver": solver, "guess": guess, "symmetries": symmetries}
+    asked |= {
+        "rtol": rtol,
+        "max_iter": max_iter,
+        "solver": solver,
+        "guess": guess,
+        "symmetries": model.symmetries,
+    }
     solve = solve_options(model, rtol=rtol, max_iter=max_iter)
     if compile:
         model.compile_map(model.device)
@@ -199,16 +206,17 @@ def _solve(
         model: folder of a trained run
         puzzle: text of a puzzle, or a .csv or .csv.gz file of puzzles, or a folder with .csv or .csv.gz files
         output: CSV file for the answers; by default they are printed
-        starts: maximum number of random starts; the next start is tried until an answer can be trusted. By
+        starts: maximum number of starts; the next start is tried until an answer can be trusted. By
             default as in the run
         rtol: relative residual of the board at which a search ends; by default as in the run
         max_iter: maximum number of evaluations per start; by default as in the run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a
             mapping ("{name: anderson, memory: 1, scope: sequence}")
         guess: guess for this command, instead of the run's: a name (zero) or a mapping ("{name: noise, std:
-            0.5}"). With several starts and without symmetries, it must be noise, or another guess that varies
-        symmetries: every start but the first solves a symmetric copy of the puzzle, and its answer is changed
-            back; by default if the setting augment of the run is true
+            0.5}"). Without symmetries, several starts need noise, or another guess that varies
+        symmetries: true: every start but the first solves a symmetric copy of the puzzle, and its answer is
+            changed back. false: all starts solve the puzzle as it is. By default, the setting augment of the
+            run
         figure: PNG file that shows the search for the first puzzle, from start 0; a GIF is written beside it
     """
     if output is not None and output.suffix.lower() != ".csv":

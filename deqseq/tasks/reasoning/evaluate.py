@@ -1,7 +1,7 @@
 """Evaluation on puzzles, at any depth and breadth.
 
 Depth is the number of evaluations of f in a search. Breadth is the number of starts: searches for the same
-puzzle from different initial guesses.
+puzzle, or symmetric copies of it, from different initial guesses.
 
 Shapes: P puzzles, C cells of a board.
 """
@@ -123,7 +123,7 @@ def load(
     except Exception as error:  # transformers and safetensors raise many classes of errors
         raise ValueError(f"the model in {path} cannot be read: {error}") from error
     given = {name: part for name, part in (("solver", solver), ("guess", guess)) if part is not None}
-    for name in given:
+    for name in [*given, *([] if symmetries is None else ["symmetries"])]:
         needed_layer(model, f"--{name}")
     if given:
         model.layer.eval_solve = replace(model.layer.eval_solve, **given)
@@ -220,8 +220,8 @@ def evaluate(
     for part in rows:
         for number in range(starts):
             with model.precision():
-                found_at = by_depth(model, puzzles.questions[part], depths, number)
-                for place, found in enumerate(found_at):
+                searched = by_depth(model, puzzles.questions[part], depths, number)
+                for place, found in enumerate(searched):
                     answers[place, number, part] = found.answers.cpu()
                     residuals[place, number, part] = found.residual.float().cpu()
             bar.update()
@@ -303,7 +303,7 @@ def adaptive(
     if not isinstance(layer, ImplicitSequenceLayer):
         raise ValueError("an explicit model applies the map once, so its depth cannot adapt")
     check_count("batch_size", batch_size)
-    check_starts(model, starts)
+    check_starts(model, starts, solve)
     solve = solve or layer.eval_solve
     policy = solve.convergence
     if not isinstance(policy, Residual) or policy.scope != "sequence":

@@ -1,15 +1,15 @@
 """Searches for the answers to boards: from one start, or from more until the answers can be trusted.
 
-Start 0 solves a board as it is. If the model was trained on symmetric copies of its puzzles
-(:attr:`BoardModel.symmetries`), every other start solves such a copy, and its answer is changed back. All
-boards have the same symmetry at a start.
+Start 0 solves a board as it is. With :attr:`BoardModel.symmetries`, every other start solves a symmetric copy
+of the board, and its answer is changed back. All boards have the same symmetry at a start, so a board is
+solved alone as in a batch.
 
 Shapes: B boards, C cells of a board, D width of z.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from deqseq.policy import FixedIterations
 from deqseq.problem import Problem, SolveOptions
 from deqseq.status import Status
 from deqseq.tasks.reasoning.model import BoardModel
-from deqseq.tasks.reasoning.symmetries import Symmetries, random_symmetries
+from deqseq.tasks.reasoning.symmetries import Symmetries, different_symmetries, numbered_symmetry
 
 
 @dataclass
@@ -45,9 +45,10 @@ class Found:
 
 
 Trusted = Callable[[Tensor, Found], Tensor]
-"""A function of the questions (B, C) and what was found: which answers can be trusted, (B,) bool."""
+"""A function that says which answers can be trusted, (B,) bool, from the questions (B, C) and the answers."""
 
 
+@torch.no_grad()
 def search(
     model: BoardModel, questions: Tensor, starts: int = 1, solve: SolveOptions | None = None,
     trusted: Trusted = lambda _, found: found.converged,
@@ -55,7 +56,8 @@ def search(
     """Solve boards from start 0, then those whose answers cannot be trusted from start 1, and so on.
 
     For each board, the first answer that can be trusted is kept. If there is none, the answer with the
-    smallest residual is kept.
+    smallest residual is kept. :func:`deqseq.solve_with_restarts` does the same for any sequences, but it has
+    no symmetric copies, and it trusts every search that converged.
 
     Args:
         questions: (B, C) tokens.
@@ -64,40 +66,49 @@ def search(
         trusted: decides which answers can be trusted; by default, those of searches that converged.
 
     Raises:
-        ValueError: as in :func:`check_starts`.
+        ValueError: the model is in training mode; there are several starts, and the policy has no tolerance;
+            as in :func:`check_starts`.
     """
-    check_starts(model, starts)
+    if model.training:
+        raise ValueError("a search is for evaluation: call model.eval() first")
+    check_starts(model, starts, solve)
+    if starts > 1 and isinstance(policy := _options(model, solve).convergence, FixedIterations):
+        raise ValueError(f"several starts need a policy with a tolerance, got {policy}")
     found = from_start(model, questions, 0, solve)
-    good = trusted(questions, found)
+    if starts == 1:
+        return found
+    good = trusted(questions, found).clone()
     for number in range(1, starts):
         rows = (~good).nonzero()[:, 0]
         if not len(rows):
             break
         new = from_start(model, questions[rows], number, solve)
-        new_good = trusted(questions[rows], new)
-        least = found.residual[rows].nan_to_num(torch.inf)
-        better = new_good | (new.residual.nan_to_num(torch.inf) < least)
-        evaluations = found.evaluations.index_add(0, rows, new.evaluations)
-        rows = rows[better]
-        kept = {f.name: getattr(found, f.name).index_copy(0, rows, getattr(new, f.name)[better])
-                for f in fields(Found)}  # fmt: skip
-        found = Found(**{**kept, "evaluations": evaluations})
-        good = good.index_copy(0, rows, new_good[better])
+        found.evaluations[rows] += new.evaluations
+        good[rows] = trusted(questions[rows], new)
+        better = good[rows] | (_size(new.residual) < _size(found.residual[rows]))
+        for name in ("answers", "residual", "converged"):
+            getattr(found, name)[rows[better]] = getattr(new, name)[better]
     return found
+
+
+def _size(residual: Tensor) -> Tensor:
+    """The residuals, with infinity for NaN."""
+    return residual.nan_to_num(torch.inf, torch.inf)
 
 
 @torch.no_grad()
 def from_start(model: BoardModel, questions: Tensor, number: int, solve: SolveOptions | None = None) -> Found:
-    """Solve the boards ``questions`` (B, C) from start ``number``. An explicit model has start 0 only.
+    """Solve the boards ``questions`` (B, C) from start ``number``.
 
     Boards that have converged leave the batch, so easy boards cost less. ``solve`` is as in :func:`search`.
     """
-    copy = _symmetry(model, number)
+    symmetry = _symmetry(model, number)
+    tokens, z0 = _changed(questions, symmetry, model.device), None
     with model.precision(), _compacting(model):
-        tokens = _changed(questions, copy, model.device)
-        z0 = None if number == 0 else model.start(model.inputs(tokens), number)
+        if number and isinstance(model.layer, ImplicitSequenceLayer):
+            z0 = _options(model, solve).guess.propose(model.inputs(tokens), number, None)
         out = model(tokens, z0=z0, solve=solve)
-    answers, solution = _changed_back(out.logits, copy).cpu(), out.solution
+    answers, solution = _changed_back(out.logits, symmetry).cpu(), out.solution
     if solution is None:
         ones = torch.ones(len(answers), dtype=torch.int64)
         return Found(answers, torch.zeros(len(answers)), ones, ones.bool())
@@ -132,13 +143,13 @@ def by_depth(
     The depths must increase. One search with the layer's solver for evaluation passes through all depths. An
     explicit model ignores ``depths`` and yields its boards once.
     """
-    copy = _symmetry(model, number)
-    tokens = _changed(questions, copy, model.device)
+    symmetry = _symmetry(model, number)
+    tokens = _changed(questions, symmetry, model.device)
     layer = model.layer
     if not isinstance(layer, ImplicitSequenceLayer):
         out = model(tokens)
         zeros = torch.zeros(len(tokens), device=model.device)
-        yield Solved(1, _changed_back(out.logits, copy), zeros, out.z)
+        yield Solved(1, _changed_back(out.logits, symmetry), zeros, out.z)
         return
     x = model.inputs(tokens)
     solve = replace(layer.eval_solve, convergence=FixedIterations(depths[-1]))
@@ -153,34 +164,52 @@ def by_depth(
         z = carry.proposal.clone()  # the next pass may overwrite the proposal
         everywhere = torch.ones_like(carry.tokens.settled)
         residual = board.judge(carry.z, carry.fz, carry.tokens.iterations, everywhere).residual[:, 0]
-        yield Solved(depth, _changed_back(model.answers(z), copy), residual, z)
+        yield Solved(depth, _changed_back(model.answers(z), symmetry), residual, z)
 
 
-def check_starts(model: BoardModel, starts: int) -> None:
-    """Raise an error unless ``model`` can solve puzzles from ``starts`` different starts.
+def check_starts(model: BoardModel, starts: int, solve: SolveOptions | None = None) -> None:
+    """Raise an error unless ``model`` can search from ``starts`` different starts.
+
+    Args:
+        solve: solve options; by default the layer's ``eval_solve``.
 
     Raises:
-        ValueError: ``starts`` is below 1; or it is above 1, and all starts would be equal.
+        ValueError: ``starts`` is below 1; or it is above 1, and the model is explicit, or starts would be
+            equal.
     """
     check_count("starts", starts)
     layer = model.layer
     if starts == 1:
         return
     if not isinstance(layer, ImplicitSequenceLayer):
-        raise ValueError(f"{starts} starts would all be equal with an explicit model: give --starts 1")
-    if not (layer.eval_solve.guess.varies or model.symmetries):
+        raise ValueError(f"an explicit model has one start, got {starts} starts: give --starts 1")
+    guess = _options(model, solve).guess
+    if guess.varies:
+        return
+    if not model.symmetries:
         raise ValueError(
-            f"{starts} starts would all be equal with the guess {layer.eval_solve.guess} and without "
-            "symmetries: give --starts 1, or a guess that varies, such as noise, or --symmetries true"
+            f"{starts} starts would all be equal with the guess {guess} and without symmetries: give "
+            "--starts 1, or a guess that varies, such as noise, or --symmetries true"
+        )
+    if starts > different_symmetries(model.task):
+        raise ValueError(
+            f"with the guess {guess}, a {model.task} has at most {different_symmetries(model.task)} "
+            f"different starts, one for each symmetry, got {starts}: give fewer, or a guess that varies, "
+            "such as noise"
         )
 
 
+def _options(model: BoardModel, solve: SolveOptions | None) -> SolveOptions:
+    """``solve``, or by default the solve options of an implicit model for evaluation."""
+    assert isinstance(model.layer, ImplicitSequenceLayer)
+    return model.layer.eval_solve if solve is None else solve
+
+
 def _symmetry(model: BoardModel, number: int) -> Symmetries | None:
-    """The symmetry of start ``number``, or ``None`` if it solves the boards as they are."""
-    if number == 0 or not model.symmetries:
+    """The symmetry of start ``number``; ``None`` if the model does not solve symmetric copies."""
+    if not model.symmetries:
         return None
-    generator = torch.Generator("cpu").manual_seed(number)  # the same symmetries on all devices
-    found = random_symmetries(model.task, model.config.size, 1, generator)
+    found = numbered_symmetry(model.task, model.config.size, number)
     return Symmetries(found.cells.to(model.device), found.tokens.to(model.device))
 
 
@@ -191,9 +220,9 @@ def _changed(questions: Tensor, symmetry: Symmetries | None, device: torch.devic
 
 
 def _changed_back(logits: Tensor, symmetry: Symmetries | None) -> Tensor:
-    """The answers (B, C) uint8 with the highest ``logits`` (B, C, V), before ``symmetry``."""
+    """The tokens (B, C) uint8 with the highest ``logits`` (B, C, V), changed back from ``symmetry``."""
     tokens = logits.argmax(-1)
-    return (tokens if symmetry is None else symmetry.undo(tokens)).to(torch.uint8)
+    return (tokens if symmetry is None else symmetry.inverse().apply(tokens)).to(torch.uint8)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class TrainSettings:
         max_iter: in evaluation, maximum number of evaluations of the map in one search
         starts: in the commands evaluate and solve, maximum number of searches for a puzzle, each from another
             start. The next search follows if a search does not meet the tolerance. If ``augment`` is true,
-            every search but the first solves a symmetric copy of the puzzle
+            every search but the first solves a symmetric copy of the puzzle, unless --symmetries is false
         train_max_iter: in training, maximum number of evaluations of the map in one search. Only for gradient
             strategies that search
         budget: maximum number of steps for which a puzzle stays in the batch

@@ -9,7 +9,7 @@ Shapes: B boards, n cells along a side of a board (its size), C = n² cells, V t
 """
 
 from dataclasses import dataclass
-from math import isqrt
+from math import inf, isqrt
 
 import torch
 import torch.nn.functional as F
@@ -18,31 +18,40 @@ from torch import Tensor
 from deqseq.checks import check_count
 from deqseq.tasks.reasoning.puzzles import CHARACTERS, Task, check_task, size_of
 
+_TURNS = 8  # rotations and reflections of a square
+
 
 @dataclass(frozen=True)
 class Symmetries:
     """A symmetry for each of B boards, or one symmetry for any number of boards (B = 1).
 
     Attributes:
-        cells: (B, C) int64. Cell i of a changed board has the token of cell ``cells[:, i]``, changed too.
-        tokens: (B, V) int64. Token t becomes ``tokens[:, t]``.
+        cells: (B, C) int64. Cell i of the new board takes its token from the old board's cell
+            ``cells[:, i]``.
+        tokens: (B, V) int64. Then ``tokens[:, t]`` replaces the token t.
     """
 
     cells: Tensor
     tokens: Tensor
 
     def apply(self, boards: Tensor) -> Tensor:
-        """Change the boards (B, C) int64."""
-        cells, tokens = self._expanded(len(boards))
-        return tokens.gather(1, boards.gather(1, cells))
+        """Change the boards (B, C) int64.
 
-    def undo(self, boards: Tensor) -> Tensor:
-        """Change the boards (B, C) int64 back: ``undo(apply(boards))`` equals ``boards``."""
-        cells, tokens = (permutation.argsort(1) for permutation in self._expanded(len(boards)))
-        return tokens.gather(1, boards).gather(1, cells)
+        Raises:
+            ValueError: the boards have another shape or type.
+        """
+        if boards.dtype != torch.int64:
+            raise ValueError(f"boards must be int64, got {boards.dtype}")
+        count, cells = self.cells.shape
+        if boards.ndim != 2 or boards.shape[1] != cells or count not in (1, len(boards)):
+            rule = f"({'B' if count == 1 else count}, {cells})"
+            raise ValueError(f"boards must have shape {rule}, got {tuple(boards.shape)}")
+        places, tokens = (permutation.expand(len(boards), -1) for permutation in (self.cells, self.tokens))
+        return tokens.gather(1, boards.gather(1, places))
 
-    def _expanded(self, count: int) -> tuple[Tensor, Tensor]:
-        return self.cells.expand(count, -1), self.tokens.expand(count, -1)
+    def inverse(self) -> "Symmetries":
+        """The symmetries that change the boards back."""
+        return Symmetries(self.cells.argsort(1), self.tokens.argsort(1))
 
 
 def random_symmetries(task: Task, size: int, count: int, generator: torch.Generator) -> Symmetries:
@@ -58,10 +67,31 @@ def random_symmetries(task: Task, size: int, count: int, generator: torch.Genera
         ValueError: the task is unknown, no board of it has this size, or ``count`` is below 1.
     """
     check_task(task)
+    check_count("size", size)
     check_count("count", count)
-    n = size_of(task, size**2)
-    draw = _of_sudokus if task == "sudoku" else _of_mazes
-    return draw(n, count, generator)
+    size_of(task, size**2)
+    if task == "sudoku":
+        return _of_sudokus(size, count, generator)
+    choice = torch.randint(_TURNS, (count,), generator=generator, device=generator.device)
+    return _of_mazes(size, choice)
+
+
+def numbered_symmetry(task: Task, size: int, number: int) -> Symmetries:
+    """Symmetry ``number`` (0, 1, ...) of boards of this size, on the CPU. Number 0 changes nothing.
+
+    Mazes have eight symmetries, so their symmetry 8 is symmetry 0 again. Those of Sudokus are random, and
+    some may be equal.
+    """
+    if task == "maze":
+        return _of_mazes(size, torch.tensor([number % _TURNS], device="cpu"))
+    if number == 0:
+        return Symmetries(torch.arange(size**2)[None], torch.arange(size + 1)[None])
+    return random_symmetries(task, size, 1, torch.Generator("cpu").manual_seed(number))
+
+
+def different_symmetries(task: Task) -> float:
+    """The number of numbers that :func:`numbered_symmetry` takes before its symmetries repeat."""
+    return _TURNS if task == "maze" else inf
 
 
 def _of_sudokus(n: int, count: int, generator: torch.Generator) -> Symmetries:
@@ -79,10 +109,10 @@ def _of_sudokus(n: int, count: int, generator: torch.Generator) -> Symmetries:
     return Symmetries(cells, F.pad(permutations(n) + 1, (1, 0)))  # token 0, an empty cell, stays
 
 
-def _of_mazes(n: int, count: int, generator: torch.Generator) -> Symmetries:
-    device = generator.device
+def _of_mazes(n: int, choice: Tensor) -> Symmetries:
+    """Apply to each board one of eight rotations and reflections: ``choice`` (B,), from 0 to 7."""
+    device = choice.device
     cells = torch.arange(n * n, device=device).view(n, n)
     turns = torch.stack([torch.rot90(board, k).flatten() for board in (cells, cells.T) for k in range(4)])
-    choice = torch.randint(8, (count,), generator=generator, device=device)
-    tokens = torch.arange(len(CHARACTERS["maze"]), device=device).expand(count, -1)
+    tokens = torch.arange(len(CHARACTERS["maze"]), device=device).expand(len(choice), -1)
     return Symmetries(turns[choice], tokens)

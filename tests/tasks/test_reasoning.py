@@ -35,7 +35,7 @@ from deqseq.tasks.reasoning.mazes import generate as generate_mazes
 from deqseq.tasks.reasoning.model import BoardConfig, BoardModel
 from deqseq.tasks.reasoning.plots import plot_training
 from deqseq.tasks.reasoning.puzzles import CHARACTERS, Puzzles, Task, broken_rules
-from deqseq.tasks.reasoning.search import by_depth, from_start, search
+from deqseq.tasks.reasoning.search import Found, by_depth, from_start, search
 from deqseq.tasks.reasoning.settings import RUNS, TrainSettings
 from deqseq.tasks.reasoning.solve import _faults, answer, board, questions
 from deqseq.tasks.reasoning.symmetries import numbered_symmetry
@@ -873,6 +873,20 @@ def test_searches_follow_the_guess_of_the_solve_options(puzzles: Path) -> None:
     search(made, boards, 2, solve)
     with pytest.raises(ValueError, match="2 starts would all be equal with the guess Zero"):
         search(noisy, boards, 2, made.layer.eval_solve)
+
+
+def test_a_residual_that_is_not_a_number_is_the_worst(puzzles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start n answers n everywhere, with residuals NaN, infinity, 2, 1 and NaN. No search converges."""
+    residuals = [torch.nan, torch.inf, 2.0, 1.0, torch.nan]
+
+    def found(made: Any, boards: torch.Tensor, number: int, solve: Any) -> Found:
+        residual = torch.full((len(boards),), residuals[number])
+        return Found(torch.full_like(boards, number), residual, torch.ones(len(boards)), residual < 0)
+
+    monkeypatch.setattr("deqseq.tasks.reasoning.search.from_start", found)
+    boards = read_csv(puzzles, "sudoku").questions[:2]
+    for starts, best in ((1, 0), (2, 0), (3, 2), (5, 3)):
+        assert (search(model(), boards, starts).answers == best).all()
 
 
 def test_searches_refuse_what_makes_no_sense(puzzles: Path) -> None:

@@ -98,14 +98,14 @@ def _evaluate(
 ) -> None:
     """Test a trained model at several depths, and with several starts. Writes JSON and a figure.
 
-    A depth is a number of evaluations of the model's map f. A start is an initial value of the search, and a
-    symmetric copy of the puzzle (--symmetries). If a puzzle is solved from several starts, the start with the
-    smallest residual gives the answer. The column exact has the share of right answers. The column vote has
-    the share of puzzles for which the most frequent answer of all starts is right. In the second table, the
-    depth is not fixed: each search ends when the residual of the board meets the tolerance. If a search has
-    not met it after --max_iter evaluations, it is repeated from the next start. The rows of this table allow
-    1, 2, 4, ... and --starts starts. They are equal if all first searches meet the tolerance. The column
-    evaluations is the mean over the boards, from all their starts.
+    A depth is a number of evaluations of the model's map f. A start is an initial value of the search. Every
+    start but the first may also solve a symmetric copy of the puzzle (--symmetries). If a puzzle is solved
+    from several starts, the start with the smallest residual gives the answer. The column exact has the share
+    of right answers. The column vote has the share of puzzles for which the most frequent answer of all
+    starts is right. In the second table, the depth is not fixed: each search ends when the residual of the
+    board meets the tolerance. If a search has not met it after --max_iter evaluations, it is repeated from
+    the next start. The rows of this table allow 1, 2, 4, ... and --starts starts. They are equal if all first
+    searches meet the tolerance. The column evaluations is the mean over the boards, from all their starts.
 
     Args:
         run: folder of a trained model
@@ -206,8 +206,8 @@ def _solve(
         model: folder of a trained run
         puzzle: text of a puzzle, or a .csv or .csv.gz file of puzzles, or a folder with .csv or .csv.gz files
         output: CSV file for the answers; by default they are printed
-        starts: maximum number of starts; the next start is tried until an answer can be trusted. By
-            default as in the run
+        starts: maximum number of starts for a puzzle, by default that of the run. The next start is tried if
+            an answer cannot be trusted
         rtol: relative residual of the board at which a search ends; by default as in the run
         max_iter: maximum number of evaluations per start; by default as in the run
         solver: solver that replaces the run's solver: a name (picard:0.7 is Picard with damping 0.7) or a

@@ -104,13 +104,13 @@ def load(
         path: folder of the run.
         solver, guess: name or mapping of a solver or a guess that replaces the run's for evaluation; ``None``
             keeps it.
-        symmetries: whether several starts solve symmetric copies of a puzzle (:attr:`BoardModel.symmetries`).
-            By default, they do if the model was trained with the setting ``augment``.
+        symmetries: if true, every start but the first solves a symmetric copy of a puzzle. ``None`` means the
+            setting ``augment`` of the run.
 
     Raises:
-        ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read;
-            a solver or a guess is given for an explicit model, is unknown, or has a value out of range; the
-            guess is ``previous``.
+        ValueError: ``path`` holds no finished run of this task, or its model is damaged or cannot be read; a
+            solver, a guess or ``symmetries`` is given for an explicit model; a solver or a guess is unknown,
+            or has a value out of range; the guess is ``previous``.
     """
     try:
         settings = build(TrainSettings, read_settings(path))
@@ -303,7 +303,6 @@ def adaptive(
     if not isinstance(layer, ImplicitSequenceLayer):
         raise ValueError("an explicit model applies the map once, so its depth cannot adapt")
     check_count("batch_size", batch_size)
-    check_starts(model, starts, solve)
     solve = solve or layer.eval_solve
     policy = solve.convergence
     if not isinstance(policy, Residual) or policy.scope != "sequence":

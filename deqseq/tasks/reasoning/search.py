@@ -1,8 +1,8 @@
 """Searches for the answers to boards: from one start, or from more until the answers can be trusted.
 
-Start 0 solves a board as it is. With :attr:`BoardModel.symmetries`, every other start solves a symmetric copy
-of the board, and its answer is changed back. All boards have the same symmetry at a start, so a board is
-solved alone as in a batch.
+Start 0 solves a board as it is. If :attr:`BoardModel.symmetries` is true, every other start solves a
+symmetric copy of the board, and its answer is changed back. A start has the same symmetry for all boards. So
+the answer to a board does not depend on the other boards of its batch.
 
 Shapes: B boards, C cells of a board, D width of z.
 """
@@ -45,7 +45,7 @@ class Found:
 
 
 Trusted = Callable[[Tensor, Found], Tensor]
-"""A function that says which answers can be trusted, (B,) bool, from the questions (B, C) and the answers."""
+"""A function of the questions (B, C) and what was found. Returns (B,) bool: which answers can be trusted."""
 
 
 @torch.no_grad()
@@ -66,8 +66,8 @@ def search(
         trusted: decides which answers can be trusted; by default, those of searches that converged.
 
     Raises:
-        ValueError: the model is in training mode; there are several starts, and the policy has no tolerance;
-            as in :func:`check_starts`.
+        ValueError: the model is in training mode. There are several starts, but the convergence policy is
+            ``FixedIterations``, which has no tolerance. Also those of :func:`check_starts`.
     """
     if model.training:
         raise ValueError("a search is for evaluation: call model.eval() first")
@@ -98,9 +98,12 @@ def _size(residual: Tensor) -> Tensor:
 
 @torch.no_grad()
 def from_start(model: BoardModel, questions: Tensor, number: int, solve: SolveOptions | None = None) -> Found:
-    """Solve the boards ``questions`` (B, C) from start ``number``.
+    """Solve the boards ``questions`` (B, C) once, from start ``number``.
 
-    Boards that have converged leave the batch, so easy boards cost less. ``solve`` is as in :func:`search`.
+    A board leaves the batch when it has converged. So easy boards cost less.
+
+    Args:
+        solve: solve options; by default the layer's ``eval_solve``.
     """
     symmetry = _symmetry(model, number)
     tokens, z0 = _changed(questions, symmetry, model.device), None
@@ -140,8 +143,8 @@ def by_depth(
 ) -> Iterator[Solved]:
     """Solve ``questions`` (B, C) from start ``number``. Yields the boards at every depth of ``depths``.
 
-    The depths must increase. One search with the layer's solver for evaluation passes through all depths. An
-    explicit model ignores ``depths`` and yields its boards once.
+    The depths must increase. There is one search, which continues from depth to depth. It uses the layer's
+    solver for evaluation. An explicit model ignores ``depths`` and yields its boards once.
     """
     symmetry = _symmetry(model, number)
     tokens = _changed(questions, symmetry, model.device)

@@ -1,9 +1,9 @@
-"""Symmetries of boards: changes after which a puzzle is still valid and has as many solutions as before.
+"""Symmetries of boards. After a symmetry, a puzzle is still valid and has as many solutions as before.
 
-A Sudoku has six kinds: permute the digits; permute the bands (rows of boxes); permute the rows within each
-band; permute the stacks (columns of boxes); permute the columns within each stack; transpose the board. The
-rating of a Sudoku may change a little, because the search that rates it reads cells and digits in a fixed
-order. A maze can be rotated and reflected.
+A symmetry of a Sudoku permutes the digits, the bands (rows of boxes), the rows within each band, the stacks
+(columns of boxes) and the columns within each stack. It may also transpose the board. The rating may change a
+little, because the search that rates Sudokus reads cells and digits in a fixed order. A symmetry of a maze
+rotates or reflects the board.
 
 Shapes: B boards, n cells along a side of a board (its size), C = n² cells, V tokens in the vocabulary.
 """
